@@ -154,7 +154,7 @@ DATA = {
     ),
     "x.jsonl": (
         damaged("x.jsonl", b'{"text": "a"}\n{"body": "b"}'),
-        "x.jsonl:2: no 'text' in this line (its keys are",
+        "x.jsonl:2: has no 'text' (its keys are",
     ),
     "y.jsonl": (damaged("y.jsonl", b'{"text": "a"}\n{"text": '), "y.jsonl:2: not JSON: "),
     "m.jsonl": (
@@ -312,13 +312,13 @@ AFTER_TRAINING = {
     "generate runs/small": "the following arguments are required: --prompt; see 'meshwright generate --help'",
     "generate runs/small --prompt x --tempratur 1": "unknown option '--tempratur'; did you mean '--temperature'?",
     "generate runs/small --prompt x --top-p 2": "top_p=2.0 is not allowed: must be greater than 0",
-    "generate runs/small --prompt x --max-tokens 99": "at most 31 new tokens have room",
+    "generate runs/small --prompt x --max-tokens 99": "use at most max_tokens=31",
     "generate runs/small --prompt x --seed y": "argument --seed: invalid int value: 'y'",
     "generate runs/small --prompt x --dtype fp8": "argument --dtype: invalid choice: 'fp8'",
     "export runs/small": "--adapter --program is required; see 'meshwright export --help'",
     "export runs/small --hf runs": "runs already exists; export to another directory or remove it",
     "eval runs/small --source nowhere.txt": "data source nowhere.txt matches no file",
-    "eval runs/small --sequence-length 64": "sequence length 64: the model is meant for at most 32",
+    "eval runs/small --sequence-length 64": "sequence length 64: the model supports at most 32",
 }
 
 

@@ -146,7 +146,7 @@ def test_two_models_answer_each_in_its_own_conversation(talk: Talk, models: Path
 
 def test_a_conversation_without_room_is_told_and_can_go_on(talk: Talk, models: Path) -> None:
     status, answers, notes = talk(["def f", "x" * 300, "/undo", "return"])
-    assert "and the model is meant for 160; /undo removes the last turn" in notes
+    assert "but the model supports 160; /undo removes the last turn" in notes
     assert answers == f"{expected(models, 'def f')}\n{expected(models, 'return')}\n"
     assert status == 2
 
@@ -163,7 +163,7 @@ def test_a_closed_answer_stays_in_the_history(models: Path) -> None:
     assert whole != heard
     rest = "".join(partner.say("return", settings))
     assert rest == expected(models, "def f", heard, "return", tokens=30)
-    with pytest.raises(UserError, match="is meant for 160"):
+    with pytest.raises(UserError, match="supports 160"):
         next(partner.say("x" * 300, settings))
     assert len(partner.turns) == 2
 

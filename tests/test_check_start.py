@@ -151,7 +151,7 @@ def test_an_objective_that_the_data_cannot_serve_is_refused_by_both(
 ) -> None:
     plain = ["data.chat={template: plain}"]
     for words, message in (
-        (plain, "data source preferences holds preferences; train on them with training.preference={}"),
+        (plain, "data source preferences contains preferences; train on them with training.preference={}"),
         (["training.preference={}", "data.sources=text.txt"], "but data source text has none"),
     ):
         assert main(["check", "run.yaml", *words]) == 1
@@ -174,4 +174,4 @@ def test_a_template_that_ends_no_turn_is_told(
 ) -> None:
     (pairs / "mine.jinja").write_text("{% for m in messages %}{{ m.content }}" + behind + "{% endfor %}")
     assert main(["check", "run.yaml", "training.preference={}", "data.chat={template: mine.jinja}"]) == 0
-    assert ("mine.jinja puts no special token after" in capsys.readouterr().out) == told
+    assert ("mine.jinja has no special token after" in capsys.readouterr().out) == told

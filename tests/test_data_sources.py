@@ -78,7 +78,7 @@ def test_names_are_literal_where_they_exist(tmp_path):
         (
             "a.jsonl",
             '{"content": "x", "n": 2}',
-            "a.jsonl:1: no 'text' in this line (its keys are content, n)",
+            "a.jsonl:1: has no 'text' (its keys are content, n)",
         ),
         ("a.jsonl", '["text"]', "a.jsonl:1: not a JSON object, but list"),
         ("a.jsonl", '{"text": 7}', "a.jsonl:1: 'text' is not a string but int"),

@@ -405,6 +405,6 @@ def test_what_has_adapters_or_other_precision_is_not_packed() -> None:
 
 def test_what_has_no_room_is_refused() -> None:
     engine = Engine(model_of("llama"), max_context=20)
-    with pytest.raises(UserError, match="at most 4 new tokens have room"):
+    with pytest.raises(UserError, match="use at most max_tokens=4"):
         engine.submit(Request(prompt=[1] * 16, max_tokens=5, sampling=GREEDY))
     assert isinstance(engine.run([Request(prompt=[1] * 16, max_tokens=4, sampling=GREEDY)])[0].tokens[0], Token)

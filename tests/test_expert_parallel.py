@@ -214,7 +214,7 @@ def test_checkpoints_are_of_no_layout(ranks: RankPool, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("layout", "family", "message"),
     [
-        ({"dp_shard": 4, "ep": 4}, "llama", "layout.ep=4: llama has no experts to share; .* ep=1"),
+        ({"dp_shard": 4, "ep": 4}, "llama", "layout.ep=4: llama has no experts; .* ep=1"),
         ({"dp_shard": 6, "ep": 3}, "mixtral", "8 experts cannot be split evenly over 3 ranks; .* ep=2"),
         ({"dp_shard": 14, "ep": 2}, "mixtral", "7 ranks share the state of the same experts, .*hidden=24; .* ep=1"),
     ],

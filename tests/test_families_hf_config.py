@@ -141,7 +141,7 @@ YARN = {"rope_type": "yarn", "factor": 4.0}
         ({**MOE, "decoder_sparse_step": 2}, "decoder_sparse_step=2 is not supported for qwen3_moe, only 1"),
         ({**MOE, "mlp_only_layers": [0]}, "mlp_only_layers=[0] is not supported for qwen3_moe, only []"),
         ({**MOE, "num_experts": 3}, "experts_per_token=4 of 3 experts to choose from: too many"),
-        ({**QWEN, "use_sliding_window": True, "max_window_layers": 4}, "a sliding window on some layers only"),
+        ({**QWEN, "use_sliding_window": True, "max_window_layers": 4}, "must be on all layers or none"),
     ],
 )
 def test_what_cannot_be_built_is_refused(config, message):

@@ -101,7 +101,7 @@ def test_a_preset_wins_over_a_directory_of_its_name(resolve, directory, tmp_path
         ({"name": "no/such/folder"}, "is neither a published model nor a directory"),
         ({"family": "lama"}, "model.family 'lama' is unknown; did you mean 'llama'?"),
         ({"family": "xyz"}, "model.family 'xyz' is unknown; there are gpt2, llama, mistral, qwen2, qwen3"),
-        ({"name": "gpt2", "family": "llama"}, "model.name 'gpt2' is of the family gpt2, not 'llama'"),
+        ({"name": "gpt2", "family": "llama"}, "model.name 'gpt2' has family gpt2, not 'llama'"),
         ({"family": "llama"}, "needs model.hidden, model.num_layers, model.num_heads, model.vocab"),
         ({"family": "llama", **TINY}, "needs model.vocab"),
         ({"family": "llama", **TINY, "vocab": 9, "num_heads": 5}, "hidden=64 is not a multiple of num_heads=5"),
@@ -114,7 +114,7 @@ def test_a_preset_wins_over_a_directory_of_its_name(resolve, directory, tmp_path
             {"name": "small", "weights": "pretrained", "num_layers": 3, "vocab": 7},
             "remove model.num_layers, model.vocab",
         ),
-        ({"name": "small", "family": "gpt2"}, "model.name 'small' is of the family llama, not 'gpt2'"),
+        ({"name": "small", "family": "gpt2"}, "model.name 'small' has family llama, not 'gpt2'"),
     ],
 )
 def test_one_sentence_for_what_does_not_fit(resolve, directory, fields, message):

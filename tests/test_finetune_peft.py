@@ -248,7 +248,7 @@ def test_what_does_not_fit_is_refused_in_a_sentence(bases: dict[str, Path], adap
     lora, llama = METHODS["lora"], bases["llama"]
     assert "was trained on another base" in refusal(bases["qwen2"], adapter, lora)
     assert "is damaged" in refusal(llama, changed(adapter, tmp_path / "a", flip=True), lora)
-    assert "cut short" in refusal(llama, changed(adapter, tmp_path / "b", cut=8), lora)
+    assert "is truncated" in refusal(llama, changed(adapter, tmp_path / "b", cut=8), lora)
     assert "set finetune.rank=3" in refusal(llama, adapter, {**lora, "rank": 8})
     assert "set finetune.dora=false" in refusal(llama, adapter, {**lora, "dora": True})
     assert "set finetune.targets=[" in refusal(llama, adapter, {**lora, "targets": ["wq", "wo", "wv"]})

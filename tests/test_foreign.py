@@ -304,9 +304,9 @@ def safetensors_keys(directory: Path) -> list[tuple[str, tuple[int, ...]]]:
 
 
 REFUSALS: dict[str, dict[str, Any]] = {
-    "layout.tp=2: a model that transformers computes": {"layout": {"tp": 2}},
-    "layout.cp=2: a model that transformers computes": {"layout": {"cp": 2}},
-    "layout.pp=2: a model that transformers computes": {"layout": {"pp": 2}},
+    "layout.tp=2: models that transformers computes": {"layout": {"tp": 2}},
+    "layout.cp=2: models that transformers computes": {"layout": {"cp": 2}},
+    "layout.pp=2: models that transformers computes": {"layout": {"pp": 2}},
     "layout.offload=cpu: ": {"layout": {"dp_shard": 2, "offload": "cpu"}},
     "training.compile=true: ": {"training": {"compile": True}},
     "finetune.method=ia3: ": {"finetune": {"method": "ia3"}},

@@ -118,10 +118,10 @@ def test_the_likeliest_token_always_stays_and_rounding_never_falls_off_the_end()
 @pytest.mark.parametrize(
     ("prompts", "max_tokens", "message"),
     [
-        ([[1] * 24], 1, "the prompt has 24 tokens, but the model is meant for 24; shorten it"),
-        ([[1] * 20], 5, "at most 4 new tokens have room"),
+        ([[1] * 24], 1, "the prompt has 24 tokens, but the model supports 24; shorten it"),
+        ([[1] * 20], 5, "use at most max_tokens=4"),
         ([[1]], 0, "max_tokens=0 is not allowed: must be at least 1"),
-        ([[1], []], 1, "a prompt must hold at least one token"),
+        ([[1], []], 1, "a prompt must have at least one token"),
     ],
 )
 def test_what_cannot_be_generated_is_refused(model, prompts, max_tokens, message):

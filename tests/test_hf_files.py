@@ -73,7 +73,7 @@ def test_no_weights(llama):
     (llama / WEIGHTS).unlink()
     assert f"neither {WEIGHTS} nor {INDEX}" in refused(llama)
     (llama / "pytorch_model.bin").touch()
-    assert "in .bin files only" in refused(llama)
+    assert "has only .bin weights" in refused(llama)
 
 
 def test_a_tensor_that_is_missing_misshapen_unknown_or_quantized(llama):
@@ -123,8 +123,8 @@ def test_tensors_that_do_not_cover_the_file(llama):
     file = llama / WEIGHTS
     good = file.read_bytes()
     file.write_bytes(good + bytes(7))
-    assert "is damaged: 7 bytes after its last tensor belong to none" in refused(llama)
-    for move, message in ((-4, "overlaps the one before it"), (4, "is cut short")):
+    assert "is damaged: 7 bytes follow its last tensor" in refused(llama)
+    for move, message in ((-4, "overlaps the previous tensor"), (4, "is truncated")):
         file.write_bytes(good)
 
         def moved(header, move=move):
@@ -156,7 +156,7 @@ def test_a_pipe_is_not_waited_for(llama, name):
 def test_a_file_cut_short(llama):
     content = (llama / WEIGHTS).read_bytes()
     (llama / WEIGHTS).write_bytes(content[:-1])
-    assert f"{WEIGHTS} is cut short: tensor lm_head.weight ends at byte" in refused(llama)
+    assert f"{WEIGHTS} is truncated: tensor lm_head.weight ends at byte" in refused(llama)
 
 
 @pytest.mark.parametrize("name", ["../outside.safetensors", "/etc/passwd", "a/b.safetensors", "weights.bin"])
@@ -172,7 +172,7 @@ def test_an_index_that_is_wrong(sharded):
     index = json.loads((sharded / INDEX).read_text())
     moved = index["weight_map"] | {Q: index["weight_map"]["lm_head.weight"]}
     (sharded / INDEX).write_text(json.dumps({"weight_map": moved}))
-    assert f"{INDEX} says that {Q} is in model-0000" in refused(sharded)
+    assert f"{INDEX} lists {Q} in model-0000" in refused(sharded)
     for broken in ("{", "[]", '{"weight_map": []}', '{"weight_map": {"a": []}}'):
         (sharded / INDEX).write_text(broken)
         assert "has no valid weight_map" in refused(sharded)

@@ -71,10 +71,10 @@ def test_what_is_not_there_is_told_with_the_command_that_gets_it(snapshot: Path,
     assert main(["check", "run.yaml"]) == 1
     assert "it is without *.safetensors in the cache" in capsys.readouterr().err
     assert main(["check", "run.yaml", "model=org/tiny-1.0"]) == 1
-    assert "model.name 'org/tiny-1.0' names no weights" in capsys.readouterr().err
+    assert "model.name 'org/tiny-1.0' has no weights" in capsys.readouterr().err
     (snapshot / "pytorch_model.bin").touch()
     assert main(["check", "run.yaml", f"model={snapshot}"]) == 1
-    assert "has its weights in .bin files only" in capsys.readouterr().err
+    assert "has only .bin weights" in capsys.readouterr().err
     shutil.rmtree(snapshot)
     assert main(["check", "run.yaml", "model=llama-3.2-1b"]) == 1
     assert "'org/tiny-1.0' is not a directory" in capsys.readouterr().err, "the tokenizer's too"

@@ -89,7 +89,7 @@ def test_a_dead_owner_is_followed_at_once_on_its_machine_and_after_a_lease_elsew
     killed = time.time()
     second = start(OWN, tmp_path / ".lock", machine, flock)
     while (line := said(second)) != "mine":
-        assert "waiting for its end, or a sign that it lives" in line
+        assert "waiting for it to end, or a sign of life" in line
     taken = max(path.stat().st_ctime for path in tmp_path.glob(".lock-*"))
     assert [path.name for path in tmp_path.iterdir()] == [".lock-2"]
     if (machine, flock) != ("m", "flock"):

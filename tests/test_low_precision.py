@@ -267,7 +267,7 @@ def test_kept_layers_are_named_by_pattern() -> None:
     assert layers("layers.-2.*") == layers("layers.0")
     assert not any(name.endswith("wo") for name in layers("*.wo"))
     assert layers("layers.0", "layers.1.attention") == tuple(f"layers.1.feed_forward.w{i}" for i in (1, 2, 3))
-    with pytest.raises(UserError, match=r"'layers\.7' names no linear layer.*layers\.0\.attention\.wq"):
+    with pytest.raises(UserError, match=r"'layers\.7' matches no linear layer.*layers\.0\.attention\.wq"):
         layers("layers.7")
     with pytest.raises(UserError, match="leaves no layer in fp8"):
         layers("*")
@@ -300,7 +300,7 @@ def test_a_gradient_of_which_ranks_have_shares_has_no_scale() -> None:
 def test_an_experts_rows_on_several_ranks_have_one_scale_or_none() -> None:
     for recipe in ("blockwise", "mxfp8", "nvfp4"):
         run = run_of_experts(LayoutSpec(), recipe)
-        assert "rows of an expert share a scale, and lie on several ranks" in misfits(run, tp=2)
+        assert "rows of an expert share a scale, but lie on several ranks" in misfits(run, tp=2)
         assert not misfits(run, dp_shard=2, ep=2)
         kept = run_of_experts(LayoutSpec(), recipe, low_precision={"keep": ("*.experts",)})
         assert not misfits(kept, tp=2)

@@ -332,6 +332,6 @@ def test_beside_bf16_weights_gathered_in_fp8_change_no_bit(ranks: RankPool) -> N
 def test_weights_have_one_scale_or_are_not_gathered_in_fp8() -> None:
     layout = LayoutSpec(dp_shard=2, quantized_weights="fp8")
     (why,) = fp8_gather_misfits(layout, narrow_run(layout, "rowwise").run.training, None)
-    assert "products in rowwise have no single scale of a weight" in why
+    assert "products in rowwise have no single scale per weight" in why
     assert "products in bf16" in fp8_gather_misfits(layout, TrainingSpec(), None)[0]
     assert not fp8_gather_misfits(layout, narrow_run(layout, "tensorwise").run.training, None)

@@ -47,7 +47,7 @@ def test_orthogonalise_brings_singular_values_near_one(shape: tuple[int, int]) -
 
 
 def test_muon_refuses_vectors() -> None:
-    with pytest.raises(ValueError, match=r"matrices only, not a tensor of shape \(3,\)"):
+    with pytest.raises(ValueError, match=r"only matrices, not a tensor of shape \(3,\)"):
         Muon([torch.nn.Parameter(torch.zeros(3))], lr=0.1)
 
 

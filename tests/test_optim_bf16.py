@@ -167,7 +167,7 @@ def test_the_planner_knows_what_is_kept(options: dict[str, Any]) -> None:
         ({"precision": "fp16", "master_dtype": "bf16"}, "this one computes in fp16; set precision=bf16"),
         ({"optimizer": {"rounding": "kahan"}}, "these are in fp32; set master_dtype=bf16"),
         ({"master_dtype": "bf16", "optimizer": {"name": "paged_adamw"}}, "which rounds by itself"),
-        ({"optimizer": {"name": "adamw_8bit", "state_dtype": "bf16"}}, "have eight bits; use adamw"),
+        ({"optimizer": {"name": "adamw_8bit", "state_dtype": "bf16"}}, "are 8-bit; use adamw"),
         ({"precision": "fp64", "optimizer": {"state_dtype": "bf16"}}, "fp64, which is for proofs"),
     ],
 )
@@ -177,5 +177,5 @@ def test_what_makes_no_sense_is_refused(training: dict[str, Any], problem: str) 
 
 
 def test_a_run_that_is_computed_again_keeps_its_state_in_fp32() -> None:
-    with pytest.raises(ValueError, match=r"may be rounded differently under training\.master_dtype=bf16"):
+    with pytest.raises(ValueError, match=r"under training\.master_dtype=bf16, rounding may look like a fault"):
         Run.model_validate({"model": "gpt2-124m", "training": PURE, "guards": {"verify_every": 5}})

@@ -277,9 +277,9 @@ def test_the_planner_counts_two_versions_and_no_bubble() -> None:
     [
         ({"pp": 1}, "pp=1: there is no pipeline"),
         ({"dp_shard": 2}, "zero=3: .* two whole versions .* schedule=1f1b, or dp_replicate=2, dp_shard=1, zero=0"),
-        ({"tp": 2}, "tp=2: two versions are kept of whole weights only"),
+        ({"tp": 2}, "tp=2: two versions are kept only of whole weights"),
         ({"tp": 2, "ep": 2}, "ep=2: two versions"),
-        ({"offload": "cpu"}, "offload=cpu: its weights wait on the device"),
+        ({"offload": "cpu"}, "offload=cpu: its old weights stay on the device"),
         ({"stages_per_rank": 2}, "has exactly 1"),
     ],
 )
@@ -290,7 +290,7 @@ def test_layouts_that_it_cannot_work_with(degrees: dict[str, Any], message: str)
 
 def test_models_and_precisions_that_it_cannot_work_with(tmp_path: Path) -> None:
     model = tiny_run(LayoutSpec(), family="deepseek_v3").model
-    assert "biases that move with every step" in find_misfits(layout_of(), model, 16)[0]
+    assert "biases that change at every step" in find_misfits(layout_of(), model, 16)[0]
     recipe = tmp_path / "run.yaml"
     recipe.write_text("model: llama-3-8b\nlayout: {pp: 4, schedule: pipedream-2bw}\ntraining: {precision: fp16}\n")
     with pytest.raises(ValueError, match="the loss scale may change between"):

@@ -56,7 +56,7 @@ def test_devices_are_found_as_people_write_them(written: str) -> None:
         ("8xh100@400/gpu", "as in 8xh100@400Gb/s/gpu"),
         ("8 gpus!", "8xh100 or 64xa100-80g@400Gb/s"),
         ("0xh100", "8xh100 or 64xa100-80g@400Gb/s"),
-        ("rtx4060ti-12g", "no rtx4060ti with 12 GB is known, but with 8 or 16 GB"),
+        ("rtx4060ti-12g", "no rtx4060ti with 12 GB is known, only with 8 or 16 GB"),
     ],
 )
 def test_unknown_clusters_are_refused_with_what_there_is(name: str, message: str) -> None:

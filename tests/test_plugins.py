@@ -269,7 +269,7 @@ def refusal(run: ResolvedRun, plugins: Plugins, root: Path) -> str:
     [
         (Silent, "test_plugins.Silent does not set elementwise, and ZeRO-3 x 2 splits"),
         (Liar, "has elementwise = True, but its state 'gram' has another shape than the parameter"),
-        (Counts, "its state 'steps' is int, and checkpoints keep tensors"),
+        (Counts, "its state 'steps' is int, but checkpoints save only tensors"),
         (Late, "its state 'slow' is created after the first step"),
         (Grouped, "Grouped keeps 'k' in its parameter groups, which checkpoints do not save"),
         (Remembers, "Remembers keeps 'steps' in an attribute, which checkpoints do not save"),
@@ -353,7 +353,7 @@ def test_an_objective_trains_under_a_layout_as_in_one_process(ranks: RankPool, t
     [
         (Mean(), r"test_plugins.Mean.sums returns Tensor; return meshwright.Sums\(loss, metrics\)"),
         (PerToken(), r"test_plugins.PerToken.sums: the loss is a shape \(12, 16\); return the sum over the batch's"),
-        (Forgets(), "test_plugins.Forgets.sums returns no 'z', which test_plugins.Forgets.metrics promises"),
+        (Forgets(), "test_plugins.Forgets.sums returns no 'z', which test_plugins.Forgets.metrics lists"),
         (Share(), "test_plugins.Share.count returns 0.5; return the number of terms in the batch"),
     ],
 )
@@ -554,7 +554,7 @@ def test_layers_of_torch_s_own_train_where_nothing_splits_them(ranks: RankPool, 
     plugins = Plugins(model=Scaled)
     as_one_process(ranks, tmp_path, plugins, ["zero-3"])
     for found in ranks.run(2, refusal, plugged_run(plugins, SPLIT["tp"]), plugins, tmp_path):
-        assert found.startswith("layout.tp=2: layers.0.gate is a Linear with parameters of its own, which tensor")
+        assert found.startswith("layout.tp=2: layers.0.gate is a Linear with its own parameters, which tensor")
 
 
 def table_of(model: Any) -> None:
@@ -571,7 +571,7 @@ def table_of(model: Any) -> None:
         (Mistaken, "layers.0.gate.weight has 24 numbers along ffn, which is 40 in this model"),
         (Undescribed, r"layers.0.gate.weight has shape \[24, 24\] and no dims; name them, as in dims = {'gate.weight'"),
         (Based, "test_plugins.Based: base = 'lama' is not one of gpt2, llama"),
-        (Switched, "switches has 'activate', which no model has"),
+        (Switched, "switches has unknown 'activate'"),
         (GatedBlock, "model: test_plugins.GatedBlock is not a subclass of meshwright.Model; pass a class"),
     ],
 )
@@ -589,7 +589,7 @@ def test_a_model_that_is_not_here_is_told_of() -> None:
     run = plugged_run(Plugins(model=Gated))
     with pytest.raises(UserError, match=r"models: no 'test_plugins.Gated' is installed"):
         parameter_table(run.model)
-    with pytest.raises(UserError, match=r"test_plugins.Gated is not a family of Hugging Face's"):
+    with pytest.raises(UserError, match=r"test_plugins.Gated is not a Hugging Face family"):
         family_of(run.model)
 
 

@@ -269,7 +269,7 @@ def test_a_run_learns_what_is_preferred_and_goes_on(folder, capsys):
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("training.preference=null", "data source colours holds preferences; train on them with training.preference"),
+        ("training.preference=null", "colours contains preferences; train on them with training.preference"),
         ("data.separate_documents=false", "one sample holds both answers of a preference pair; set data.separate_doc"),
         ("data.sources=text.txt", "training.preference trains on preference pairs, but data source text has none"),
     ],

@@ -229,7 +229,7 @@ def test_what_cannot_be_combined_is_refused() -> None:
         "layout.quantized_gradients=int4 with layout.schedule=zbv",
     ]
     run = {"model": "llama-3-8b", "layout": {"dp_shard": 2, **INT8}, "guards": {"verify_every": 10}}
-    with pytest.raises(ValueError, match=r"cannot round what layout\.quantized_weights=int8 rounds"):
+    with pytest.raises(ValueError, match=r"cannot reproduce the rounding of layout\.quantized_weights=int8"):
         Run.model_validate(run)
 
 

@@ -281,7 +281,7 @@ BAD_VALUES = {
     ),
     "longer than the run": (
         "seed_of_nothing: 1\ntraining: {steps: 10, lr_schedule: {warmup: 11}}",
-        "run.yaml:3: training: lr_schedule.warmup=11 is longer than steps=10; with warmup=auto it is",
+        "run.yaml:3: training: lr_schedule.warmup=11 exceeds steps=10; warmup=auto is",
     ),
     "a degree that does not divide": (
         "layout: {ep: 2}",
@@ -395,7 +395,7 @@ BAD_OVERRIDES = {
     "training.steps.x=5": "training.steps: it is 200, not a section, so it has no setting x",
     "training.optimizer={lr: 1, nam: x}": "training.optimizer.nam: unknown key; did you mean 'name'?",
     "training.optimizer.betas=[0.9,": "the bracket that starts here is never closed",
-    "training.optimizer.betas.0=0.8": "training.optimizer.betas: the recipe has no list here; give all of it",
+    "training.optimizer.betas.0=0.8": "training.optimizer.betas: the recipe has no list here; set the whole list",
     "data.sources.2.path=x": "data.sources: the recipe's list has 2 items, counted from 0",
     "training.lr_schedule.warmup=-1": "-1 is not allowed: must be at least 0 or 'auto'",
     "training=": "an empty value is not allowed: must be a section",

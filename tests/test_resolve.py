@@ -81,7 +81,7 @@ def test_a_batch_in_tokens() -> None:
 @pytest.mark.parametrize(
     ("sections", "message"),
     [
-        ({"training": {"global_batch": 10}, "layout": {"dp_shard": 4}}, "the nearest number that can is 8"),
+        ({"training": {"global_batch": 10}, "layout": {"dp_shard": 4}}, "the nearest multiple is 8"),
         ({"training": {"global_batch_tokens": 1000}, "data": {"sequence_length": 256}}, "nearest multiple is 1024"),
         ({"training": {"global_batch": 12, "micro_batch": 5}}, "the nearest divisor is 4"),
         (

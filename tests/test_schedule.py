@@ -135,16 +135,16 @@ def test_the_nearest_number_of_microbatches_works() -> None:
 @pytest.mark.parametrize(
     ("ranks", "message"),
     [
-        (["0F0 0B0 1F0 1B0"], "rank 0 waits forever with 0B0 for 1B0 or 1I0"),
-        (["0B0 0F0"], "waits forever with 0B0 for 0F0"),
+        (["0F0 0B0 1F0 1B0"], "rank 0 deadlocks at 0B0: it waits for 1B0 or 1I0"),
+        (["0B0 0F0"], "deadlocks at 0B0: it waits for 0F0"),
         (["0F0 0F1 0B0"], "stage 0, microbatch 1 has 1 F, 0 B"),
         (["0F0 0I0"], "0 B, 1 I, 0 W"),
-        (["0F0 0W0 0I0"], "waits forever with 0W0 for 0I0"),
+        (["0F0 0W0 0I0"], "deadlocks at 0W0: it waits for 0I0"),
         (["0F0 0B0", "0F1 0B1"], "stage 0 is on 2 ranks"),
         (["1F0 1B0"], "stage 0 is on 0 ranks"),
         (["0F1 0B1"], "stage 0, microbatch 0 has 0 F"),
         # Each rank is legal by itself; together each waits for the other.
-        (["0F0 2F0 2B0 0F1 2F1 2B1 0B0 0B1", "1F1 1F0 1B0 1B1"], "rank 0 waits forever with 2F0 for 1F0"),
+        (["0F0 2F0 2B0 0F1 2F1 2B1 0B0 0B1", "1F1 1F0 1B0 1B1"], "rank 0 deadlocks at 2F0: it waits for 1F0"),
     ],
 )
 def test_an_illegal_schedule_says_what_is_wrong(ranks: list[str], message: str) -> None:

@@ -92,7 +92,7 @@ def test_what_a_stranger_sends_is_not_unpickled(ranks: RankPool, tmp_path: Path,
     planted = tmp_path / "planted"
     receiver = 0 if collective.startswith("gather") else 1
     told = ranks.run(2, with_a_stranger, collective, str(planted))[receiver]
-    assert "not signed with this run's secret and was not read" in told
+    assert "not signed with this run's secret and was rejected" in told
     assert not planted.exists()
 
 
@@ -149,7 +149,7 @@ def test_what_a_stranger_writes_where_ranks_meet_is_refused() -> None:
     for written in (b"?", b"said", plain.get("first/word")[:-1] + b"!"):
         plain.set("first/word", written.decode())
         for read in (lambda: ours.get("word"), lambda: ours.compare_set("word", "", "said")):
-            with pytest.raises(StrangerError, match=r"'first/word' at here, where ranks meet, is not signed"):
+            with pytest.raises(StrangerError, match=r"'first/word' at the rendezvous here is not signed"):
                 read()
     stranger.set("word", "said")
     with pytest.raises(StrangerError):
@@ -219,7 +219,7 @@ def test_a_stranger_ends_a_run_with_a_sentence_or_not_at_all(tmp_path: Path) -> 
                     connection.sendall(noise)
             dist.TCPStore("127.0.0.1", port, None, False).set(key, value)
             _, said = process.communicate(timeout=60)
-        assert f"error: '{key}' at 127.0.0.1:{port}, where ranks meet, is not signed with this run's secret" in said
+        assert f"error: '{key}' at the rendezvous 127.0.0.1:{port} is not signed with this run's secret" in said
         assert "Traceback" not in said
         assert process.returncode == status, said
 

@@ -273,7 +273,7 @@ def test_a_run_stops_when_a_figure_stands_still() -> None:
     assert stopped_at(EarlyStopping(patience=2, min_delta=0.5), [3, 2.6, 2.5])[0] == 3
     assert stopped_at(EarlyStopping(patience=2, mode="max"), [1, 2, 3, 2.5, 3])[0] == 5
     assert stopped_at(EarlyStopping("step/loss", patience=1), [1, 2], kind="step")[0] == 2
-    with pytest.raises(UserError, match=r"no record of kind step has a figure 'los'; there are step/loss"):
+    with pytest.raises(UserError, match=r"records of kind step have no value 'los'; they have step/loss"):
         stopped_at(EarlyStopping("step/los"), [1], kind="step")
     with pytest.raises(UserError, match=r"set training.evaluation.every and data.held_out"):
         EarlyStopping().on_start(Asked(evaluation={"every": 0}))  # pyright: ignore[reportArgumentType]
@@ -348,11 +348,11 @@ def test_options_that_make_no_sense_are_refused(name: str, options: dict[str, An
 
 
 def test_what_a_run_cannot_give_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"a single microbatch on a single replica; set training.micro_batch"):
+    with pytest.raises(UserError, match=r"one microbatch on one replica; set training.micro_batch"):
         train(tiny("single"), tmp_path / "a", [GradientNoiseScale()])
-    with pytest.raises(UserError, match=r"there is no step 7; this run has training.steps=6"):
+    with pytest.raises(UserError, match=r"step 7 does not exist; this run has training.steps=6"):
         train(tiny("single"), tmp_path / "b", [Profiler([6, 7])])
-    with pytest.raises(UserError, match=r"there is no rank 1; this run has 1 ranks"):
+    with pytest.raises(UserError, match=r"rank 1 does not exist; this run has 1 ranks"):
         train(tiny("single"), tmp_path / "c", [Profiler([1, 2], ranks=[0, 1])])
 
 

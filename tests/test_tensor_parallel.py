@@ -89,10 +89,10 @@ def test_named_dims_alone_say_what_is_split() -> None:
             {"tp": 4},
             {"num_heads": 12, "num_kv_heads": 6},
             16,
-            "6 key and value heads can be neither split over 4 ranks nor copied evenly to them; .* tp=2",
+            "6 key/value heads can neither be split over 4 ranks nor replicated evenly on them; .* tp=2",
         ),
         ({"tp": 4}, {"ffn": 42}, 16, "a feed-forward layer of width 42 cannot be split evenly over 4 ranks; .* tp=2"),
-        ({"tp": 4}, {}, 18, "4 ranks share the sequence, and 18 tokens cannot be split evenly over them; .* tp=2"),
+        ({"tp": 4}, {}, 18, "4 ranks share the sequence between blocks, and 18 tokens .* tp=2"),
         ({"tp": 4}, {"vocab": 5}, 16, "a vocabulary of 5 leaves the last of 4 ranks without a row; .* tp=2"),
         (
             {"tp": 4, "dp_shard": 5},
@@ -114,7 +114,7 @@ def test_check_says_what_is_not_shared_evenly() -> None:
     model = tiny_run(LayoutSpec()).model
     assert tensor_notes(LayoutSpec(), model) == tensor_notes(LayoutSpec(tp=2), model) == ""
     assert tensor_notes(LayoutSpec(tp=4), model) == (
-        "2 key and value heads for 4 ranks, so each keeps wk and wv whole; "
+        "2 key/value heads for 4 ranks, so wk and wv are replicated; "
         "50 tokens for 4 ranks, so the last has 11 of them and the others 13"
     )
 
@@ -156,7 +156,7 @@ def ask_for(run: ResolvedRun, what: str) -> str:
     return "nothing"
 
 
-@pytest.mark.parametrize(("what", "message"), [("logits", "no rank has its logits"), ("unknown token", "bounds")])
+@pytest.mark.parametrize(("what", "message"), [("logits", "has all logits"), ("unknown token", "outside")])
 def test_nothing_wrong_is_computed_in_silence(ranks: RankPool, what: str, message: str) -> None:
     for answer in ranks.run(2, ask_for, tiny_run(LAYOUTS["tp"]), what):
         assert message in answer

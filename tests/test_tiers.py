@@ -372,8 +372,8 @@ def test_a_slow_disk_is_told_once() -> None:
     [
         ({"parameters": "host"}, "add optimizer=host, or optimizer=disk"),
         ({"parameters": "host", "optimizer": "host", "optimizer_share": 0.5}, "leave optimizer_share out"),
-        ({"optimizer": "host", "directory": "x"}, "directory is for optimizer=disk"),
-        ({"checksums": True}, "checksums is for optimizer=disk"),
+        ({"optimizer": "host", "directory": "x"}, "directory applies only to optimizer=disk"),
+        ({"checksums": True}, "checksums applies only to optimizer=disk"),
         ({"parameters": "disk", "optimizer": "host"}, "parameters=disk with optimizer=host: .* add optimizer=disk"),
         (ALL_DISK | {"optimizer_share": 0.5}, "with optimizer_share=0.5: .*, without optimizer_share"),
     ],

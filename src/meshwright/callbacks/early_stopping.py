@@ -54,8 +54,8 @@ class EarlyStopping(Callback):
         evaluates = run.data.held_out and run.training.evaluation.batches and run.training.evaluation.every
         if self.monitor.startswith(("evaluation/", "ema/")) and not evaluates:
             raise UserError(
-                f"EarlyStopping watches {self.monitor}, which is measured on held-out text in between; set "
-                "training.evaluation.every and data.held_out, or watch another figure, such as step/loss"
+                f"EarlyStopping monitors {self.monitor}, which needs held-out text; set training.evaluation.every "
+                "and data.held_out, or monitor another value, such as step/loss"
             )
 
     def on_record(self, training: Training, record: Record) -> None:
@@ -65,7 +65,7 @@ class EarlyStopping(Callback):
             return
         if name not in record:
             there = ", ".join(f"{kind}/{key}" for key in numbers_of(record))
-            raise UserError(f"EarlyStopping: no record of kind {kind} has a figure {name!r}; there are {there}")
+            raise UserError(f"EarlyStopping: records of kind {kind} have no value {name!r}; they have {there}")
         self._count(record[name], record["step"])
         if self.since >= self.patience:
             best = "never was a number" if self.best is None else f"was best at step {self.best_step} ({self.best:.6g})"

@@ -73,7 +73,7 @@ class LRFinder(Callback):
     def _outcome(self, ours: float) -> str:
         last = f"{len(self.curve)} steps, up to {self.curve[-1]['lr']:.1e}" if self.curve else "no step was finite"
         if self.suggestion is None:
-            return f"learning-rate finder ({last}): the loss never fell; widen start and end, or make more steps"
+            return f"learning-rate finder ({last}): the loss never fell; widen start and end, or use more steps"
         return (
             f"learning-rate finder ({last}): the loss falls most steeply at training.optimizer.lr="
             f"{self.suggestion:.1e}; this run trains with its recipe's {ours:.1e}"

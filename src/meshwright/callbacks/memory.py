@@ -37,13 +37,13 @@ class MemoryTimeline(Callback):
         """Refuse a rank or a step that the run does not have."""
         self._first = training.step + self.step
         if self.rank >= training.world_size:
-            raise UserError(f"MemoryTimeline: there is no rank {self.rank}; this run has {training.world_size} ranks")
-        if training.run.training.compile:
             raise UserError(
-                "MemoryTimeline: compiled code (training.compile=true) does not say what it allocates; set it to false"
+                f"MemoryTimeline: rank {self.rank} does not exist; this run has {training.world_size} ranks"
             )
+        if training.run.training.compile:
+            raise UserError("MemoryTimeline: does not see allocations of compiled code; set training.compile=false")
         if self._first > training.run.training.steps:
-            training.say(f"no memory timeline: this run ends before its step {self._first}")
+            training.say(f"no memory timeline: this run ends before step {self._first}")
         self._begin(training)
 
     def on_step(self, training: Training, record: Record) -> None:

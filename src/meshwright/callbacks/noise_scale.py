@@ -33,7 +33,7 @@ class GradientNoiseScale(Callback):
             self.averages = []
         if len(training.next_batch().terms) < 2:
             raise UserError(
-                "GradientNoiseScale compares two halves of a batch, and each step has a single microbatch on a single "
+                "GradientNoiseScale compares two halves of a batch, but each step has one microbatch on one "
                 "replica; set training.micro_batch to at most half of training.global_batch, or use data parallelism"
             )
 

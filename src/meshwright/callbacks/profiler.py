@@ -39,10 +39,12 @@ class Profiler(Callback):
         """Refuse steps and ranks that the run does not have."""
         first, last = self.steps
         if max(self.ranks) >= training.world_size:
-            raise UserError(f"Profiler: there is no rank {max(self.ranks)}; this run has {training.world_size} ranks")
+            raise UserError(
+                f"Profiler: rank {max(self.ranks)} does not exist; this run has {training.world_size} ranks"
+            )
         if last > training.run.training.steps:
             raise UserError(
-                f"Profiler: there is no step {last}; this run has training.steps={training.run.training.steps}"
+                f"Profiler: step {last} does not exist; this run has training.steps={training.run.training.steps}"
             )
         if training.step >= first:
             training.say(f"no profile: this run continues after step {training.step}, and the trace begins at {first}")

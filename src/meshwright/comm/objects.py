@@ -106,7 +106,7 @@ def _read(message: torch.Tensor) -> Any:
     signature, pickled = content[:DIGEST_BYTES], content[DIGEST_BYTES:]
     if not hmac.compare_digest(signature, hmac.digest(_secret, pickled, DIGEST)):
         raise UserError(
-            "a message between ranks is not signed with this run's secret and was not read: run_dir is not the same "
+            "a message between ranks is not signed with this run's secret and was rejected: run_dir is not the same "
             "folder on all machines, or another program sends to this rank (docs/security.md)"
         )
     return pickle.loads(pickled)

@@ -77,7 +77,7 @@ class SignedStore(dist.Store):
         signature, value = signed[:SIGNATURE_BYTES], signed[SIGNATURE_BYTES:]
         if not hmac.compare_digest(signature, self._signature(key, value)):
             raise StrangerError(
-                f"{self._prefix + key!r} at {self._where}, where ranks meet, is not signed with this run's secret: "
+                f"{self._prefix + key!r} at the rendezvous {self._where} is not signed with this run's secret: "
                 "run_dir is not the same folder on all machines, or another process writes there (docs/security.md)"
             )
         return value

@@ -181,8 +181,8 @@ def _targets(model: ModelSpec, patterns: Iterable[str], weights: dict[str, Param
         fitting = able.intersection(matching)
         if not fitting:
             raise UserError(
-                f"finetune.targets: {pattern!r} matches no linear layer, only {matching[0]}, which gets no adapter; "
-                "it can train in full (finetune.train)"
+                f"finetune.targets: {pattern!r} matches no linear layer, only {matching[0]}, which cannot have an "
+                "adapter; train it in full (finetune.train)"
             )
         found |= fitting
     return [name for name in weights if name in found]
@@ -192,11 +192,9 @@ def _check_end(module: str, model: ModelSpec, finetune: LoraSpec | Ia3Spec) -> N
     """Raise `UserError` if embedding or head cannot have this adapter."""
     what = f"finetune.targets: {module}"
     if isinstance(finetune, Ia3Spec) or finetune.dora:
-        raise UserError(f"{what}: embedding and head get adapters of plain lora only; leave it out")
+        raise UserError(f"{what}: embedding and head support only plain lora adapters; leave it out")
     if module == EMBEDDING and model.tied_embeddings:
-        raise UserError(
-            f"{what} is the head as well (tied), which an adapter of the embedding would not reach; leave it out"
-        )
+        raise UserError(f"{what} is tied to the head, to which an embedding adapter would not apply; leave it out")
     if finetune.dropout:
         raise UserError(f"{what}: its adapter has no dropout; set finetune.dropout=0, or leave it out")
 
@@ -206,7 +204,7 @@ def _trained_modules(model: ModelSpec, finetune: FinetuneSpec) -> Callable[[str]
     if isinstance(finetune, FullSpec) and finetune.last_layers is not None:
         if model.foreign is not None:
             raise UserError(
-                f"finetune.last_layers: only our own families define what follows the last layer; name modules, as in "
+                "finetune.last_layers: is not supported for models that transformers computes; name modules, as in "
                 f'finetune.train=["{model.foreign.blocks}.{model.num_layers - 1}"]'
             )
         first = model.num_layers - finetune.last_layers

@@ -90,7 +90,7 @@ class Family:
                 raise UserError(f"{larger}={number} is not a multiple of {smaller}={of}")
         if spec.positions == "rope" and spec.rotated_dim % 2:
             name = "rope_head_dim" if spec.rope_head_dim else "head_dim"
-            raise UserError(f"{name}={spec.rotated_dim} is odd, but rotary embeddings turn pairs")
+            raise UserError(f"{name}={spec.rotated_dim} is odd, but rotary embeddings rotate pairs")
         if spec.router_top_groups > spec.router_groups:
             raise UserError(
                 f"router_top_groups={spec.router_top_groups} of router_groups={spec.router_groups}: too many"

@@ -72,8 +72,8 @@ def read_foreign(directory: Path, config: Mapping[str, Any], *, where: str) -> M
     architecture = str((config.get("architectures") or ["missing"])[0])
     if not architecture.endswith(("ForCausalLM", "LMHeadModel")) or "vocab_size" not in config:
         raise UserError(
-            f"{where}: model_type {config.get('model_type')!r} is not supported: architectures is {architecture}, and "
-            "beside our families only causal language models can be trained"
+            f"{where}: model_type {config.get('model_type')!r} is not supported: architectures is {architecture}, "
+            "but besides Meshwright's families only causal language models can be trained"
         )
     if config.get("quantization_config"):
         raise UserError(f"{where}: quantized weights are not supported; use the unquantized model")
@@ -190,7 +190,7 @@ def _blocks(tensors: Mapping[str, Any], num_layers: int, where: str) -> str:
             tensors_of[found[1]] += 1
     blocks = max(numbers, key=lambda name: tensors_of[name], default="")
     if numbers.get(blocks) != set(range(num_layers)):
-        raise UserError(f"{where}: asks for {num_layers} layers, which the files' tensors are not named by")
+        raise UserError(f"{where}: has {num_layers} layers, but the files' tensor names do not show layers")
     return blocks
 
 

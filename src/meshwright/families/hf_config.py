@@ -121,7 +121,7 @@ def _slides(config: Mapping[str, Any], family: Family, num_layers: int, where: s
         full = min(_value(config, "max_window_layers", family, where), num_layers)
         layers = ["full_attention"] * full + ["sliding_attention"] * (num_layers - full)
     if set(layers) not in ({"full_attention"}, {"sliding_attention"}):
-        raise UnsupportedError(f"{where}: a sliding window on some layers only is not supported, just on all or none")
+        raise UnsupportedError(f"{where}: a sliding window must be on all layers or none")
     return layers[0] == "sliding_attention"
 
 

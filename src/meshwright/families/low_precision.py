@@ -39,7 +39,7 @@ def low_precision_layers(table: Iterable[Parameter], training: TrainingSpec) -> 
         named = {name for name in linear if fnmatchcase(name, counted) or fnmatchcase(name, f"{counted}.*")}
         if not named:
             raise UserError(
-                f"training.low_precision.keep: {pattern!r} names no linear layer of a block; "
+                f"training.low_precision.keep: {pattern!r} matches no linear layer of a block; "
                 f"there are {linear[0]}, ..., {linear[-1]}"
             )
         kept |= named
@@ -97,10 +97,10 @@ def low_precision_misfits(
         return []
     where = f"training.precision={training.precision}"
     if model.foreign is not None:
-        return [f"{where}: the products of a model that transformers computes are its own; use bf16"]
+        return [f"{where}: is not supported for models that transformers computes; use bf16"]
     base = getattr(finetune, "base", "plain")
     if base != "plain":
-        return [f"{where} with finetune.base={base}: the frozen matrices are quantized already; use one of the two"]
+        return [f"{where} with finetune.base={base}: the frozen matrices are already quantized; use one of the two"]
     chosen = set(low_precision_layers(table, training))
     rows = [row for row in table if _is_linear(row) and row.name.removesuffix(".weight") in chosen]
     found = []
@@ -131,7 +131,7 @@ def _expert_misfits(where: str, recipe: str, layout: LayoutSpec) -> Iterator[str
     axes = " and ".join(f"layout.{axis}={getattr(layout, axis)}" for axis in ("cp", "tp") if getattr(layout, axis) > 1)
     if recipe in BLOCKS:
         yield (
-            f"{where} with {axes}: {BLOCKS[recipe]} rows of an expert share a scale, and lie on several ranks; set "
+            f"{where} with {axes}: {BLOCKS[recipe]} rows of an expert share a scale, but lie on several ranks; set "
             "training.low_precision.keep=[*.experts], or use precision=fp8 with recipe=tensorwise or rowwise"
         )
     elif sharers % layout.ep and layout.ep % sharers:

@@ -51,7 +51,7 @@ def own_family(name: str) -> Family:
     model = own_model(name)
     base = FAMILIES[model.base]
     if unknown := sorted(model.switches.keys() - ModelSpec.model_fields.keys()):
-        raise UserError(f"model.family {name}: switches has {unknown[0]!r}, which no model has")
+        raise UserError(f"model.family {name}: switches has unknown {unknown[0]!r}")
     return replace(base, name=name, switches={**base.switches, **model.switches})
 
 
@@ -66,13 +66,13 @@ def _rows(model: Any, spec: ModelSpec, sizes: tuple[tuple[str, int], ...]) -> tu
     for row in rows:
         where = f"model.family {spec.family}: {row.name}"
         if row.name.split(".")[0] not in ENDS:
-            raise UserError(f"{where} is outside of {', '.join(ENDS)}, so no pipeline stage would keep it")
+            raise UserError(f"{where} is outside of {', '.join(ENDS)}, so no pipeline stage would hold it")
         if len(row.dims) != len(row.shape):
             raise UserError(f"{where} has shape {list(row.shape)} and {len(row.dims)} dims, {', '.join(row.dims)}")
         for dim, size in zip(row.dims, row.shape, strict=True):
             if dim != "other" and dim not in known:
                 raise UserError(
-                    f"{where} has an unknown dim {dim!r}; there are {', '.join(known)}, and other, which nothing splits"
+                    f"{where} has an unknown dim {dim!r}; known are {', '.join(known)}, and other, which is never split"
                 )
             if known.get(dim, size) != size:
                 raise UserError(f"{where} has {size} numbers along {dim}, which is {known[dim]} in this model")

@@ -54,7 +54,7 @@ def split_misfit(table: Iterable[Parameter], model: ModelSpec, tp: int) -> str |
     for row in table if tp > 1 else ():
         where = f"layout.tp={tp} with finetune.base=nf4: "
         if row.dims == ("groups",):
-            return f"{where}scales that share a scale (double quantization) span rows; set double_quantization=false"
+            return f"{where}double quantization groups scales across rows; set double_quantization=false"
         if row.dims == ("blocks",):
             return f"{where}{row.name.rpartition('.')[0]} has blocks that span rows; use base=int8"
         if row.name.endswith(".scales") and split_dim(row, model, tp) == 1 and row.shape[1] % tp:

@@ -22,5 +22,5 @@ PRESETS: dict[str, ModelFields] = {
 def family_of(spec: ModelSpec) -> Family:
     """The family of a model of ours; raises `UserError` for a user's own, of which Hugging Face knows nothing."""
     if spec.family not in FAMILIES:
-        raise UserError(f"{spec.family} is not a family of Hugging Face's, so its files cannot be read or written")
+        raise UserError(f"{spec.family} is not a Hugging Face family, so its files cannot be read or written")
     return FAMILIES[spec.family]

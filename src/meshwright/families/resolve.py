@@ -134,9 +134,8 @@ def _from_directory(fields: ModelFields, directory: Path, weights: Literal["rand
     if weights == "pretrained" and _shapes(spec) != _shapes(published):
         changed = [f"model.{field}" for field in given if given[field] != getattr(published, field)]
         raise UserError(
-            f"model.weights is pretrained{' by default' if fields.weights == 'auto' else ''}, so the sizes are those "
-            f"of {directory}: "
-            f"remove {', '.join(changed)} or use weights: random"
+            f"model.weights is pretrained{' by default' if fields.weights == 'auto' else ''}, so the sizes come "
+            f"from {directory}: remove {', '.join(changed)} or use weights: random"
         )
     return spec
 
@@ -147,8 +146,8 @@ def _checked_foreign(published: ModelSpec, fields: ModelFields, directory: Path)
     if given or fields.weights == "random":
         what = f"remove {', '.join(given)}" if given else "set model.weights=pretrained"
         raise UserError(
-            f"model.name {fields.name!r}: {directory / 'config.json'} is not of our families, so transformers computes "
-            f"it, with the weights and sizes that it has; {what}"
+            f"model.name {fields.name!r}: {directory / 'config.json'} is not one of Meshwright's families, so "
+            f"transformers computes it, with its own weights and sizes; {what}"
         )
     return published
 
@@ -183,7 +182,7 @@ def _complete(family: Family, given: dict[str, Any]) -> ModelSpec:
 def _given(fields: ModelFields, family: Family) -> dict[str, Any]:
     """The sizes that are given, all of which the family must have."""
     if fields.family not in (None, family.name):
-        raise UserError(f"model.name {fields.name!r} is of the family {family.name}, not {fields.family!r}; remove one")
+        raise UserError(f"model.name {fields.name!r} has family {family.name}, not {fields.family!r}; remove one")
     given = {field: getattr(fields, field) for field in SIZES if getattr(fields, field) is not None}
     for field in given:
         if field in family.unavailable:

@@ -76,11 +76,15 @@ def _check_cover(file: Path, spans: Mapping[str, tuple[int, int]], available: in
     place = 0
     for name, (begin, end) in sorted(spans.items(), key=lambda item: tuple(item[1])):
         if begin != place:
-            how = "overlaps the one before it" if begin < place else f"leaves {begin - place:,} bytes before it unused"
+            how = (
+                ("overlaps the previous tensor")
+                if begin < place
+                else f"leaves {begin - place:,} bytes before it unused"
+            )
             raise UserError(f"{file} is damaged: tensor {name} {how}")
         place = end
     if place != available:
-        raise UserError(f"{file} is damaged: {available - place:,} bytes after its last tensor belong to none")
+        raise UserError(f"{file} is damaged: {available - place:,} bytes follow its last tensor")
 
 
 def _checked(file: Path, name: str, entry: Mapping[str, Any], data: int, available: int) -> StoredTensor:
@@ -88,7 +92,7 @@ def _checked(file: Path, name: str, entry: Mapping[str, Any], data: int, availab
     begin, end = entry["data_offsets"]
     shape = tuple(int(size) for size in entry["shape"])
     if not 0 <= begin <= end <= available:
-        raise UserError(f"{file} is cut short: tensor {name} ends at byte {end:,} of {available:,}")
+        raise UserError(f"{file} is truncated: tensor {name} ends at byte {end:,} of {available:,}")
     size = FLOATS.get(entry["dtype"])
     if size is not None and prod(shape) * size != end - begin:
         raise UserError(f"{file}: tensor {name} of shape {list(shape)} does not fill its {end - begin:,} bytes")
@@ -117,8 +121,7 @@ def stored_tensors(directory: Path) -> tuple[dict[str, StoredTensor], Path]:
         return read_header(directory / WEIGHTS), directory / WEIGHTS
     if any(directory.glob("*.bin")):
         raise UserError(
-            f"{directory} has its weights in .bin files only, which can run code when they are read; "
-            f"convert them to {WEIGHTS} first"
+            f"{directory} has only .bin weights, which can run code when loaded; convert them to {WEIGHTS} first"
         )
     raise UserError(f"{directory} has no weights: neither {WEIGHTS} nor {INDEX}")
 
@@ -138,5 +141,5 @@ def _from_index(index: Path) -> dict[str, StoredTensor]:
         headers[file] = read_header(index.parent / file)
     for name, file in weight_map.items():
         if name not in headers[file]:
-            raise UserError(f"{index} says that {name} is in {file}, but that file does not have it")
+            raise UserError(f"{index} lists {name} in {file}, which does not contain it")
     return {name: headers[file][name] for name, file in weight_map.items()}

@@ -99,7 +99,7 @@ def use_kernel(model: Decoder, name: AttentionName) -> None:
         return
     layers = [module for module in model.modules() if isinstance(module, Attention)]
     if model.layers and not layers:
-        raise UserError(f"training.attention={name}: the model has no layer of meshwright.models.Attention; use auto")
+        raise UserError(f"training.attention={name}: the model does not use meshwright.models.Attention; use auto")
     for layer in layers:
         layer.core = NamedCore(name, model.spec.sliding_window)
 

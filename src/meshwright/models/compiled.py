@@ -242,16 +242,16 @@ def _why_not(model: Decoder) -> str | None:
     if spec.foreign is not None:
         return "transformers computes this model"
     if like.device.type != "cpu":
-        return "the code is for CPUs, and the model is on a GPU (--device cpu)"
+        return "it supports only CPUs (--device cpu)"
     if like.dtype not in DTYPES:
-        return f"the code computes in fp32 and bf16 (--dtype), not {str(like.dtype).removeprefix('torch.')}"
+        return f"it supports only fp32 and bf16 (--dtype), not {str(like.dtype).removeprefix('torch.')}"
     for block in model.layers.values():
         if type(block) is not Block or block.wrappers or type(block.attention) is not Attention:
-            return f"it has no code for these blocks of {spec.family} (weights on disk, latent attention, your own)"
+            return f"it does not support these blocks of {spec.family} (weights on disk, latent attention, plug-ins)"
         if type(block.feed_forward) is not FeedForward:
-            return "it has no code for mixtures of experts"
+            return "it does not support mixtures of experts"
         if type(block.attention.core) is not Core or any(type(m.view) is not View for m in _layers_of(block)):
-            return "processes that share a model (layout.tp) run its modules"
+            return "it does not support layout.tp"
     return None
 
 
@@ -273,7 +273,7 @@ def _library(tell: Callable[[str], None]) -> ctypes.CDLL:
         openmp = _openmp()
         built = CACHE / f"{_fingerprint(compiler, openmp)}.so"
         if not built.is_file():
-            tell(f"{compiler} compiles {SOURCE.name} for this machine, once; the result stays in {CACHE}")
+            tell(f"{compiler} compiles {SOURCE.name} once for this machine; the result is kept in {CACHE}")
             built.parent.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryDirectory(dir=built.parent) as folder:
                 _build(compiler, openmp, Path(folder) / "decode")

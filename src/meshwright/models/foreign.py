@@ -24,9 +24,9 @@ from meshwright.spec.errors import UserError
 from meshwright.spec.model import ForeignModel, ModelSpec
 
 _MIXES_DOCUMENTS = (
-    "data.separate_documents: transformers' module for this model does not isolate the documents of a row, which "
-    "packing with separate documents and pairs of answers (training.preference) need; use "
-    "data.separate_documents=false, or data.packing=padded"
+    "data.separate_documents: transformers' module for this model does not isolate the documents of a row, as "
+    "data.separate_documents and training.preference require; use data.separate_documents=false, or "
+    "data.packing=padded"
 )
 
 
@@ -91,9 +91,9 @@ class ForeignDecoder(Decoder):
         before, after = (self(Batch(tokens_BT)).double()[:, :-1] for tokens_BT in (row_BT, changed_BT))
         if not self._same(before, after, same_shapes=True):
             raise UserError(
-                f"transformers' {self._class} is not causal with this config.json: its output for a "
-                "token depends on later tokens, so next-token training would learn to copy; use another model, or "
-                "the settings that make it causal (is_decoder, is_causal)"
+                f"transformers' {self._class} is not causal with this config.json: its output for a token depends "
+                "on later tokens, so training would only learn to copy; use another model, or make it causal "
+                "(is_decoder, is_causal)"
             )
 
     @torch.no_grad()
@@ -205,7 +205,7 @@ def _build(foreign: ForeignModel) -> nn.Module:
         from transformers.models.auto.configuration_auto import CONFIG_MAPPING
     except ImportError as error:
         raise UserError(
-            "a model that is not of our families needs transformers: pip install 'meshwright[transformers]'"
+            "a model outside Meshwright's families needs transformers: pip install 'meshwright[transformers]'"
         ) from error
     config = json.loads(foreign.config)
     if config["model_type"] not in CONFIG_MAPPING:
@@ -244,7 +244,7 @@ def _take_state(model: nn.Module, foreign: ForeignModel) -> None:
         path, _, last = name.rpartition(".")
         kept = modules[path]._buffers.get(last) if path in modules else None
         if kept is None or kept.shape:
-            raise UserError(f"{name}, a single number in the files, is not a constant of transformers' module")
+            raise UserError(f"{name} is a scalar in the files, but not a constant of transformers' module")
         kept.fill_(value)
 
 
@@ -256,14 +256,14 @@ def _check_parameters(model: ForeignDecoder) -> None:
         if built.get(name) != stored.get(name):
             theirs, files = (f"as {list(of[name])}" if name in of else "not at all" for of in (built, stored))
             raise UserError(
-                f"{name} is in transformers' {model._class} {theirs} and in the files "
-                f"{files}; only models whose files hold the parameters as they are computed with can be trained here "
-                "(loading and saving them once with transformers may help)"
+                f"{name} is in transformers' {model._class} {theirs} and in the files {files}; only models whose "
+                "files store the parameters in this form can be trained (loading and saving them once with "
+                "transformers may help)"
             )
     ends = {parameter for module in model.layers.values() for parameter in module.parameters()}
     for (module, name), _ in _ties(model):
         if module._parameters[name] in ends:
-            raise UserError("two blocks of the model share parameters, which data parallelism cannot keep as one")
+            raise UserError("two blocks of the model share parameters, which data parallelism does not support")
 
 
 def _ties(model: nn.Module) -> list[tuple[tuple[nn.Module, str], tuple[nn.Module, str]]]:

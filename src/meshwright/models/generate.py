@@ -187,12 +187,12 @@ def check_room(prompts: Sequence[Sequence[int]], max_tokens: int, room: int) -> 
     if max_tokens < 1:
         raise UserError(f"max_tokens={max_tokens} is not allowed: must be at least 1")
     if not prompts or not all(prompts):
-        raise UserError("a prompt must hold at least one token")
+        raise UserError("a prompt must have at least one token")
     longest = max(map(len, prompts))
     if longest >= room:
-        raise UserError(f"the prompt has {longest} tokens, but the model is meant for {room}; shorten it")
+        raise UserError(f"the prompt has {longest} tokens, but the model supports {room}; shorten it")
     if longest + max_tokens > room:
         raise UserError(
-            f"a prompt of {longest} tokens and max_tokens={max_tokens} are more than the {room} positions "
-            f"that the model is meant for; at most {room - longest} new tokens have room"
+            f"a prompt of {longest} tokens and max_tokens={max_tokens} exceed the {room} positions that the model "
+            f"supports; use at most max_tokens={room - longest}"
         )

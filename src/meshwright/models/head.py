@@ -97,9 +97,7 @@ class Head:
         Raises `UserError` if the vocabulary is split, for then no rank has them all.
         """
         if self.split.vocabulary is not None:
-            raise UserError(
-                "of a model split over tensor-parallel ranks no rank has its logits, but one place's of a row"
-            )
+            raise UserError("no rank has all logits of a model that tensor parallelism splits")
         return self._project(x_BTD)
 
     def logits_at(self, x_1ND: torch.Tensor, places_B: torch.Tensor) -> torch.Tensor:

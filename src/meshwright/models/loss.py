@@ -151,7 +151,7 @@ def logit_chunks(
     if share is not None:
         first = share.first
         known_N = (labels_N == IGNORED) | (labels_N >= 0) & (labels_N < share.vocab)
-        assert_on_device(known_N.all(), "a label is out of bounds of the vocabulary")
+        assert_on_device(known_N.all(), "a label is outside the vocabulary")
     stride = ceil((vocab if share is None else share.rows) / ROW_MULTIPLE) * ROW_MULTIPLE
     most = max(1, _budget(CHUNK_BYTES, hidden_ND) // (stride * hidden_ND.element_size()))
     chunk = ceil(tokens / max(1, ceil(tokens / most)))  # chunks of equal size

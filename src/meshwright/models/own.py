@@ -55,7 +55,7 @@ class Model(ABC):
         for key, block in model.layers.items():
             if not isinstance(block, Block):
                 raise UserError(
-                    f"model.family {spec.family}: layer {key} is {type(block).__name__}, no meshwright.Block"
+                    f"model.family {spec.family}: layer {key} is {type(block).__name__}, not a meshwright.Block"
                 )
         return model
 

@@ -20,7 +20,7 @@ from meshwright.spec.batch import Batch
 
 
 class DPO(Objective):
-    """The loss of pairs of answers against a reference; `reference` is the model as it starts, or none."""
+    """The loss of pairs of answers against a reference; `reference` is the model at the start, or none."""
 
     term = "pair"
     over = "rows"
@@ -39,8 +39,8 @@ class DPO(Objective):
 
     def __str__(self) -> str:
         smoothing = f", label smoothing {self.label_smoothing:g}" if self.label_smoothing else ""
-        against = "the model as it starts" if self.reference == "start" else "nothing"
-        return f"preferences (DPO), beta {self.beta:g}{smoothing}, held against {against}"
+        against = "the model at the start" if self.reference == "start" else "nothing"
+        return f"preferences (DPO), beta {self.beta:g}{smoothing}, reference: {against}"
 
     def count(self, batch: Batch[Any]) -> int:
         """Pairs."""

@@ -80,7 +80,7 @@ def check_sums(objective: Objective, sums: Sums) -> Sums:
             what = f"shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
             raise UserError(f"{where}: {name} is a {what}; return the sum over the batch's terms, a scalar tensor")
     if missing := [name for name in objective.metrics if name not in sums.metrics]:
-        raise UserError(f"{where} returns no {missing[0]!r}, which {given_name(objective)}.metrics promises")
+        raise UserError(f"{where} returns no {missing[0]!r}, which {given_name(objective)}.metrics lists")
     return sums
 
 
@@ -88,5 +88,7 @@ def check_count(objective: Objective, count: Any) -> int:
     """The number of terms; raises `UserError` if an objective has counted something else."""
     if isinstance(count, bool) or not isinstance(count, Integral) or count < 0:
         where = f"training.objective: {given_name(objective)}.count"
-        raise UserError(f"{where} returns {count!r}; return the number of terms in the batch, a whole number from 0 up")
+        raise UserError(
+            f"{where} returns {count!r}; return the number of terms in the batch, a whole number, at least 0"
+        )
     return int(count)

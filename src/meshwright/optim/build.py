@@ -34,8 +34,8 @@ class Optimizers:
         for optimizer in optimizers:
             if not isinstance(optimizer, Parameterwise | Plugged | ShardedAdamW):
                 raise UserError(
-                    f"optimizer {type(optimizer).__name__} does not define its initial state, so no checkpoint could "
-                    "be read into it; make it a Parameterwise (optim/parameterwise.py)"
+                    f"optimizer {type(optimizer).__name__} does not define its initial state, so checkpoints cannot "
+                    "be loaded into it; make it a Parameterwise (optim/parameterwise.py)"
                 )
         self.optimizers = optimizers
         self._peaks = [[group["lr"] for group in optimizer.param_groups] for optimizer in optimizers]

@@ -40,7 +40,7 @@ def global_gradient_norm(
         square = torch.linalg.vector_norm(gradient, dtype=wide).square()
         totals[key] = totals[key] + square if key in totals else square
     if not totals and stages is None:
-        raise UserError("no parameter has a gradient, so there is no gradient norm")
+        raise UserError("no parameter has a gradient, so the gradient norm is undefined")
     for key, total in totals.items():
         for group in groups.get(key, ()):
             collectives.all_reduce_(total, group)

@@ -34,7 +34,7 @@ class Muon(Parameterwise):
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.dim() != 2:
-                    raise UserError(f"Muon takes matrices only, not a tensor of shape {tuple(parameter.shape)}")
+                    raise UserError(f"Muon supports only matrices, not a tensor of shape {tuple(parameter.shape)}")
 
     def fresh_state(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
         """No momentum; a count of steps where anything is in bf16, whose rounding depends on it."""

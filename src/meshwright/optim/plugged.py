@@ -64,8 +64,8 @@ class Plugged(torch.optim.Optimizer):
             begun = self._tensors(self.theirs.state.pop(leaf, {}))
             if begun and self.elementwise is False:
                 raise UserError(
-                    f"training.optimizer.name={name} creates state before its first step, when whole tensors are not "
-                    "there; create it in the first step, or set elementwise = True if it updates elements independently"
+                    f"training.optimizer.name={name} creates state before its first step, when only shards exist; "
+                    "create it in the first step, or set elementwise = True if it updates elements independently"
                 )
             for key, tensor in begun.items():
                 self._keep_state(parameter, key, tensor)
@@ -113,7 +113,7 @@ class Plugged(torch.optim.Optimizer):
         if odd and self.elementwise:
             raise UserError(
                 f"training.optimizer.name={self.name} has elementwise = True, but its state {odd[0]!r} has another "
-                "shape than the parameter; with elementwise = False it gets whole tensors"
+                "shape than the parameter; set elementwise = False to get whole tensors"
             )
         return {key: tensor.shape == shape for key, tensor in found.items()}
 
@@ -121,8 +121,8 @@ class Plugged(torch.optim.Optimizer):
         for key, value in state.items():
             if not isinstance(value, torch.Tensor) and value is not None:
                 raise UserError(
-                    f"training.optimizer.name={self.name}: its state {key!r} is {type(value).__name__}, and "
-                    "checkpoints keep tensors; make it one, such as torch.tensor(0.0)"
+                    f"training.optimizer.name={self.name}: its state {key!r} is {type(value).__name__}, but "
+                    "checkpoints save only tensors; make it one, such as torch.tensor(0.0)"
                 )
         return {key: value for key, value in state.items() if value is not None}
 

@@ -37,9 +37,7 @@ def find_shape(schedule: LrScheduleSpec) -> Shape:
     def shape(schedule: LrScheduleSpec, step: int, steps: int) -> float:
         factor = function(step, steps, **schedule.options)
         if not (isinstance(factor, Real) and 0 <= float(factor) < math.inf):
-            raise UserError(
-                f"{where}: for step {step} it returns {factor!r}, but the factor must be a number from 0 up"
-            )
+            raise UserError(f"{where}: returns {factor!r} for step {step}, but the factor must be a number, at least 0")
         return float(factor)
 
     return shape

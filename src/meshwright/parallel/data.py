@@ -56,8 +56,8 @@ def apply_data_parallel(
     """
     if not SHARDS_INTEGERS and not all(weight.is_floating_point() for weight in model.parameters()):
         raise UserError(
-            f"finetune.base: a quantized base on several processes needs PyTorch 2.13 or newer, and this is "
-            f"{torch.__version__}; train it on one process, or leave finetune.base out"
+            "finetune.base: a quantized base on several processes needs PyTorch 2.13 or newer, but this is "
+            f"{torch.__version__}; train on one process, or leave finetune.base out"
         )
     options: dict[str, Any] = {
         "reshard_after_forward": layout.zero_stage == 3,

@@ -61,8 +61,8 @@ def apply_low_precision(model: Decoder, training: TrainingSpec, meshes: Meshes |
             continue
         if not isinstance(layer, Linear):
             raise UserError(
-                f"training.precision={training.precision}: {path} is a {type(layer).__name__}, whose products are its "
-                f"own; make it of meshwright.models.Linear, or set training.low_precision.keep=[{path}]"
+                f"training.precision={training.precision}: {path} is a {type(layer).__name__}, which does not use "
+                f"meshwright.models.Linear; use it, or set training.low_precision.keep=[{path}]"
             )
         past = None if history is None else Past(history)
         product = LowPrecision(recipe, path, seed=training.seed, draws=model.draws, past=past)

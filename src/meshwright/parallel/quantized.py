@@ -129,8 +129,8 @@ class QuantizedReduceScatter(_Comm, FsdpReduceScatter):
         rows = group.size()
         if output_tensor.numel() != sum(piece.numbers for piece in self.pieces):
             raise UserError(
-                f"layout.quantized_gradients={self.sent}: in this run not every parameter that is reduced with "
-                f"{self.pieces[0].name} has a gradient after a backward pass; use layout.quantized_gradients=none"
+                f"layout.quantized_gradients={self.sent}: some parameter that is reduced with {self.pieces[0].name} "
+                "has no gradient after a backward pass; use layout.quantized_gradients=none"
             )
         sent = torch.empty(
             rows, self._bytes(input_tensor.element_size()), dtype=torch.uint8, device=input_tensor.device

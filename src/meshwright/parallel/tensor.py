@@ -50,8 +50,8 @@ def apply_tensor_parallel(model: Decoder, mesh: DeviceMesh) -> None:
             continue  # between blocks ranks hold different tokens, so to experts they are data-parallel ranks
         if not isinstance(module, Viewed):
             raise UserError(
-                f"layout.tp={mesh.size()}: {path} is a {type(module).__name__} with parameters of its own, which "
-                "tensor parallelism cannot split or sum; make it of meshwright.models.Linear, or use layout.tp=1"
+                f"layout.tp={mesh.size()}: {path} is a {type(module).__name__} with its own parameters, which "
+                "tensor parallelism cannot split or sum; use meshwright.models.Linear, or layout.tp=1"
             )
         _split_parameters(module, own, model.spec, mesh)
         if isinstance(module, Embedding):
@@ -70,8 +70,9 @@ def apply_tensor_parallel(model: Decoder, mesh: DeviceMesh) -> None:
             parent: Any = model.get_submodule(path)
             if not hasattr(parent, "entry"):
                 raise UserError(
-                    f"layout.tp={mesh.size()}: {path} is a {type(parent).__name__} whose matrices are split, so its "
-                    "input must go through `self.entry` first, as in meshwright.models.FeedForward; or use layout.tp=1"
+                    f"layout.tp={mesh.size()}: {path} is a {type(parent).__name__} with split matrices, so its "
+                    "input must first go through `self.entry`, as in meshwright.models.FeedForward; or use "
+                    "layout.tp=1"
                 )
             parent.entry = GatheredSequence(sequence)
     model.head_split.vocabulary = _VocabularyShare(model.spec.vocab, sequence)
@@ -130,7 +131,7 @@ class VocabularyParallel(Op):
     def forward(self, x: torch.Tensor, weights: Weights) -> torch.Tensor:
         """Tokens [B, T] to [B, t, D]."""
         known_BT = (x >= 0) & (x < self.vocab)
-        assert_on_device(known_BT.all(), "a token is out of bounds of the vocabulary")
+        assert_on_device(known_BT.all(), "a token is outside the vocabulary")
         here_BT1 = ((x >= self.first) & (x < self.stop))[..., None]
         x_BTD = self.inner.forward((x - self.first).where(here_BT1[..., 0], 0), weights)
         return self.sequence.scatter_sum(x_BTD.where(here_BT1, 0))

@@ -111,7 +111,7 @@ def read_schedule(path: Path) -> Schedule:
         for line, row in enumerate(rows, 1)
     )
     if not all(ranks):
-        raise ScheduleError(f"schedule {path}: every rank needs a line with actions such as 0F0")
+        raise ScheduleError(f"schedule {path}: every rank needs a line of actions such as 0F0")
     return Schedule(str(path), ranks)
 
 
@@ -143,8 +143,8 @@ def in_order(schedule: Schedule) -> list[tuple[int, Action]]:
             rank, action = next((rank, actions[-1]) for rank, actions in enumerate(todo) if actions)
             missing = next(group for group in schedule.needs(action) if not done.intersection(group))
             raise ScheduleError(
-                f"schedule {schedule.name}: rank {rank} waits forever with {action} for "
-                f"{' or '.join(map(str, missing))}, which comes too late or never"
+                f"schedule {schedule.name}: rank {rank} deadlocks at {action}: it waits for "
+                f"{' or '.join(map(str, missing))}, which comes later or never"
             )
         done.update(todo[rank].pop() for rank, _ in turn)
         order += turn

@@ -112,8 +112,8 @@ def parse_cluster_name(text: str) -> ClusterName:
         raise UserError(f"cluster {text!r}: the rate needs a unit, Gb/s (bits) or GB/s (bytes), as in {example}")
     if found is None or int(found["devices"] or 1) == 0:
         raise UserError(
-            f"cluster {text!r} is not a name such as 8xh100 or 64xa100-80g@400Gb/s "
-            "(a node's network in Gb/s or GB/s, or a GPU's with /gpu), no file, and not 'local'"
+            f"cluster {text!r} is not a name such as 8xh100 or 64xa100-80g@400Gb/s (a node's network in Gb/s or "
+            "GB/s, or a GPU's with /gpu), nor a file, nor 'local'"
         )
     rate = None
     if found["rate"]:

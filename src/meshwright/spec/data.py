@@ -170,5 +170,5 @@ class DataSpec(Spec):
     def _all_weights_or_none(cls, sources: tuple[SourceSpec, ...]) -> tuple[SourceSpec, ...]:
         bare = [source.path for source in sources if source.weight is None]
         if 0 < len(bare) < len(sources):
-            raise UserError(f"source {bare[0]} has no weight but others have; give every source one, or none")
+            raise UserError(f"source {bare[0]} has no weight, but others have; give all sources a weight, or none")
         return sources

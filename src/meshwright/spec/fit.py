@@ -64,16 +64,19 @@ def _nearest_degrees(layout: LayoutSpec, model: ModelSpec, sequence_length: int)
             near = near.model_copy(update={"zero": 0})
         axes = [axis for axis in ("tp", "cp", "ep", "zero") if getattr(near, axis) != getattr(layout, axis)]
         return ", ".join(f"{axis}={getattr(near, axis)}" for axis in axes)
-    raise AssertionError("degrees of 1 fit everything")
+    raise AssertionError("a degree of 1 always works")
 
 
 def _foreign_misfits(layout: LayoutSpec) -> Iterator[str]:
-    reads = "a model that transformers computes is trained by data-parallel layouts only (dp_replicate, dp_shard, zero)"
+    reads = "models that transformers computes support only data parallelism (dp_replicate, dp_shard, zero)"
     for axis in ("tp", "pp", "cp", "ep"):
         if getattr(layout, axis) > 1:
             yield f"layout.{axis}={getattr(layout, axis)}: {reads}; the nearest legal is layout.{axis}=1"
     if layout.tiers.parameters != "device":
-        yield f"layout.offload={layout.offload_word}: transformers' constants would stay on the host; use none"
+        yield (
+            f"layout.offload={layout.offload_word}: is not supported for models that transformers computes, because "
+            "their constants would stay on the host; use none"
+        )
 
 
 def foreign_misfits(training: TrainingSpec, finetune: FinetuneSpec | None) -> list[str]:
@@ -81,11 +84,11 @@ def foreign_misfits(training: TrainingSpec, finetune: FinetuneSpec | None) -> li
     setting."""
     found = []
     if training.compile:
-        found.append("training.compile=true: blocks of a model that transformers computes are not compiled; use false")
+        found.append("training.compile=true: is not supported for models that transformers computes; use false")
     if training.attention != "auto":
         found.append(f"training.attention={training.attention}: transformers computes this model's attention; use auto")
     if finetune is not None and finetune.method == "ia3":
-        found.append("finetune.method=ia3: only our own families define where a layer ends; use lora")
+        found.append("finetune.method=ia3: is not supported for models that transformers computes; use lora")
     return found
 
 
@@ -95,14 +98,14 @@ def quantized_misfits(layout: LayoutSpec, finetune: FinetuneSpec | None) -> list
     found, base = [], getattr(finetune, "base", "plain")
     if layout.quantized_weights != "none" and base != "plain":
         found.append(
-            f"layout.quantized_weights={layout.quantized_weights} with finetune.base={base}: the frozen matrices are "
-            "gathered quantized already; use layout.quantized_weights=none"
+            f"layout.quantized_weights={layout.quantized_weights} with finetune.base={base}: the frozen matrices "
+            "are already gathered quantized; use layout.quantized_weights=none"
         )
     if layout.quantized_gradients != "none" and layout.pp > 1 and layout.virtual_stages > 1:
         found.append(
-            f"layout.quantized_gradients={layout.quantized_gradients} with layout.schedule={layout.schedule}: a rank "
-            "of several stages reduces embedding and head separately; use layout.quantized_gradients=none, or "
-            "schedule=1f1b"
+            f"layout.quantized_gradients={layout.quantized_gradients} with layout.schedule={layout.schedule}: a "
+            "rank with several stages reduces embedding and head separately; use layout.quantized_gradients=none, "
+            "or schedule=1f1b"
         )
     return found
 
@@ -115,11 +118,11 @@ def fp8_gather_misfits(layout: LayoutSpec, training: TrainingSpec, finetune: Fin
     if training.product_recipe != "tensorwise":
         products = training.product_recipe or training.precision
         return [
-            f"{where}: products in {products} have no single scale of a weight; use training.precision=fp8 with "
+            f"{where}: products in {products} have no single scale per weight; use training.precision=fp8 with "
             "training.low_precision.recipe=tensorwise, or layout.quantized_weights=int8"
         ]
     if getattr(finetune, "dora", False):
-        return [f"{where} with finetune.dora=true: magnitudes need the weights themselves; use none"]
+        return [f"{where} with finetune.dora=true: DoRA's magnitudes need unquantized weights; use none"]
     return []
 
 
@@ -128,8 +131,8 @@ def sample_misfits(training: TrainingSpec, model: ModelSpec) -> list[str]:
     if training.samples is None or training.samples.max_tokens < model.max_positions:
         return []
     return [
-        f"training.samples.max_tokens={training.samples.max_tokens} leaves no room for a prompt; the model is meant "
-        f"for {model.max_positions} positions"
+        f"training.samples.max_tokens={training.samples.max_tokens} leaves no room for a prompt; the model supports "
+        f"{model.max_positions} positions"
     ]
 
 
@@ -139,8 +142,8 @@ def batch_misfits(layout: LayoutSpec, global_batch: int) -> list[str]:
     if global_batch % ranks == 0:
         return []
     return [
-        f"training.global_batch={global_batch} sequences cannot be split over {ranks} data-parallel ranks; "
-        f"the nearest number that can is {max(1, round(global_batch / ranks)) * ranks}"
+        f"training.global_batch={global_batch} sequences cannot be split over {ranks} data-parallel ranks; the "
+        f"nearest multiple is {max(1, round(global_batch / ranks)) * ranks}"
     ]
 
 
@@ -151,14 +154,14 @@ def _tensor_misfit(layout: LayoutSpec, model: ModelSpec, sequence_length: int) -
     if heads % tp:
         return f"{heads} query heads cannot be split evenly over {tp} ranks"
     if kv_heads % tp and tp % kv_heads:
-        return f"{kv_heads} key and value heads can be neither split over {tp} ranks nor copied evenly to them"
+        return f"{kv_heads} key/value heads can neither be split over {tp} ranks nor replicated evenly on them"
     if model.ffn % tp and not all(model.is_moe(layer) for layer in range(model.num_layers)):
         return f"a feed-forward layer of width {model.ffn} cannot be split evenly over {tp} ranks"
     if model.shared_experts * model.expert_ffn % tp:
         shared = f"{model.shared_experts} shared experts of width {model.expert_ffn}"
         return f"{shared} cannot be split evenly over {tp} ranks"
     if tokens % tp and sequence_length % layout.cp == 0:  # else that is the reason
-        return f"between blocks {tp} ranks share the sequence, and {tokens} tokens cannot be split evenly over them"
+        return f"{tp} ranks share the sequence between blocks, and {tokens} tokens cannot be split evenly over them"
     if rows * (tp - 1) >= model.vocab:
         return f"a vocabulary of {model.vocab} leaves the last of {tp} ranks without a row"
     if model.vocab % tp and model.hidden % layout.shard:
@@ -174,7 +177,7 @@ def tensor_notes(layout: LayoutSpec, model: ModelSpec) -> str:
     tp, rows = layout.tp, -(-model.vocab // layout.tp)
     notes = []
     if model.num_kv_heads % tp:
-        notes.append(f"{model.num_kv_heads} key and value heads for {tp} ranks, so each keeps wk and wv whole")
+        notes.append(f"{model.num_kv_heads} key/value heads for {tp} ranks, so wk and wv are replicated")
     if model.vocab % tp:
         last = model.vocab - rows * (tp - 1)
         notes.append(f"{model.vocab} tokens for {tp} ranks, so the last has {last} of them and the others {rows}")
@@ -187,13 +190,13 @@ def context_method(layout: LayoutSpec, model: ModelSpec, sequence_length: int) -
         return layout.cp_method, "given"
     ranks, kv_heads = layout.cp * layout.tp, model.num_kv_heads
     if kv_heads % ranks == 0:
-        return "ulysses", f"{kv_heads} key and value heads divide over cp x tp = {ranks} ranks, which sends least"
+        return "ulysses", f"{kv_heads} key/value heads divide over cp x tp = {ranks} ranks, so ulysses sends least"
     if sequence_length % (2 * layout.cp) and model.num_heads % ranks == 0:
         return (
             "ulysses",
             f"{sequence_length} tokens do not divide into 2 x cp = {2 * layout.cp} chunks, as a ring needs",
         )
-    return "ring", f"{kv_heads} key and value heads do not divide over cp x tp = {ranks} ranks, as ulysses needs"
+    return "ring", f"{kv_heads} key/value heads do not divide over cp x tp = {ranks} ranks, as ulysses needs"
 
 
 def _chunks(layout: LayoutSpec, model: ModelSpec, sequence_length: int) -> int:
@@ -216,7 +219,7 @@ def _context_misfits(layout: LayoutSpec, model: ModelSpec, sequence_length: int)
 def _expert_misfits(layout: LayoutSpec, model: ModelSpec) -> Iterator[str]:
     shards = layout.expert_shard
     if not model.num_experts:
-        yield f"layout.ep={layout.ep}: {model.family} has no experts to share"
+        yield f"layout.ep={layout.ep}: {model.family} has no experts"
     elif model.num_experts % layout.ep:
         yield f"layout.ep={layout.ep}: {model.num_experts} experts cannot be split evenly over {layout.ep} ranks"
     elif model.expert_ffn % shards and model.hidden % shards:
@@ -229,6 +232,6 @@ def _expert_misfits(layout: LayoutSpec, model: ModelSpec) -> Iterator[str]:
 def _asynchronous_misfits(layout: LayoutSpec, model: ModelSpec) -> Iterator[str]:
     if model.router_bias:
         yield (
-            f"layout.schedule={layout.schedule}: {model.family} balances its experts by biases that move with every "
-            f"step, between a forward pass and its backward pass too; {NEAREST} schedule=1f1b"
+            f"layout.schedule={layout.schedule}: {model.family} balances experts by biases that change at every "
+            f"step, also between a forward pass and its backward pass; {NEAREST} schedule=1f1b"
         )

@@ -103,8 +103,8 @@ class LayoutSpec(Spec):
         yield from self._pipeline_problems()
         if self.zero == 0 and self.dp_shard > 1:
             yield (
-                f"zero=0 with dp_shard={self.dp_shard}: zero 0 keeps a full copy on every rank, so nothing is sharded; "
-                f"{NEAREST} dp_replicate={self.data_parallel}, dp_shard=1, zero=0"
+                f"zero=0 with dp_shard={self.dp_shard}: zero=0 replicates everything on every rank; {NEAREST} "
+                f"dp_replicate={self.data_parallel}, dp_shard=1, zero=0"
             )
         sharers = self.dp_shard * self.cp * self.tp
         if sharers % self.ep:
@@ -115,7 +115,7 @@ class LayoutSpec(Spec):
                 f"{NEAREST} ep={gcd(self.ep, sharers)}{kept}"
             )
         if self.zero in (1, 2, 3) and self.dp_shard * self.cp == 1:
-            alone = "zero=0 (one rank has nothing to share)"
+            alone = "zero=0 (one rank has nothing to shard)"
             sharded = f"dp_replicate=1, dp_shard={self.dp_replicate}, zero={self.zero}"
             yield (
                 f"zero={self.zero} with dp_shard=1: there is no axis to shard over; {NEAREST} "
@@ -145,7 +145,7 @@ class LayoutSpec(Spec):
         if not self.schedule.endswith(".csv"):
             if self.schedule not in SCHEDULES:
                 hint = did_you_mean(self.schedule, SCHEDULES)
-                yield f"schedule={self.schedule}: there are {', '.join(SCHEDULES)}, or a file's name in .csv{hint}"
+                yield f"schedule={self.schedule}: known are {', '.join(SCHEDULES)}, or the name of a .csv file{hint}"
                 return
             kind = SCHEDULES[self.schedule]
             per_rank = kind.stages_per_rank if kind.fixed and per_rank is None else per_rank
@@ -169,19 +169,19 @@ class LayoutSpec(Spec):
         if self.zero_stage > 0:
             replicas = self.dp_replicate * self.dp_shard
             yield (
-                f"schedule={self.schedule} with zero={self.zero_stage}: a rank computes with two whole versions of its "
-                f"weights, which is what ZeRO is to save; {instead} dp_replicate={replicas}, dp_shard=1, zero=0"
+                f"schedule={self.schedule} with zero={self.zero_stage}: each rank keeps two whole versions of its "
+                f"weights, which ZeRO would shard; {instead} dp_replicate={replicas}, dp_shard=1, zero=0"
             )
         for axis, degree in (("tp", self.tp), ("ep", self.ep)):
             if degree > 1:
                 yield (
-                    f"schedule={self.schedule} with {axis}={degree}: two versions are kept of whole weights only, and "
-                    f"{axis} ranks have parts of them; {instead} {axis}=1"
+                    f"schedule={self.schedule} with {axis}={degree}: two versions are kept only of whole weights, "
+                    f"but {axis} splits weights over ranks; {instead} {axis}=1"
                 )
         if self.tiers != NOTHING:
             yield (
-                f"schedule={self.schedule} with offload={self.offload_word}: its weights wait on the device for their "
-                f"backward pass; {instead} offload=none"
+                f"schedule={self.schedule} with offload={self.offload_word}: its old weights stay on the device "
+                f"until their backward pass; {instead} offload=none"
             )
 
     @property

@@ -37,13 +37,13 @@ class OffloadSpec(Spec):
     def _sensible(self) -> "OffloadSpec":
         if self.parameters == "host" and self.optimizer == "device":
             raise UserError(
-                "parameters=host with optimizer=device: the optimizer steps where the parameters live; "
-                "add optimizer=host, or optimizer=disk"
+                "parameters=host with optimizer=device: offloaded parameters are updated on the host; add "
+                "optimizer=host, or optimizer=disk"
             )
         if self.parameters == "host" and self.optimizer == "host" and self.optimizer_share < 1:
             raise UserError(
-                f"optimizer_share={self.optimizer_share:g} with parameters=host: all of the optimizer's state is in "
-                "host memory then; leave optimizer_share out, or use optimizer=disk"
+                f"optimizer_share={self.optimizer_share:g} with parameters=host: offloaded parameters need the "
+                "whole optimizer state in host memory; leave optimizer_share out, or use optimizer=disk"
             )
         if self.parameters == "disk" and (self.optimizer != "disk" or self.optimizer_share < 1):
             given = (
@@ -52,12 +52,12 @@ class OffloadSpec(Spec):
                 else f"optimizer_share={self.optimizer_share:g}"
             )
             raise UserError(
-                f"parameters=disk with {given}: a step reads parameters and the optimizer's state together; add "
+                f"parameters=disk with {given}: parameters and optimizer state are read together; add "
                 "optimizer=disk, without optimizer_share"
             )
         for field, given in (("directory", self.directory is not None), ("checksums", self.checksums)):
             if given and self.optimizer != "disk":
-                raise UserError(f"{field} is for optimizer=disk, and optimizer={self.optimizer} writes no file")
+                raise UserError(f"{field} applies only to optimizer=disk, not optimizer={self.optimizer}")
         return self
 
     @property

@@ -140,7 +140,7 @@ def _override(document: Document, override: str, *, order: int) -> None:
             container[part] = given.value
         elif isinstance(container, dict) and container.get(part) in (None, "none"):  # `offload: none` is no section yet
             if keys[depth].isdecimal():
-                document.refuse(path, "the recipe has no list here; give all of it, as in a.b=[x, y]", place)
+                document.refuse(path, "the recipe has no list here; set the whole list, as in a.b=[x, y]", place)
                 return
             container[part] = {}
             document.places[path] = place

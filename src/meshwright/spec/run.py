@@ -50,41 +50,41 @@ class Run(Spec):
     @model_validator(mode="after")
     def _has_something_to_go_back_to(self) -> "Run":
         if "rewind" in (self.training.non_finite, self.guards.spikes) and not self.checkpoint.every:
-            raise UserError("rewind goes back to the last checkpoint, but none is saved; set checkpoint.every=100")
+            raise UserError("rewind returns to the last checkpoint, but none is saved; set checkpoint.every=100")
         return self
 
     @model_validator(mode="after")
     def _can_be_verified(self) -> "Run":
         if self.guards.verify_every and self.layout.asynchronous:
             raise UserError(
-                f"guards.verify_every: under layout.schedule={self.layout.schedule} steps differ from one process's by "
-                "design; set it to 0, or use layout.schedule=1f1b"
+                f"guards.verify_every: under layout.schedule={self.layout.schedule} steps differ from one process "
+                "by design; set it to 0, or use layout.schedule=1f1b"
             )
         for field in ("quantized_weights", "quantized_gradients"):
             if self.guards.verify_every and getattr(self.layout, field) != "none":
                 raise UserError(
-                    f"guards.verify_every: one process sends nothing, so it cannot round what layout.{field}="
-                    f"{getattr(self.layout, field)} rounds; set it to 0, or use layout.{field}=none"
+                    "guards.verify_every: one process does not communicate, so it cannot reproduce the rounding of "
+                    f"layout.{field}={getattr(self.layout, field)}; set it to 0, or use layout.{field}=none"
                 )
         if self.guards.verify_every and self.training.keeps_bf16:
             raise UserError(
-                f"guards.verify_every: a small difference of a gradient may be rounded differently under "
-                f"{self.training.keeps_bf16}, as a fault may; set it to 0, or keep weights and moments in fp32"
+                f"guards.verify_every: under {self.training.keeps_bf16}, rounding may look like a fault; set it to "
+                "0, or keep weights and moments in fp32"
             )
         recompute = self.training.recompute
         if self.layout.tiers.activations == "host" and (
             recompute == "selective" or (isinstance(recompute, RecomputeSpec) and recompute.selective)
         ):
             raise UserError(
-                "layout.offload.activations=host: the tensors that selective recomputation keeps cannot be offloaded; "
-                "use training.recompute=full or none, or numbers of layers with full alone"
+                "layout.offload.activations=host: the tensors that selective recomputation keeps cannot be "
+                "offloaded; use training.recompute=full or none, or numbers of layers with full only"
             )
         for misfit in self._whole_program_misfits():
             raise UserError(f"training.compile_scope=model with {misfit}; use compile_scope=block")
         if self.guards.verify_every and self.training.dtypes.recipe:
             raise UserError(
-                f"guards.verify_every: one process on a CPU has no {self.training.precision} products to compare with; "
-                "set it to 0, or use training.precision=bf16"
+                f"guards.verify_every: one process on a CPU cannot compute {self.training.precision} products; set "
+                "it to 0, or use training.precision=bf16"
             )
         return self
 

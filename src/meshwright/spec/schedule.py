@@ -58,7 +58,7 @@ class ScheduleKind:
         """Why the schedule does not exist for this many microbatches."""
         fewest = self.fewest(ranks, chunks)
         if microbatches < fewest:
-            return f"needs at least {fewest}, or ranks wait for nothing"
+            return f"needs at least {fewest}"
         if self.rounds and chunks > 1 and microbatches % _rounds(ranks, microbatches):
             return f"runs them in {_rounds(ranks, microbatches)} rounds of equal size, at least {ranks} each"
         return None
@@ -98,7 +98,7 @@ def build_schedule(name: str, *, ranks: int, microbatches: int, stages_per_rank:
 def schedule_kind(name: str) -> ScheduleKind:
     """The published schedule of this name; raises `ScheduleError`."""
     if name not in SCHEDULES:
-        raise ScheduleError(f"unknown schedule {name!r}; there are {', '.join(SCHEDULES)}, or a file's name in .csv")
+        raise ScheduleError(f"unknown schedule {name!r}; known are {', '.join(SCHEDULES)}, or the name of a .csv file")
     return SCHEDULES[name]
 
 

@@ -287,7 +287,7 @@ class TrainingSpec(Spec):
         warmup = self.lr_schedule.warmup_steps(self.steps)
         if warmup > self.steps:
             raise UserError(
-                f"lr_schedule.warmup={warmup} is longer than steps={self.steps}; with warmup=auto it is a tenth of them"
+                f"lr_schedule.warmup={warmup} exceeds steps={self.steps}; warmup=auto is a tenth of the steps"
             )
         return self
 
@@ -296,12 +296,12 @@ class TrainingSpec(Spec):
         optimizer, weights = self.optimizer, self.master_dtype == BF16.name
         if weights and self.dtypes.compute != BF16:
             raise UserError(
-                f"master_dtype=bf16 needs a model that computes in bf16, and this one computes in "
+                "master_dtype=bf16 needs a model that computes in bf16, but this one computes in "
                 f"{self.dtypes.compute}; set precision=bf16, or leave it out"
             )
         if optimizer.rounding != OptimizerSpec.model_fields["rounding"].default and not weights:
             raise UserError(
-                f"optimizer.rounding={optimizer.rounding} only applies to weights in bf16, and these are in "
+                f"optimizer.rounding={optimizer.rounding} only applies to master weights in bf16, but these are in "
                 f"{self.dtypes.master}; set master_dtype=bf16, or leave it out"
             )
         if not weights and optimizer.state_dtype == FP32.name:
@@ -313,7 +313,7 @@ class TrainingSpec(Spec):
             )
         if optimizer.state_dtype == BF16.name and optimizer.name == "adamw_8bit":
             raise UserError(
-                "optimizer.state_dtype=bf16 with optimizer.name=adamw_8bit, whose moments have eight bits; use adamw"
+                "optimizer.state_dtype=bf16 with optimizer.name=adamw_8bit, whose moments are 8-bit; use adamw"
             )
         if optimizer.state_dtype == BF16.name and self.dtypes.compute == FP64:
             raise UserError(

@@ -126,7 +126,7 @@ class Lock:
                 raise LockedError(in_use + self._hint)
             if not told and (lives or seen.silence > BEAT):
                 told = True
-                self._say(f"{in_use}; waiting for its end" + ("" if lives else ", or a sign that it lives"))
+                self._say(f"{in_use}; waiting for it to end" + ("" if lives else ", or a sign of life"))
             time.sleep(1.0 if lives else LOOK)
 
     def _claim(self, stale: int) -> bool:
@@ -161,7 +161,9 @@ class Lock:
             with suppress(OSError):  # a file system that is away for a while: nobody can take the lock over either
                 os.utime(self._file)
                 if (owner := self.owner) is not None and not self._released.is_set():
-                    self._lost(f"{self.path.parent} was taken over by {owner}: this process had given no sign of life")
+                    self._lost(
+                        f"{self.path.parent} was taken over by {owner}: this process had stopped updating its lock"
+                    )
                     return
 
     def _name(self, number: int) -> Path:
