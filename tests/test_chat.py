@@ -93,7 +93,7 @@ def test_settings_are_changed_and_refused(talk: Talk, models: Path) -> None:
     assert "temperature 0.0" in notes
     assert "error: /set top_p: top_p=2.0 is not allowed: must be greater than 0 and at most 1" in notes
     assert "error: /set top_k: 'x' is not an integer" in notes
-    assert "error: /set colour: no such setting" in notes
+    assert "error: /set colour: unknown setting" in notes
 
 
 def test_a_conversation_is_saved_as_a_record(talk: Talk, models: Path, tmp_path: Path) -> None:

@@ -103,7 +103,7 @@ TOO_MUCH = {
     ),
     "time": (
         ["model=gpt2", "training.global_batch=400000"],
-        r"predicted to take [\d,]+ s a step on 1 x cpu .*; .*what would",
+        r"predicted to take [\d,]+ s a step on 1 x cpu .*; .*use ",
     ),
 }
 

@@ -158,7 +158,7 @@ def test_a_check_of_a_recipe_that_cannot_be_read_is_a_finding_with_every_line(fo
 def test_what_is_wrong_only_deep_in_the_corpus_is_found(folder, capsys):
     (folder / "z.txt").write_bytes(b"x" * 100 + b"\xff")
     assert main(["check", "run.yaml"]) == 1
-    assert "z.txt: not UTF-8 at byte 100" in capsys.readouterr().err
+    assert "z.txt: is not UTF-8 at byte 100" in capsys.readouterr().err
 
 
 MISUSES = {

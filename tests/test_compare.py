@@ -223,7 +223,7 @@ BAD = {
     ("compare", "run.yaml", "--layouts", "zero9"): "unknown layout 'zero9'",
     ("compare", "run.yaml", "--layouts", "tp3"): "tp=3",
     ("compare", "run.yaml", "run.yaml"): "twice",
-    ("compare", "run.yaml", "--python", "bare=/no/such"): "no /no/such",
+    ("compare", "run.yaml", "--python", "bare=/no/such"): "/no/such does not exist",
     ("compare", "run.yaml", "--out", "."): "already exists",
     ("compare", "run.yaml", "--rounds", "0"): "at least 1",
     ("compare", "nowhere.yaml"): "no such file",

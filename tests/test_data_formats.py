@@ -101,7 +101,7 @@ DAMAGE = {
     "d.csv": (b"n,text\n1,x\n", "d.csv: no column 'body' (its columns are n, text); set the source's text_key"),
     "a.parquet": (b"PAR1 nothing PAR1", "a.parquet cannot be read: "),
     "a.arrow": (b"nothing at all, in arrow", "a.arrow cannot be read: "),
-    "a.txt.gz": (gzip.compress(b"ok \xff"), "a.txt.gz: not UTF-8 at byte 3"),
+    "a.txt.gz": (gzip.compress(b"ok \xff"), "a.txt.gz: is not UTF-8 at byte 3"),
 }
 
 

@@ -207,7 +207,7 @@ def files_of(cache):
 
 def test_mistakes_leave_nothing(folder):
     (folder / "text" / "05.txt").write_bytes(b"\xff")
-    with pytest.raises(ValueError, match=r"05\.txt: not UTF-8"):
+    with pytest.raises(ValueError, match=r"05\.txt: is not UTF-8"):
         prepare(folder)
     assert names(folder / "cache") == []
 

@@ -110,11 +110,14 @@ BAD = {
     "no list": ({"messages": "Hi"}, "a.jsonl:2: a conversation must be a list of messages"),
     "role": ({"messages": [turn("asistant", "x")]}, "a.jsonl:2: message 1: role 'asistant' is not one of system, "),
     "content": ({"messages": [turn("user", 3)]}, "a.jsonl:2: message 1: its content is not text but int"),
-    "null": ({"prompt": "x", "completion": None}, "a.jsonl:2: no 'completion', which format prompt_completion needs"),
+    "null": (
+        {"prompt": "x", "completion": None},
+        "a.jsonl:2: has no 'completion', which format prompt_completion needs",
+    ),
     "labels": ({"input_ids": [1, 2], "labels": [2, -100]}, "a.jsonl:2: every label must be its own token or -100"),
     "no prompt": (
         {"chosen": [turn("assistant", "x")], "rejected": [turn("assistant", "y")]},
-        "a.jsonl:2: no 'prompt', and chosen and rejected do not begin with one",
+        "a.jsonl:2: has no 'prompt', and chosen and rejected do not begin with one",
     ),
     "all masked": ({"messages": [turn("user", "x")]}, "a.jsonl:2: it has no trained tokens; fix it, or set data.c"),
     "overlong": (

@@ -263,5 +263,5 @@ def test_odd_templates_and_tokens_of_a_tokenizer_are_told(wrong):
     with pytest.raises(ValueError, match=r"^here: chat_template in tokenizer_config.json is"):
         TextTokenizer(files, where="here")
     files["tokenizer_config.json"] = json.dumps({"eos_token": wrong}).encode()
-    with pytest.raises(ValueError, match=r"^here: tokenizer_config.json says eos_token"):
+    with pytest.raises(ValueError, match=r"^here: tokenizer_config.json has eos_token"):
         TextTokenizer(files, where="here")

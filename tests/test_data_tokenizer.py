@@ -103,7 +103,7 @@ def test_end_of_text_of_other_peoples_tokenizers(tmp_path, tokens, configs, expe
     ("configs", "message"),
     [
         ({}, "no end-of-text token"),
-        ({"tokenizer_config": {"eos_token": "<end>"}}, "tokenizer_config.json says eos_token '<end>'"),
+        ({"tokenizer_config": {"eos_token": "<end>"}}, "tokenizer_config.json has eos_token '<end>'"),
         ({"generation_config": {"eos_token_id": 7}}, "generation_config.json has eos_token_id 7"),
         ({"generation_config": {"eos_token_id": []}}, "no end-of-text token"),
         ({"tokenizer_config": ["x"]}, "tokenizer_config.json is not a JSON object"),

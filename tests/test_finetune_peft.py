@@ -252,7 +252,7 @@ def test_what_does_not_fit_is_refused_in_a_sentence(bases: dict[str, Path], adap
     assert "set finetune.rank=3" in refusal(llama, adapter, {**lora, "rank": 8})
     assert "set finetune.dora=false" in refusal(llama, adapter, {**lora, "dora": True})
     assert "set finetune.targets=[" in refusal(llama, adapter, {**lora, "targets": ["wq", "wo", "wv"]})
-    assert "kind LORA" in refusal(llama, adapter, {"method": "ia3"})
+    assert "peft_type=LORA" in refusal(llama, adapter, {"method": "ia3"})
     assert "neither a checkpoint nor a run" in refusal(llama, tmp_path, lora)
     foreign = changed(adapter, tmp_path / "d", config={"target_modules": ["c_attn"]})
     assert "so it was trained on another base" in refusal(llama, foreign, lora)

@@ -340,7 +340,7 @@ def test_directories_that_cannot_be_computed(directories: Path, tmp_path: Path) 
 
     with pytest.raises(ValueError, match=r"config.json: transformers .* does not know model_type 'phi7', nor does"):
         build(model_type="phi7")
-    with pytest.raises(ValueError, match="PhiForSequenceClassification, and beside"):
+    with pytest.raises(ValueError, match="PhiForSequenceClassification, but besides"):
         build(architectures=["PhiForSequenceClassification"])
     with pytest.raises(ValueError, match=r"asks for 3 layers"):
         build(num_hidden_layers=3)

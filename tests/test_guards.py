@@ -258,7 +258,7 @@ def test_resuming_by_name_the_newest_good_one_or_from_the_start(tmp_path: Path) 
     trainer = build_here(tiny())
     assert f"continuing from {root}/step-00000003, step 3" in begin(trainer, root, "step-3")
     assert trainer.step == 3
-    with pytest.raises(CheckpointError, match="no checkpoint step-7; there are step-00000003, step-00000006, step-0"):
+    with pytest.raises(CheckpointError, match="no checkpoint step-7; it has step-00000003, step-00000006, step-0"):
         begin(trainer, root, "step-7")
     (root / "step-00000008" / "trainer.json").write_text("{}")
     with pytest.raises(CheckpointError, match=r"trainer\.json: 2 bytes.*continue from it with --resume step-00000006"):

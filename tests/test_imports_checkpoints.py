@@ -126,7 +126,7 @@ def test_other_models_of_litgpt_are_refused_by_their_setting(right, capsys):
     torch.save(state["model"] | {"transformer.h.0.attn.qkv.lora_A": torch.zeros(1)}, "lit_model.pth")
     assert "litgpt merge_lora" in refused(capsys, "lit_model.pth")
     Path("model_config.yaml").unlink()
-    assert "there is no model_config.yaml beside it" in refused(capsys, "lit_model.pth")
+    assert "has no model_config.yaml beside it" in refused(capsys, "lit_model.pth")
 
 
 class LossScaler:

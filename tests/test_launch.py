@@ -121,7 +121,7 @@ def test_kubeflow() -> None:
     ("environment", "message"),
     [
         (TORCHRUN | {"RANK": "first"}, "RANK='first' is not a number"),
-        ({"PET_NNODES": "2"}, "no PET_NODE_RANK"),
+        ({"PET_NNODES": "2"}, "PET_NODE_RANK is missing"),
     ],
 )
 def test_senseless_environments(environment: dict[str, str], message: str) -> None:
@@ -136,7 +136,7 @@ def test_ranks_that_do_not_fit_the_machines() -> None:
 
 
 def test_a_wrong_number_of_processes_is_told() -> None:
-    with pytest.raises(ValueError, match="the layout needs 1 processes but 2 were started"):
+    with pytest.raises(ValueError, match="the layout needs 1 processes, but 2 were started"):
         join_group(Worker(world_size=2), Run.model_validate(RECIPE), torch.device("cpu"))
 
 

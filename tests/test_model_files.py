@@ -143,7 +143,7 @@ def test_scalars_that_a_file_has_otherwise_count(directories: Path, tmp_path: Pa
     assert (found - theirs(tmp_path / "model")).abs().max() < 1e-6
     assert (found - theirs(directories / "apertus")).abs().max() > 1e-3
     save_file({**tensors, "model.strange": torch.tensor(1.0)}, tmp_path / "model/model.safetensors", {"format": "pt"})
-    with pytest.raises(ValueError, match=r"model.strange, is a scalar in the files, but not a constant"):
+    with pytest.raises(ValueError, match=r"model.strange is a scalar in the files, but not a constant"):
         ours(tmp_path / "model")
 
 

@@ -186,8 +186,8 @@ def test_every_key_of_pefts_configurations_is_known_or_refused(bases: Path, tmp_
         ("init_lora_weights", "mica", "merge the adapter in peft"),
         ("init_lora_weights", "corda", "path_initial_model_for_weight_conversion"),
         ("init_lora_weights", "lora_ga", "path_initial_model_for_weight_conversion"),
-        ("peft_type", "ADALORA", "kind ADALORA"),
-        ("peft_type", "VERA", "kind VERA"),
+        ("peft_type", "ADALORA", "peft_type=ADALORA"),
+        ("peft_type", "VERA", "peft_type=VERA"),
         ("layers_to_transform", "1", "layers_to_transform is '1'"),
         ("exclude_modules", [1], "exclude_modules is [1]"),
     ):

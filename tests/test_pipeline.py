@@ -220,7 +220,7 @@ def test_what_is_decided_for_a_pipeline(tmp_path: Path) -> None:
     assert describe_pipeline(run) == (
         "1f1b: stages of 2 + 2 + 2 + 2 layers; with 24 microbatches 13% bubble, at most 4, 3, 2, 1 in flight"
     )
-    assert "lighter" in run.reasons["layout.stage_layers"]
+    assert "minimizes" in run.reasons["layout.stage_layers"]
     run = resolved("layout: {pp: 2, schedule: dualpipev, stage_layers: [1, 2, 2, 3]}", tmp_path)
     assert run.stage_layers == (1, 2, 2, 3)
     assert run.accumulation >= 4
@@ -235,7 +235,7 @@ def test_what_is_decided_for_a_pipeline(tmp_path: Path) -> None:
         ("layout: {pp: 2, stage_layers: [3, 4]}", "has 7 layers, but the model has 8"),
         ("layout: {pp: 2, schedule: zbv}\ntraining: {compile: true}", "zbv.*use interleaved-1f1b, or compile=false"),
         ("layout: {pp: 2, schedule: none.csv}", "none.csv: No such file"),
-        ("layout: {pp: 2, schedule: 2f2b}", "schedule=2f2b: there are afab, 1f1b"),
+        ("layout: {pp: 2, schedule: 2f2b}", "schedule=2f2b: known are afab, 1f1b"),
         ("layout: {pp: 2, stage_layers: [3, 4, 1]}", "3 stages, but pp=2 ranks have 1 each"),
         ("layout: {pp: 2, schedule: looped-bfs, stage_layers: [3, 4, 1]}", "ranks have equally many each"),
         ("layout: {pp: 2, stage_layers: [8, 0]}", "every stage has at least one layer"),

@@ -45,7 +45,7 @@ def test_names_join_groups_and_refuse_what_contradicts() -> None:
     assert {name for name, change in CHANGES.items() if change.exact} == exact
     with pytest.raises(UserError, match=r"both set layout.offload.optimizer"):
         named("optimizer+disk")
-    with pytest.raises(UserError, match="--consider fp9: there are offload, "):
+    with pytest.raises(UserError, match="--consider fp9: known changes are offload, "):
         asked_changes("fp9")
 
 

@@ -51,7 +51,7 @@ def test_devices_are_found_as_people_write_them(written: str) -> None:
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("8xh1000", "unknown device 'h1000'; is h100 meant. known are 910B, A10, A100"),
+        ("8xh1000", "unknown device 'h1000'; did you mean h100. known are 910B, A10, A100"),
         ("8xh100@400", "the rate needs a unit, Gb/s .bits. or GB/s .bytes., as in 8xh100@400Gb/s"),
         ("8xh100@400/gpu", "as in 8xh100@400Gb/s/gpu"),
         ("8 gpus!", "8xh100 or 64xa100-80g@400Gb/s"),

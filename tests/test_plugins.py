@@ -135,7 +135,7 @@ def test_what_is_no_schedule_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"lr_schedule: builtins.int is 3, which cannot be called"):
         Plugins(lr_schedule=3)  # pyright: ignore[reportArgumentType]
     plugins = Plugins(lr_schedule=negative)
-    with pytest.raises(UserError, match=r"name=test_plugins.negative: for step 2 it returns -1.0, but the factor"):
+    with pytest.raises(UserError, match=r"name=test_plugins.negative: returns -1.0 for step 2, but the factor"):
         trained(plugged_run(plugins), plugins, tmp_path)
 
 
@@ -448,7 +448,7 @@ def test_texts_and_records_become_lines(tmp_path: Path) -> None:
         ([[1], [2, 50]], "item 2 has token 50, but the model's vocabulary is 0 to 49"),
         ([[1], [-100]], "item 2 has token -100"),
         ([[0.5]], "item 1 is a list; pass text, a record"),
-        ([[1], []], "item 2 is an empty one; give text"),
+        ([[1], []], "item 2 is an empty one; pass text"),
         ([b"bytes"], "item 1 is a bytes"),
         ([{"a": object()}], "item 1: cannot be written as JSON: it holds object"),
     ],
@@ -567,7 +567,7 @@ def table_of(model: Any) -> None:
 @pytest.mark.parametrize(
     ("model", "why"),
     [
-        (Widened, "layers.0.gate.weight has an unknown dim 'width'; there are vocab, embed, heads"),
+        (Widened, "layers.0.gate.weight has an unknown dim 'width'; known are vocab, embed, heads"),
         (Mistaken, "layers.0.gate.weight has 24 numbers along ffn, which is 40 in this model"),
         (Undescribed, r"layers.0.gate.weight has shape \[24, 24\] and no dims; name them, as in dims = {'gate.weight'"),
         (Based, "test_plugins.Based: base = 'lama' is not one of gpt2, llama"),

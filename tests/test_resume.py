@@ -202,7 +202,7 @@ def test_every_damaged_file_is_named(tmp_path: Path, damage: str) -> None:
 def test_a_foreign_file_is_named(tmp_path: Path) -> None:
     save_once(tmp_path, 6)
     (latest_checkpoint(tmp_path) / "__7_0.distcp").write_text("left by another run")
-    with pytest.raises(CheckpointError, match=r"__7_0\.distcp: not part of this checkpoint"):
+    with pytest.raises(CheckpointError, match=r"__7_0\.distcp: is not part of this checkpoint"):
         verify_checkpoint(latest_checkpoint(tmp_path))
 
 
@@ -229,7 +229,7 @@ def test_metadata_cannot_run_code(tmp_path: Path, capsys: pytest.CaptureFixture[
     ("options", "message"),
     [
         ({"seed": 1}, "training.seed=0, not 1"),
-        ({"family": "qwen3"}, "holds no model.layers.0.attention.q_norm.weight"),
+        ({"family": "qwen3"}, "has no model.layers.0.attention.q_norm.weight"),
         ({"optimizer": {"name": "muon"}}, "momentum_buffer"),
     ],
 )

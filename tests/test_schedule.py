@@ -117,7 +117,7 @@ def test_what_stands_on_which_rank() -> None:
         ("zbv", 4, 3, 8, r"has 2 stage\(s\) per rank, not 3"),
         ("dualpipev", 4, 2, 7, "nearest number that works is 8"),
         ("interleaved-1f1b", 4, 2, 9, "2 rounds of equal size.*nearest number that works is 10"),
-        ("2f2b", 4, 1, 8, "unknown schedule '2f2b'; there are afab, 1f1b,"),
+        ("2f2b", 4, 1, 8, "unknown schedule '2f2b'; known are afab, 1f1b,"),
     ],
 )
 def test_what_cannot_be_made_is_refused(name: str, ranks: int, chunks: int, microbatches: int, message: str) -> None:

@@ -191,7 +191,7 @@ def _with_secret(run_dir: Path) -> Path:
 def test_who_arrives_without_the_secret_is_told() -> None:
     plain = dist.HashStore()
     plain.set(arrival(1), "a stranger's machine")
-    with pytest.raises(StrangerError, match="'arrived/1' at here"):
+    with pytest.raises(StrangerError, match="'arrived/1' at the rendezvous here"):
         await_arrivals(SignedStore(plain, b"ours", "here"), 0, 2, 5)
 
 

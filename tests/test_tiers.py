@@ -329,7 +329,7 @@ def test_a_full_disk_is_one_sentence_and_names_the_file(tmp_path: Path, monkeypa
     with monkeypatch.context() as inside:
         inside.setattr(os, "posix_fallocate", full)
         with pytest.raises(
-            OffloadError, match=r"rank0-weights0-.*: no space left on device: .* GB are free; make room"
+            OffloadError, match=r"rank0-weights0-.*: no space left on device: .* GB are free; free space"
         ):
             build_here(run(DISK, tmp_path, precision="bf16"))
     assert not list((tmp_path / "offload").iterdir())

@@ -84,7 +84,7 @@ def test_who_is_blamed() -> None:
     silent = reports([9, 9, 9], [True, True, True])
     silent[2] = None
     text = explain(silent, {2: Report(2, "host2", "step 6", 1.0)}, 0)
-    assert "stuck: rank 2 does not answer" in text
+    assert "stuck: rank 2 does not respond" in text
     assert "last report: on host2, in step 6" in text
 
 
