@@ -342,7 +342,7 @@ def test_directories_that_cannot_be_computed(directories: Path, tmp_path: Path) 
         build(model_type="phi7")
     with pytest.raises(ValueError, match="PhiForSequenceClassification, but besides"):
         build(architectures=["PhiForSequenceClassification"])
-    with pytest.raises(ValueError, match=r"asks for 3 layers"):
+    with pytest.raises(ValueError, match=r"has 3 layers, but"):
         build(num_hidden_layers=3)
     with pytest.raises(
         ValueError, match=r"mlp.fc1.bias is in transformers' PhiForCausalLM as \[44\] and in the files as"

@@ -190,7 +190,7 @@ def _blocks(tensors: Mapping[str, Any], num_layers: int, where: str) -> str:
             tensors_of[found[1]] += 1
     blocks = max(numbers, key=lambda name: tensors_of[name], default="")
     if numbers.get(blocks) != set(range(num_layers)):
-        raise UserError(f"{where}: has {num_layers} layers, but the files' tensor names do not show layers")
+        raise UserError(f"{where}: has {num_layers} layers, but the tensors in the files do not")
     return blocks
 
 
