@@ -28,7 +28,7 @@ class AutoModelConfig(WrittenEngine):
     rules: ClassVar[Mapping[str, Rule]] = {"data.order": without("it orders samples itself")}
 
     def cannot(self, resolved: ResolvedRun) -> Mapping[str, str]:
-        """Models without a directory, data of other kinds, and what AutoModel always does otherwise."""
+        """Models without a directory, unsupported data, and AutoModel's fixed behaviour."""
         run, found = resolved.run, dict[str, str]()
         layout, precision = run.layout, run.training.precision
         if not (run.model.name or "").startswith((".", "/")):
@@ -153,7 +153,7 @@ def _distributed(resolved: ResolvedRun) -> dict[str, Any]:
 
 
 def _data(resolved: ResolvedRun) -> dict[str, Any]:
-    """The data set, and what puts its samples together."""
+    """The dataset and its collation."""
     data, name = resolved.run.data, tokenizer_of(resolved)
     tokenizer = {
         "_target_": "nemo_automodel.NeMoAutoTokenizer.from_pretrained",

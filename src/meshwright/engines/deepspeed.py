@@ -40,7 +40,7 @@ class DeepSpeedEngine(TemplateEngine):
     }
 
     def cannot(self, resolved: ResolvedRun) -> Mapping[str, str]:
-        """As `TemplateEngine`; bf16 without ZeRO, where gradients accumulate only in bf16; what hpZ and AutoTP lack."""
+        """As `TemplateEngine`; also bf16 without ZeRO (gradients accumulate in bf16), and limits of hpZ and AutoTP."""
         found, run = dict(super().cannot(resolved)), resolved.run
         if stage_of(run.layout) == 0 and run.training.precision == BF16.name and run.training.reduce_dtype == FP32.name:
             found["training.precision"] = "without ZeRO, DeepSpeed accumulates bf16 gradients in bf16; set layout.zero"
@@ -62,7 +62,7 @@ class DeepSpeedEngine(TemplateEngine):
         return found
 
     def cannot_dump(self, resolved: ResolvedRun) -> str:
-        """Parameters of AutoTP carry no information on how they are split, and a stage knows its own layers only."""
+        """AutoTP's parameters do not record how they are split, and a stage has only its own layers."""
         layout = resolved.run.layout
         if layout.tiers.optimizer == "disk":
             return "layout.offload: verify shrinks the model, and DeepSpeed keeps groups smaller than 1 MiB in memory"
@@ -73,7 +73,7 @@ class DeepSpeedEngine(TemplateEngine):
         return ""
 
     def may_wait_for(self) -> str:
-        """Operators that are compiled at first use, and the file that an ended build leaves."""
+        """Operators that are compiled on first use, and the lock file of a killed build."""
         locks = sorted((Path.home() / ".cache" / "torch_extensions").rglob("lock"))
         left = f"; if no build is running, remove {locks[0]}, left by a build that was killed" if locks else ""
         return f"DeepSpeed compiles operators on first use; raise --patience{left}"
@@ -83,7 +83,7 @@ class DeepSpeedEngine(TemplateEngine):
         return NEEDS_GPU if _zero_plus_plus(resolved.run.layout) else ""
 
     def cannot_offload(self, layout: LayoutSpec) -> str:
-        """Parameters go to the host, and state to disk, only under ZeRO-3, and nothing without ZeRO."""
+        """DeepSpeed offloads parameters, and state to disk, only under ZeRO-3, and nothing without ZeRO."""
         tiers, stage = layout.tiers, stage_of(layout)
         if tiers.activations == "host":
             return "this program does not support offloading activations"
@@ -134,7 +134,7 @@ NEEDS_GPU = "ZeRO++'s quantization kernels need a GPU"
 
 
 def _zero_plus_plus(layout: LayoutSpec) -> dict[str, bool]:
-    """What DeepSpeed quantizes to send it, by its keys."""
+    """DeepSpeed's keys for quantized communication."""
     found = {"zero_quantized_weights": layout.quantized_weights, "zero_quantized_gradients": layout.quantized_gradients}
     return {key: True for key, kind in found.items() if kind != "none"}
 
@@ -191,7 +191,7 @@ def _offload(tiers: OffloadSpec) -> dict[str, Any]:
 
 
 def _cannot_split_samples(resolved: ResolvedRun) -> dict[str, str]:
-    """Settings that the program cannot express where Ulysses gives ranks a part of each sample."""
+    """Settings that the program cannot express under Ulysses."""
     found, layout, model = dict[str, str](), resolved.run.layout, resolved.model
     if model.family not in ULYSSES:
         found["layout.cp"] = f"the program for deepspeed supports Ulysses for {', '.join(ULYSSES)}, not {model.family}"

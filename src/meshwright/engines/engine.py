@@ -40,11 +40,11 @@ class Translation:
     settings: tuple[Setting, ...]
     """Every setting of the recipe, and its fate."""
     program: str
-    """Name of the file that is run, once a rank."""
+    """Name of the file that each rank runs."""
     files: Mapping[str, str]
     """Text of the program and of its configuration files, by name."""
     notes: tuple[str, ...] = ()
-    """What the engine does in a way of its own, which no setting of a recipe says."""
+    """The engine's own behaviour that no setting of a recipe describes."""
 
     @property
     def left_out(self) -> list[Setting]:
@@ -71,7 +71,7 @@ def reads_rows(data: DataSpec) -> bool:
 
 
 def reads_places(data: DataSpec) -> bool:
-    """Whether rows hold several documents, which the places of tokens keep apart."""
+    """Whether rows hold several documents, separated by their position ids."""
     return data.separate_documents and data.packing != "padded"
 
 
@@ -138,7 +138,7 @@ class Engine(ABC):
 
 
 def waiting_for(engine: Engine, error: NoStepError) -> NoStepError:
-    """The error, with what the engine's program may have waited for."""
+    """The error, with a possible cause of the wait."""
     known = engine.may_wait_for()
     return NoStepError(f"{error}; {known}") if known else error
 
@@ -164,7 +164,7 @@ class TemplateEngine(Engine):
     more_transformers: ClassVar[str] = ""
     """Further names that the program imports from transformers."""
     numel: ClassVar[str] = "parameter.numel()"
-    """How the program counts a parameter's elements, those on other ranks too."""
+    """How the program counts a parameter's elements, including elements on other ranks."""
 
     def cannot(self, resolved: ResolvedRun) -> Mapping[str, str]:
         """Layouts that are not in `strategies`, and precisions that are not in `precisions`."""

@@ -15,10 +15,10 @@ from meshwright.spec.run import ResolvedRun
 
 
 class GpuOnly(TemplateEngine):
-    """An engine that would train otherwise on a CPU, without saying so."""
+    """An engine that would silently train differently on a CPU."""
 
     def cannot(self, resolved: ResolvedRun) -> Mapping[str, str]:
-        """As the engine; and a CPU that the recipe asks for, and one rank, which shards nothing."""
+        """As the engine; also device=cpu, and a single rank, which shards nothing."""
         found = dict(super().cannot(resolved))
         if resolved.run.device == "cpu":
             found["device"] = f"{self.gpu_only}; use device=auto"

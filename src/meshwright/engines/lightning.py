@@ -17,7 +17,7 @@ class ModelParallel(TemplateEngine):
     axes: ClassVar[Mapping[str, str]] = {"tp": ""}
 
     def cannot(self, resolved: ResolvedRun) -> Mapping[str, str]:
-        """As `TemplateEngine`; what the plan of tensor parallelism does not name or cannot divide."""
+        """As `TemplateEngine`; also families without a tensor-parallel plan, and head counts that cannot be split."""
         found, layout, model = dict(super().cannot(resolved)), resolved.run.layout, resolved.model
         if layout.tp == 1:
             return found

@@ -80,7 +80,7 @@ class LlmFoundryConfig(WrittenEngine):
         )
 
     def left_to_it(self, run: Run) -> Run:
-        """Formats that it tells from the columns."""
+        """Without the formats that it detects from the columns."""
         sources = [
             source.model_copy(update={"format": "auto"}) if source.format in DETECTED else source
             for source in run.data.sources

@@ -35,7 +35,7 @@ class MegatronBridgeConfig(WrittenEngine):
     file = "megatron_bridge.yaml"
 
     def cannot(self, resolved: ResolvedRun) -> Mapping[str, str]:
-        """What Megatron lacks; and gpt2's activation, and other precisions."""
+        """Settings that Megatron lacks; also gpt2's activation and other precisions."""
         found, training = megatron_cannot(resolved, self.file), resolved.run.training
         if resolved.model.family == "gpt2":
             found["model.family"] = "this export supports SwiGLU, not gpt2's GELU"

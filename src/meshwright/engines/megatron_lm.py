@@ -17,7 +17,7 @@ Flags = Iterator[tuple[str, Any]]
 
 
 def megatron_cannot(resolved: ResolvedRun, where: str) -> dict[str, str]:
-    """What Megatron has in none of its forms; `where` is the name of the form."""
+    """Settings that no form of Megatron's configuration can express; `where` names the form."""
     run, model, found = resolved.run, resolved.model, dict[str, str]()
     if model.family not in FAMILIES:
         found["model.family"] = f"{where} supports {', '.join(FAMILIES)}"

@@ -78,7 +78,7 @@ def _speeds(rows: Sequence[Row]) -> str:
 
 
 def _curves(curves: Sequence[tuple[str, Sequence[float]]], *, colour: int = 0) -> str:
-    """Lines over steps, later ones thinner, so that equal lines all stay visible."""
+    """Lines over steps; later lines are thinner, so equal lines all stay visible."""
     steps = max(len(values) for _, values in curves)
     low, high = min(min(values) for _, values in curves), max(max(values) for _, values in curves)
     wide, tall = (WIDTH - LEFT - 10) / max(1, steps - 1), (HEIGHT - BOTTOM - 10) / ((high - low) or 1.0)

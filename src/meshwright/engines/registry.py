@@ -58,7 +58,7 @@ def lacks(module):
 
 print(json.dumps([lacks(module) for module in sys.argv[1:]]))
 """
-"""Which modules a Python lacks; a package is looked for before what is in it, because without it that raises."""
+"""Which modules a Python lacks; a package is looked up before its submodules, whose lookup raises without it."""
 WRITTEN: Mapping[str, Engine] = {
     engine.name: engine
     for engine in (
@@ -68,7 +68,7 @@ WRITTEN: Mapping[str, Engine] = {
         *(AutoModelConfig(), LlamaFactoryConfig(), LlmFoundryConfig()),
     )
 }
-"""Those that `export` writes, and nothing here runs."""
+"""Engines that `export` writes, but that cannot run here."""
 
 
 class MissingPackageError(UserError):
@@ -76,7 +76,7 @@ class MissingPackageError(UserError):
 
 
 def find_engine(name: str, *, written: bool = False) -> Engine:
-    """The engine of a name, also of those that are only written if `written`; raises `UserError` if there is none."""
+    """The engine of a name, including export-only engines if `written`; raises `UserError` if there is none."""
     if name in WRITTEN and not written:
         why = f" ({WRITTEN[name].gpu_only})" if WRITTEN[name].gpu_only else ""
         raise UserError(

@@ -31,7 +31,7 @@ def _separate(value: Any, resolved: ResolvedRun) -> tuple[Fate, str]:
 
 
 def _length(value: Any, resolved: ResolvedRun) -> tuple[Fate, str]:
-    """A row has the last target too: a token more than the sequence."""
+    """A row includes the last target: one more token than the sequence."""
     most = resolved.model.max_positions
     if resolved.model.positions != "learned" or value < most:
         return "said", ""
@@ -67,7 +67,7 @@ class TrlEngine(HfTrainer):
     }
 
     def cannot_dump(self, resolved: ResolvedRun) -> str:
-        """The proof's random tokens are no pairs."""
+        """The proof's random tokens are not preference pairs."""
         if resolved.run.training.preference is None:
             return ""
         return "training.preference: verify trains on random tokens, not on preference pairs"

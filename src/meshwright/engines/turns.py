@@ -48,7 +48,7 @@ class TakeTurns(Callback):
 
 
 def what_ran(training: Training) -> dict[str, Any]:
-    """What really trains, read from the objects, in the format of the other engines' programs."""
+    """A report of what trains, read from the objects, in the format of the other engines' programs."""
     parameters = list(training.parameters.values())
     optimizers = training.optimizers
     moments = [

@@ -1,4 +1,4 @@
-"""`WrittenEngine`: a configuration of a system that is not run here, read back by our own importer as it is written."""
+"""`WrittenEngine`: a configuration of a system that does not run here, checked by importing it again."""
 
 import tempfile
 from abc import abstractmethod
@@ -45,7 +45,7 @@ ARRANGED: Mapping[str, Rule] = {
     "layout.quantized_weights": said,
     "layout.quantized_gradients": said,
 }
-"""Settings that only arrange the same computation. What is quantized is said, or found to be missing."""
+"""Settings that only arrange the same computation. Quantized communication is expressed, or found to be missing."""
 
 
 class WrittenEngine(Engine):
@@ -57,18 +57,18 @@ class WrittenEngine(Engine):
 
     @abstractmethod
     def text(self, resolved: ResolvedRun) -> str:
-        """The file, with every constant explicit, because defaults differ; what it cannot say comes out otherwise."""
+        """The file, with every constant explicit, because defaults differ; unsupported settings come back different."""
 
     def cannot(self, resolved: ResolvedRun) -> Mapping[str, str]:
         """Settings that the file may say, but that the system does not follow."""
         return {}
 
     def notes(self, resolved: ResolvedRun) -> tuple[str, ...]:
-        """What the system does in a way of its own, which no setting of a recipe says."""
+        """The system's own behaviour that no setting of a recipe describes."""
         return ()
 
     def left_to_it(self, run: Run) -> Run:
-        """The recipe, without what the system finds out itself."""
+        """The recipe, without settings that the system detects itself."""
         return run
 
     def more_files(self, resolved: ResolvedRun) -> dict[str, str]:
@@ -80,7 +80,7 @@ class WrittenEngine(Engine):
         return self.file, {self.file: self.text(resolved), **self.more_files(resolved)}
 
     def translate(self, resolved: ResolvedRun) -> Translation:
-        """As `Engine`: the file is imported, and every setting that comes back otherwise is refused by name."""
+        """As `Engine`: the file is imported, and every setting that comes back different is refused by name."""
         cannot = dict(self.cannot(resolved))
         program, files = self.files(resolved)
         try:
@@ -137,7 +137,7 @@ def tokenizer_of(resolved: ResolvedRun) -> str | None:
 
 
 def decided(resolved: ResolvedRun) -> Run:
-    """The recipe with what was resolved written out, as a file that says everything has it."""
+    """The recipe with all resolved settings explicit."""
     training, layout = resolved.run.training, resolved.run.layout
     update: dict[str, Any] = {"micro_batch": resolved.micro_batch, "global_batch": resolved.global_batch}
     update["global_batch_tokens"] = None
@@ -148,7 +148,7 @@ def decided(resolved: ResolvedRun) -> Run:
 
 
 def _plain(run: Run, base_dir: Path) -> Run:
-    """The recipe with every `auto` that has one meaning replaced by it."""
+    """The recipe with every unambiguous `auto` replaced by its value."""
     training, layout, data = run.training, run.layout, run.data
     training = training.model_copy(update={"lr_schedule": _plain_schedule(training.lr_schedule, training.steps)})
     ways: dict[str, Any] = {"zero": layout.zero_stage, "cp_method": layout.cp_method if layout.cp > 1 else "auto"}

@@ -11,7 +11,7 @@ SHOWN = 200
 """Characters of a value that an origin shows."""
 COUNTS = ("ranks", "nodes", "ranks of a node", "accumulation", "accumulation of all ranks", "shard")
 NUMBERS = ("beta1", "beta2", "warmup_ratio", "min_lr", "decay steps", "samples", "epochs", "decay_ratio")
-"""Facts that are worked with."""
+"""Facts that enter computations."""
 
 Rule = str | Callable[["Reading", Any, str], None]
 """The rule for a key: the path of our setting, which gets the value; or a function of (reading, value, origin)."""
@@ -64,7 +64,7 @@ class Reading:
         self.defaults.setdefault(path, (value, origin))
 
     def already_so(self) -> list[str]:
-        """Keys without effect: switched off, true of every recipe, or repeating another key."""
+        """Keys without effect: switched off, true for every recipe, or repeating another key."""
         origins = [origin for _, origin in self.settings.values()]
         told = "\n".join([*origins, *(origin for origin, _ in self.without), *self.notes])
         return [origin for origin in self.seen if origin not in told]

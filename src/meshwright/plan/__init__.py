@@ -1,1 +1,1 @@
-"""What can be said about a run without running it; no torch here."""
+"""Predictions about a run without running it; no torch here."""

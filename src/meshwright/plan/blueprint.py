@@ -21,7 +21,7 @@ class Matrix:
     experts: int = 0
     """Number of parallel matrices of this shape, one per expert; 0 for a dense one."""
     keys: bool = False
-    """Whether it computes keys or values, which tensor-parallel ranks replicate if there are fewer heads than ranks."""
+    """Whether it computes keys or values, which are replicated if there are more tensor-parallel ranks than heads."""
 
     @property
     def numel(self) -> int:
@@ -46,7 +46,7 @@ class Block:
 
     @cached_property
     def keys(self) -> int:
-        """Parameters among `dense` that make keys and values."""
+        """Parameters among `dense` that compute keys and values."""
         return sum(matrix.numel for matrix in self.matrices if matrix.keys)
 
     def on_rank(self, tp: int, kv_heads: int) -> float:
@@ -71,7 +71,7 @@ class Block:
 
     @cached_property
     def feed_forward(self) -> tuple[Matrix, ...]:
-        """The matrices that are not attention's."""
+        """The feed-forward matrices."""
         return tuple(matrix for matrix in self.matrices if not matrix.name.startswith("attention"))
 
     @property

@@ -61,7 +61,7 @@ class Candidate:
 
     @property
     def memory_bytes(self) -> Interval:
-        """Bytes of the rank that needs most."""
+        """Bytes of the rank with the highest use."""
         return Interval.spread(self.memory.total, memory_sigma(self.memory, self.job))
 
     @property

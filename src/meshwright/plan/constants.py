@@ -48,7 +48,7 @@ class Constants:
     block_operators: float = 45.0
     """Operators of a block's forward pass; its backward pass issues twice as many."""
     collective_operators: float = 2.0
-    """Operators that a tensor-parallel collective is worth to the host: the call, the wait, and copies around it."""
+    """Host cost of a tensor-parallel collective in operators: the call, the wait, and copies around it."""
     step_ms: float = 8.0
     """Fixed cost of a step: data, logging, the optimizer's launches."""
     link: float = 0.75

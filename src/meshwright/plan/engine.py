@@ -26,7 +26,7 @@ MOMENT_BYTES = {"adamw_8bit": 2 * (1 + 4 / 256)}
 STATES = 2
 """Numbers that a plugged-in optimizer keeps per parameter, unless its class says (`states = 1`)."""
 LayoutCheck = Callable[[LayoutSpec], list[str]]
-"""The reasons why a layout is refused, each a sentence; empty if it runs."""
+"""The reasons why a layout is refused, one sentence each; empty if it runs."""
 CPU_CONTEXT_BYTES = 0.45e9
 """A Python process with torch and gloo."""
 
@@ -93,7 +93,7 @@ def engine_stack(training: TrainingSpec, *, alone: bool, device: Literal["cpu", 
 
 
 def _coded_inputs(training: TrainingSpec) -> Literal["none", "inner", "all"]:
-    """As `Stack` has it; where some layers stay in bf16, none is counted on."""
+    """As in `Stack`; not assumed if some layers stay in bf16."""
     if not training.keeps_codes or training.low_precision.keep:
         return "none"
     return "inner" if training.product_recipe == DELAYED else "all"

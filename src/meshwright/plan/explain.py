@@ -34,7 +34,7 @@ def short(number: float) -> str:
 
 
 def describe(job: Job) -> str:
-    """The layout in the recipe's words, degrees of one left out."""
+    """The layout in the recipe's words, without degrees of 1."""
     layout = job.layout
     degrees = [f"{axis}={getattr(layout, axis)}" for axis in (*AXES, "ep") if getattr(layout, axis) > 1]
     if layout.pp > 1 and layout.schedule != "1f1b":
@@ -102,7 +102,7 @@ def _largest_loss(candidate: Candidate, chosen: Candidate) -> str:
 
 
 def _unlike(more: float, less: float) -> str:
-    """Two different times, in enough digits to show the difference."""
+    """Two different times, with enough digits to show the difference."""
     shown = short(more), short(less)
     for decimals in range(1, 9):
         if shown[0] != shown[1]:

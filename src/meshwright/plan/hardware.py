@@ -19,7 +19,7 @@ SIBLINGS = {
     "H20": "H200-SXM-141GB",
     "GB300": "B300-SXM",
 }
-"""Export and successor variants take missing figures from the device they derive from."""
+"""Export and successor variants inherit missing figures from their base device."""
 
 NETWORK_GB_S = {"P100": 12.5, "V100": 12.5, "A100": 25.0, "A800": 25.0, "MI250X": 25.0, "TPU": 50.0}
 """Default network per device: 4 x 100 Gb/s a node of Voltas, 8 x 200 Gb/s of Amperes."""

@@ -1,4 +1,4 @@
-"""Agreement between ranks, between two steps: stopping, evaluating and saving."""
+"""Agreement of all ranks between two steps: stopping, evaluating and saving."""
 
 import torch
 

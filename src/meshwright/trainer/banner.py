@@ -61,7 +61,7 @@ def banner(trainer: Trainer, corpus: Corpus) -> str:
 
 
 def _relief(resolved: ResolvedRun) -> str:
-    """What was chosen because the run would not fit without; empty if nothing was."""
+    """The changes that `auto` made so that the run fits; empty if none."""
     chosen = ("training.recompute", "layout.offload")
     return "; ".join(f"{name}={resolved.reasons[name]}" for name in chosen if name in resolved.reasons)
 

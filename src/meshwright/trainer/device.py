@@ -20,7 +20,7 @@ from meshwright.spec.precision import Precision
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # malloc.h
 SIZES = (256, 512, 1024)
 PRODUCT_SECONDS = 0.1
-"""Of the matrix products by which a device's speed is measured."""
+"""Duration of the matrix products that measure a device's speed."""
 
 
 def choose_device(machine: Machine, local_rank: int) -> torch.device:
@@ -70,7 +70,7 @@ def keep_freed_memory() -> None:
 
 
 def free_all() -> None:
-    """Give memory that nobody uses back to the device and the system."""
+    """Return unused memory to the device and the system."""
     gc.collect()
     if torch.cuda.is_initialized():
         torch.cuda.empty_cache()

@@ -26,7 +26,7 @@ WEIGHTS, GRADIENTS, OPTIMIZER, COMMUNICATION, ACTIVATIONS, TEMPORARIES, OTHER, P
     "the process itself",
 )
 OUTSIDE = "outside the layers"
-"""The place of activations of no layer: of embeddings, last norm, head and loss."""
+"""The place of activations outside the layers: embeddings, last norm, head and loss."""
 
 
 @dataclass
@@ -122,7 +122,7 @@ class _Count:
 
 
 def _storage(tensor: torch.Tensor) -> torch.UntypedStorage | torch.Tensor:
-    """What holds a tensor's bytes: its storage, or itself in oneDNN's own layout (weights packed for decoding)."""
+    """The owner of a tensor's bytes: its storage, or the tensor in oneDNN's layout (weights packed for decoding)."""
     return tensor.untyped_storage() if tensor.layout is torch.strided else tensor
 
 
@@ -187,7 +187,7 @@ def layer_of(name: str) -> str:
 
 
 def _owner(function: Any) -> object:
-    """The module whose method a function is, however it is wrapped."""
+    """The module to which a method belongs, however it is wrapped."""
     while hasattr(function, "func"):
         function = function.func
     return getattr(function, "__self__", None)

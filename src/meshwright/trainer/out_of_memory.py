@@ -76,7 +76,7 @@ class Moment:
     """Bytes of the refused allocation; 0 if the allocator does not report them."""
     held: Held = field(default_factory=lambda: Held({}))
     limit: float = 0.0
-    """Bytes that the rank could have; 0: what this machine has for it."""
+    """Bytes available to the rank; 0: derived from this machine."""
 
     @property
     def words(self) -> str:
@@ -146,7 +146,7 @@ def page_of(resolved: ResolvedRun, moment: Moment, run_dir: Path | None = None) 
 
 
 def room(resolved: ResolvedRun, machine: Machine) -> float:
-    """Bytes that a rank of this machine can have."""
+    """Bytes available to a rank on this machine."""
     ranks = min(resolved.run.layout.world_size, machine.devices)
     return machine.memory_per_rank(ranks) if machine.kind == "cuda" else memory_room(ranks)
 

@@ -28,7 +28,7 @@ from meshwright.trainer.resolve import resolve_run
 MOST = 5
 """Remedies that are shown."""
 LESS = 0.9
-"""Part of what ran out, though it was predicted to fit, that a remedy may need."""
+"""If memory ran out despite the prediction: the fraction of it that a remedy may use."""
 OFFLOADS = ("optimizer", "parameters", "activations")
 ON_DISK = ("disk", "disk_parameters")
 """State that can be offloaded: names of `plan/changes.py`. On a CPU the host's memory is the device's."""
@@ -137,7 +137,7 @@ def _changes(job: Job, model: StepModel, enough: Callable[[MemoryUse], bool], ki
 
 
 def _is_part(one: Fields, other: Fields) -> bool:
-    """Whether the second changes all that the first does, as much or more."""
+    """Whether the second makes all changes of the first, to the same degree or more."""
     if not one.keys() <= other.keys():
         return False
     return "offload" not in one or set(one["offload"].settings) <= set(other["offload"].settings)

@@ -38,7 +38,7 @@ def check_replicas(parameters: Mapping[str, torch.Tensor]) -> None:
 
 
 def replica_fault(parameters: Mapping[str, torch.Tensor]) -> str | None:
-    """Which part is not the same on all ranks that hold it, or None. Collective."""
+    """The first part that differs between ranks that hold it, or None. Collective."""
     if world_size() == 1:
         return None
     everyone = gather({_part(name, tensor): checksum(tensor) for name, tensor in parameters.items()})

@@ -102,7 +102,7 @@ def resolve_run(run: Run, *, base_dir: Path, machine: Machine | None = None) -> 
 
 
 def _refuse_compiled(resolved: ResolvedRun) -> None:
-    """Raise `UserError` where PyTorch cannot compile what is recomputed."""
+    """Raise `UserError` if PyTorch cannot compile the recomputation."""
     run = resolved.run
     if run.training.compile and run.layout.tp > 1 and "full" in resolved.recompute:
         raise UserError(

@@ -152,7 +152,7 @@ def _writes(worker: Worker | None) -> bool:
 
 @dataclass(frozen=True)
 class _Context:
-    """What stays when a run is started again with a change."""
+    """State that survives a restart with a change."""
 
     plugins: Plugins
     base_dir: Path

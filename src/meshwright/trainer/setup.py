@@ -167,7 +167,7 @@ def build_trainer(
 
 
 def asked_attention(resolved: ResolvedRun, device: torch.device) -> Asked:
-    """What the run asks of its attention kernel on a device."""
+    """The run's requirements on its attention kernel on a device."""
     training, model = resolved.run.training, resolved.model
     documents = resolved.run.data.separate_documents or training.preference is not None
     return Asked(device, torch_dtype(training.dtypes.compute), model.head_dim, documents, model.sliding_window)
