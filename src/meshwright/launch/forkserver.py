@@ -160,7 +160,7 @@ class _Server:
     @classmethod
     def afresh(cls, env: Mapping[str, str]) -> "_Server":
         ours, theirs = socket.socketpair()
-        command = [sys.executable, "-P", "-u", "-m", __name__, str(theirs.fileno()), *LOADED]
+        command = [sys.executable, "-P", "-u", "-m", __name__, str(theirs.fileno())]
         nowhere = subprocess.DEVNULL
         with theirs:
             handed = [theirs.fileno()]
@@ -355,7 +355,7 @@ def _become(
     _fresh = True
     random.seed()
     np.random.seed()
-    if "OMP_NUM_THREADS" in env and "torch" in sys.modules:
+    if "OMP_NUM_THREADS" in env:
         sys.modules["torch"].set_num_threads(int(env["OMP_NUM_THREADS"]))
     name = f"meshwright:{env['RANK']}" if "RANK" in env else "meshwright"
     _prctl(PR_SET_NAME, name[:15].encode())
@@ -372,5 +372,4 @@ _fresh = False
 if __name__ == "__main__":
     from meshwright.launch import forkserver  # this module once more, under the name by which all others know it
 
-    forkserver.LOADED = tuple(sys.argv[2:])
     forkserver._serve(socket.socket(fileno=int(sys.argv[1])))
