@@ -16,7 +16,6 @@ os.environ |= {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "TQDM_DISABLE"
 
 import lm_eval
 import uvicorn
-from lm_eval import evaluator
 from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
 
@@ -57,7 +56,6 @@ metric_list: [{metric: exact_match, aggregation: mean, higher_is_better: true}]
 
 def main(model: Path, folder: Path) -> None:
     """Measure both ways and compare."""
-    evaluator.add_env_info = lambda results: None  # asks pip for a second
     rows = [
         {
             "question": f"def add_{number}(x): return",

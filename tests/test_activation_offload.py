@@ -223,7 +223,7 @@ def test_a_microbatch_that_the_hosts_memory_cannot_take_is_not_chosen() -> None:
     of_one = predict_memory(dataclasses.replace(job, micro_batch=1)).host
     tight = micro_batch_on(80e9, 2 * 2.5 * of_one, offload=HOST)
     assert tight.micro_batch == 2 < ample.micro_batch
-    assert "GiB of host memory of the" in tight.reasons["training.micro_batch"]
+    assert "usable GiB of host memory" in tight.reasons["training.micro_batch"]
 
 
 def test_activations_do_not_move_to_a_host_without_room() -> None:

@@ -129,7 +129,7 @@ def test_joined_streams_follow_one_another():
 
 
 def test_every_source_has_a_weight_or_none():
-    with pytest.raises(ValueError, match=r"source b\.txt has no weight but others have"):
+    with pytest.raises(ValueError, match=r"source b\.txt has no weight, but others have"):
         DataSpec.model_validate({"sources": [{"path": "a.txt", "weight": 1}, "b.txt"]})
     with pytest.raises(ValueError, match="greater than or equal to 0"):
         DataSpec.model_validate({"sources": [{"path": "a.txt", "weight": 0}]})

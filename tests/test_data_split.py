@@ -72,7 +72,7 @@ def test_the_likely_split_is_the_planned_one_where_it_suits(count, share, suits)
 @pytest.mark.parametrize(
     ("texts", "share", "message"),
     [
-        ([], 0.1, "here: no text"),
+        ([], 0.1, "here: every document is empty"),
         (["same"] * 5, 0.1, "no document is left to train on: all 5"),
         (["a", "b"], 0.999999, "no document is left to train on: all 2"),
         (["x"], 0.1, "the only document has 1 characters, too few"),

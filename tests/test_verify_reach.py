@@ -224,7 +224,7 @@ def test_who_read_what_is_said(ranks: RankPool, tmp_path: Path) -> None:
     location = prove(ranks, tmp_path, tiny_run(DP, accumulation=2), everyone_reads_the_first_share).location
     assert location is not None
     assert location.phase == "data"
-    assert location.name == "sample 0 of the step was read by ranks 0, 1, where 1 should have read it"
+    assert location.name == "sample 0 of the step was read by ranks 0, 1, but 1 should have read it"
 
 
 def test_a_proof_trains_the_recipes_objective(tmp_path: Path) -> None:

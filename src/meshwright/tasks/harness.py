@@ -102,19 +102,14 @@ def _manager(folder: Path | None, *, with_defaults: bool) -> Any:
 
 @contextmanager
 def _undisturbed() -> Iterator[None]:
-    """Restores the states of random generators, which the package seeds, and keeps its notes off the terminal. Nor
-    does the package ask pip what is installed, which takes a second per task and would be told to nobody."""
-    evaluator: Any = importlib.import_module("lm_eval.evaluator")
-    add_env_info = getattr(evaluator, "add_env_info", None)
+    """Restores the states of random generators, which the package seeds, and keeps its notes off the terminal."""
     python, numpy, logger = random.getstate(), np.random.get_state(), logging.getLogger("lm_eval")
     level = logger.level
     logger.setLevel(logging.ERROR)
     try:
-        evaluator.add_env_info = lambda results: None
         with torch.random.fork_rng():
             yield
     finally:
-        evaluator.add_env_info = add_env_info
         logger.setLevel(level)
         random.setstate(python)
         np.random.set_state(numpy)

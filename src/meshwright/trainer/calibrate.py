@@ -22,7 +22,7 @@ from meshwright.storage.scratch import scratch_folder
 
 LARGE = {"cpu": 1024, "cuda": 8192}
 SMALL = {"cpu": 64, "cuda": 256}
-"""Sides of the square products that measure a device's rate, at most, and the fixed cost of a product."""
+"""Sides of the square products that measure a device's rate and the fixed cost of a product."""
 COPY_BYTES = {"cpu": 2**27, "cuda": 2**30}
 MESSAGE_BYTES = {"cpu": (2**12, 2**22, 2**25), "cuda": (2**12, 2**24, 2**28)}
 """Payloads of the all-reduces, from the smallest, which measures latency, to the largest."""
@@ -38,8 +38,7 @@ def calibrate(machine: Machine | None = None, *, ranks: int | None = None, secon
     machine = machine or find_machine()
     ranks = ranks or machine.devices
     cluster = local_cluster(machine, ranks)
-    context = multiprocessing.get_context("forkserver")  # which loads torch once for all ranks
-    context.set_forkserver_preload([__name__])
+    context = multiprocessing.get_context("spawn")
     with scratch_folder("calibrate") as folder, context.Pool(ranks) as pool:
         threads = max(1, len(os.sched_getaffinity(0)) // ranks)
         store = f"file://{folder / 'store'}"
@@ -68,7 +67,7 @@ def _measure_rank(job: tuple[int, int, str, int, str, float]) -> dict[str, float
     dist.barrier()
     for measured in MEASURED:
         dtype = torch_dtype(measured)
-        large, small = _largest_side(kind, dtype, device, seconds), SMALL[kind]
+        large, small = LARGE[kind], SMALL[kind]
         took = _seconds(_product(large, dtype, device), seconds, device)
         found[f"matmul {measured}"] = 2 * large**3 / took / 1e12
         found[f"start {measured}"] = max(0.0, _seconds(_product(small, dtype, device), seconds / 4, device)
@@ -87,19 +86,6 @@ def _measure_rank(job: tuple[int, int, str, int, str, float]) -> dict[str, float
     dist.barrier()
     dist.destroy_process_group()
     return found
-
-
-def _largest_side(kind: str, dtype: torch.dtype, device: torch.device, seconds: float) -> int:
-    """Side of the largest product that takes no longer than `seconds`: processors without units for a dtype take fifty
-    times as long as others."""
-    side = SMALL[kind]
-    while side < LARGE[kind]:
-        product = _product(side, dtype, device)
-        product()  # the first loads kernels
-        if 8 * _times(product, 1, device) > seconds:
-            break
-        side *= 2
-    return side
 
 
 def _product(side: int, dtype: torch.dtype, device: torch.device) -> Callable[[], Any]:
