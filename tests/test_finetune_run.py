@@ -91,7 +91,7 @@ def test_a_refused_continuation_leaves_the_run_as_it_was(runs: Path, monkeypatch
     two: dict[str, Any] = {"layout": {"dp_shard": 2}, "checkpoint": base_of(runs)}
     changes = {
         r"lora_a has shape \(4, 32\), but this run's has \(8, 32\)": {"finetune": LORA | {"rank": 8}},
-        "holds model.norm.weight, which this run does not train": {"finetune": LORA | {"train": []}},
+        "has model.norm.weight, which this run does not train": {"finetune": LORA | {"train": []}},
         "has adapters of .*, but this run trains the whole model": {},
     }
     for message, change in changes.items():

@@ -329,7 +329,7 @@ def test_a_plan_for_people(recipe: Path, capsys: pytest.CaptureFixture) -> None:
     plan, _ = plan_recipe(load_recipe(recipe, SMALL), base_dir=recipe.parent)
     for field in ("memory", "time", "mfu", "cost", "search"):
         assert len(explain_field(plan, field).splitlines()) > 2
-    with pytest.raises(ValueError, match="there are memory, time, mfu, cost, search"):
+    with pytest.raises(ValueError, match="choose one of memory, time, mfu, cost, search"):
         explain_field(plan, "luck")
 
 

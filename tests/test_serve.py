@@ -522,7 +522,7 @@ def test_adapters_share_the_weights_of_their_base(runs: Path) -> None:
         open_adapter(base, runs / "other")
     with pytest.raises(UserError, match="has no adapters"):
         open_adapter(base, runs / "base")
-    with pytest.raises(UserError, match="the name x is given twice"):
+    with pytest.raises(UserError, match="name x is given twice"):
         open_served(base, "x", {"x": runs / "lora"}, max_batch=1, max_context=None)
 
 

@@ -123,7 +123,7 @@ def hang(folder: str, port: int, how: str) -> None:
 @pytest.mark.parametrize(
     ("how", "expected"),
     [
-        ("stop", ["stuck: rank 1 does not answer", "last report", "in step 6"]),
+        ("stop", ["stuck: rank 1 does not respond", "last report", "in step 6"]),
         ("spin", ["stuck: rank 1 on ", "in step 6: other ranks wait for it in", "in spin_forever", "while True"]),
     ],
 )
