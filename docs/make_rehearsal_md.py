@@ -39,6 +39,19 @@ MODELS: dict[str, dict[str, Any]] = {
     "1B, LoRA, dropout": {"model": {"name": "llama-3.2-1b"}, "finetune": {"method": "lora", "dropout": 0.1}},
     "8B, QLoRA": {"model": {"name": "llama-3-8b"}, "sequence": 1024, "finetune": {"method": "qlora", "rank": 16}},
     "8B, QLoRA, long": {"model": {"name": "llama-3-8b"}, "sequence": 8192, "finetune": {"method": "qlora"}},
+    **{
+        f"1B, {recipe}": {"model": {"name": "llama-3.2-1b", "num_layers": 4}, "training": {"precision": recipe}}
+        for recipe in ("mxfp8", "nvfp4")
+    },
+    **{
+        f"1B, fp8 {recipe}": {
+            "model": {"name": "llama-3.2-1b", "num_layers": 4},
+            "training": {"precision": "fp8", "low_precision": {"recipe": recipe}},
+        }
+        for recipe in ("tensorwise", "rowwise", "rowwise_with_gw_hp", "blockwise", "delayed")
+    },
+    "MoE, mxfp8": {"model": {"name": "qwen3-30b-a3b", "num_layers": 3}, "training": {"precision": "mxfp8"}},
+    "MoE, fp8": {"model": {"name": "qwen3-30b-a3b", "num_layers": 3}, "training": {"precision": "fp8"}},
 }
 """Published widths with fewer layers, which repeat themselves, and what differs from `LENGTH`."""
 
@@ -101,6 +114,15 @@ MORE = {
     "1B, LoRA, dropout": (("one device", 0), ("one device", 1)),
     "8B, QLoRA": (("one device", 1), ("DDP", 2), ("ZeRO-3", 0)),
     "8B, QLoRA, long": (("one device", 2),),
+    "1B, mxfp8": (("one device", 0), ("ZeRO-3", 1), ("TP", 0), ("CP", 2)),
+    "1B, nvfp4": (("one device", 0), ("ZeRO-2", 2), ("TP", 1), ("PP", 0)),
+    "1B, fp8 tensorwise": (("one device", 0), ("ZeRO-3", 1), ("TP", 0), ("PP zero bubble", 0)),
+    "1B, fp8 rowwise": (("one device", 0), ("ZeRO-1", 1), ("TP", 2)),
+    "1B, fp8 rowwise_with_gw_hp": (("one device", 0),),
+    "1B, fp8 blockwise": (("one device", 0), ("ZeRO-3", 0), ("TP", 1)),
+    "1B, fp8 delayed": (("one device", 0), ("ZeRO-3", 0), ("TP", 1)),
+    "MoE, mxfp8": (("EP", 0),),
+    "MoE, fp8": (("EP", 0), ("EP + TP", 1)),
 }
 SOME_LAYERS = (
     ("8B, long", "ZeRO-3", "full:2/4"),
@@ -129,7 +151,7 @@ def cells() -> Iterator[tuple[str, str, str]]:
 
 
 def resolved_cell(model: str, layout: str, policy: str) -> ResolvedRun:
-    """A cell as a run in bf16."""
+    """A cell as a run in bf16, or in the model's low precision beside it."""
     size, degrees = LENGTH | MODELS[model], LAYOUTS[layout]
     data_parallel = degrees.get("dp_replicate", 1) * degrees.get("dp_shard", 1)
     micro = size["micro_batch"]
@@ -137,7 +159,7 @@ def resolved_cell(model: str, layout: str, policy: str) -> ResolvedRun:
     run = {
         "model": size["model"],
         "layout": degrees,
-        "training": {"precision": "bf16", "recompute": POLICIES[policy]} | batches,
+        "training": {"precision": "bf16", "recompute": POLICIES[policy]} | batches | size.get("training", {}),
         "data": {"sequence_length": size["sequence"]},
         "finetune": size.get("finetune"),
     }
@@ -194,9 +216,9 @@ BEGIN = """\
 `meshwright rehearse` runs the training program as one rank of a large job and counts the bytes of every tensor and
 every collective ([how](verbs.md#rehearse)). `meshwright plan` computes both from the parameter table ([how](plan.md)).
 This page compares two figures: tensor bytes at the peak, without the overhead of allocator and libraries, for the
-pipeline stage that differs most; and the bytes that the first rank sends in a step. All cells are for GPUs, in bf16. A
-test compares the rehearsed peak with PyTorch's allocator in a real process (on a CPU, with a GPU's operations): they
-agree within 2 %.
+pipeline stage that differs most; and the bytes that the first rank sends in a step. All cells are for GPUs, in bf16 or
+in low precision beside bf16. A test compares the rehearsed peak with PyTorch's allocator in a real process (on a CPU,
+with a GPU's operations): they agree within 2 %.
 
 {cells} cells, {ranks} ranks. Memory differs by {worst:.1%} at worst and {median:.2%} in the median; the plan omits
 tokens, masks, rotary tables and some messages in transit. Traffic agrees to the byte in {exact} of {predicted} cells,

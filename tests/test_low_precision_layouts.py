@@ -42,6 +42,12 @@ LAYOUTS = {
     "cp-ulysses": LayoutSpec(cp=2, cp_method="ulysses"),
     "pp-zero-bubble": LayoutSpec(pp=2, schedule="interleaved-zero-bubble", stages_per_rank=1),
 }
+SOME = {
+    "zero-1": (LayoutSpec(dp_shard=2, zero=1), ("rowwise", "delayed", "nvfp4")),
+    "cp-ring": (LayoutSpec(cp=2), ("tensorwise", "blockwise", "nvfp4")),
+    "cp-all-gather": (LayoutSpec(cp=2, cp_method="all_gather"), ("rowwise", "delayed", "mxfp8")),
+}
+"""Layouts whose products see what those of another kind see (ZeRO-2, Ulysses): a few recipes each."""
 WIDER = {
     "zero-3-tp": LayoutSpec(dp_shard=2, tp=2),
     "cp-tp": LayoutSpec(cp=2, tp=2, cp_method="ulysses"),
@@ -71,8 +77,11 @@ def run_of_experts(layout: LayoutSpec, recipe: str, **options: Any) -> ResolvedR
 
 
 def narrow_run(layout: LayoutSpec, recipe: str, *, batch: int = 0, **options: Any) -> ResolvedRun:
-    """Two layers whose halves are multiples of every recipe's blocks, on sequences of 256 tokens: `batch` a step, in
-    microbatches of one."""
+    """Two layers whose halves are multiples of every recipe's blocks, on sequences of 256 tokens, each a microbatch.
+
+    `batch`: sequences a step. By default four with delayed scales, whose histories collect every microbatch of every
+    rank, and else one for each rank, at least two.
+    """
     precision = recipe if recipe in ("mxfp8", "nvfp4") else "fp8"
     low: dict[str, Any] = {"compute": "fp64"} | ({} if precision != "fp8" else {"recipe": recipe})
     low |= {"amax_history": 3, "margin": 1} if recipe == "delayed" else {}
@@ -104,7 +113,7 @@ def narrow_run(layout: LayoutSpec, recipe: str, *, batch: int = 0, **options: An
         device="cpu",
     )
     model = resolve_model(fields, base_dir=Path())
-    batch = batch or max(2, layout.data_parallel)
+    batch = batch or (MOST if recipe == "delayed" else max(2, layout.data_parallel))
     accumulation, stages = batch // layout.data_parallel, ()
     if layout.pp > 1:
         schedule = layout.pipeline_schedule(microbatches=accumulation, base_dir=Path())
@@ -176,6 +185,14 @@ def assert_equal(ours: Outcome, other: Outcome) -> None:
 def test_every_recipe_on_every_kind_of_layout(ranks: RankPool, layout: str) -> None:
     for recipe in RECIPES:
         run = narrow_run(LAYOUTS[layout], recipe, batch=MOST if layout == "zero-2" else 0)
+        assert_equal(ranks.run(2, one_step, run)[0], expected(run))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", SOME)
+def test_some_recipes_on_layouts_like_those(ranks: RankPool, layout: str) -> None:
+    for recipe in SOME[layout][1]:
+        run = narrow_run(SOME[layout][0], recipe)
         assert_equal(ranks.run(2, one_step, run)[0], expected(run))
 
 
@@ -306,10 +323,12 @@ def test_weights_gathered_in_fp8_are_the_codes_that_products_multiply(ranks: Ran
     layout, experts = GATHERED[number]
     fields = LayoutSpec.model_validate(layout | {"quantized_weights": "fp8"})
     make = run_of_experts if experts else narrow_run
-    run = make(fields, "tensorwise", recompute="full" if number == 0 else "none")
+    again = {"recompute": "full", "batch": MOST} if number == 0 else {}  # gathers before every pass of two microbatches
+    run = make(fields, "tensorwise", **again)
     found = ranks.run(fields.world_size, gathered_in_fp8, run)
     assert_equal(found[0][0], expected(run))
-    plain = ranks.run(fields.world_size, counted_and_predicted, make(LayoutSpec.model_validate(layout), "tensorwise"))
+    usual_run = make(LayoutSpec.model_validate(layout), "tensorwise", **again)
+    plain = ranks.run(fields.world_size, counted_and_predicted, usual_run)
     gathers = ("all-gather", "shard")
     for (_, (counted, predicted)), (usual, _) in zip(found, plain, strict=True):
         assert counted[gathers] == predicted[gathers]

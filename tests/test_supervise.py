@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from meshwright.checkpoint.manifest import checkpoint_name
 from meshwright.launch import supervise as supervise_module
-from meshwright.launch.memory import MemoryWatch, host_pressure
+from meshwright.launch.memory import MemoryWatch, host_pressure, memory_for_files, memory_there
 from meshwright.launch.signals import StopRequest
 from meshwright.launch.status import CRASH_LOOP, OUT_OF_MEMORY, STOPPED, STUCK
 from meshwright.launch.supervise import RestartPolicy, WorkerSpec, supervise
@@ -194,20 +194,52 @@ def test_the_launchers_of_two_machines_decide_alike(folder: Path) -> None:
     assert not (folder / "checkpoints" / checkpoint_name(1)).exists()
 
 
-def test_a_worker_that_the_kernel_ended_for_memory_is_told_apart(tmp_path: Path) -> None:
+def write_all(root: Path, files: dict[str, str]) -> None:
+    for name, text in files.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text)
+
+
+LIMITED = {
+    "version 2": {
+        "proc/self/cgroup": "0::/job/step\n",
+        "sys/fs/cgroup/job/memory.max": "4000000000\n",
+        "sys/fs/cgroup/job/memory.current": "3950000000\n",
+        "sys/fs/cgroup/job/memory.stat": "file 50000000\ninactive_file 150000000\n",
+        "sys/fs/cgroup/job/step/memory.max": "max\n",
+        "sys/fs/cgroup/job/step/memory.current": "3950000000\n",
+    },
+    "version 1": {
+        "proc/self/cgroup": "9:name=systemd:/\n8:cpu,cpuacct:/other\n4:memory:/job/step\n0::/\n",
+        "sys/fs/cgroup/memory/job/memory.limit_in_bytes": "4000000000\n",
+        "sys/fs/cgroup/memory/job/memory.usage_in_bytes": "3950000000\n",
+        "sys/fs/cgroup/memory/job/memory.stat": "inactive_file 0\ntotal_inactive_file 150000000\n",
+        "sys/fs/cgroup/memory/job/step/memory.limit_in_bytes": "9223372036854771712\n",
+        "sys/fs/cgroup/memory/job/step/memory.usage_in_bytes": "3950000000\n",
+    },
+}
+"""Control groups of 4 GB that have 0.2 GB left."""
+
+
+@pytest.mark.parametrize("version", LIMITED)
+def test_limits_of_control_groups_are_read(tmp_path: Path, version: str) -> None:
+    meminfo = {"proc/meminfo": "MemTotal:       16000000 kB\nMemAvailable:       9000000 kB\n"}
+    write_all(tmp_path, LIMITED[version] | meminfo)
+    assert memory_there(tmp_path) == 4_000_000_000
+    assert memory_for_files(tmp_path) == 200_000_000
+    assert host_pressure(tmp_path) == "host 95% full"
+
+
+@pytest.mark.parametrize("version", LIMITED)
+def test_a_worker_that_the_kernel_ended_for_memory_is_told_apart(tmp_path: Path, version: str) -> None:
     """Here /proc and /sys are made up: a control group of 4 GB on a machine of 16."""
     files = {
         "proc/vmstat": "nr_free_pages 5\noom_kill 3\n",
         "proc/meminfo": "MemTotal:       16000000 kB\n",
-        "proc/self/cgroup": "0::/job/step\n",
-        "sys/fs/cgroup/job/memory.max": "4000000000\n",
-        "sys/fs/cgroup/job/step/memory.max": "max\n",
         "proc/7/status": "Name:\tpython\nVmRSS:\t 3000000 kB\n",
         "proc/8/status": "VmRSS:\t 3900000 kB\n",
     }
-    for name, text in files.items():
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text(text)
+    write_all(tmp_path, files | LIMITED[version])
     watch = MemoryWatch(tmp_path)
     watch.look(7)
     assert watch.explain(7) == ""
@@ -247,9 +279,7 @@ def test_a_machine_that_is_nearly_full_is_told(tmp_path: Path) -> None:
         "sys/fs/cgroup/job/memory.max": "max\n",
         "sys/fs/cgroup/job/memory.current": "0\n",
     }
-    for name, text in files.items():
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text(text)
+    write_all(tmp_path, files)
     assert host_pressure(tmp_path) == ""
     (tmp_path / "proc/meminfo").write_text("MemTotal:       1000 kB\nMemAvailable:       60 kB\n")
     assert host_pressure(tmp_path) == "host 94% full"

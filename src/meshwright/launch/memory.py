@@ -3,6 +3,7 @@
 import functools
 import resource
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 GB = 1e9
@@ -45,11 +46,7 @@ class MemoryWatch:
 
 def memory_there(root: Path = Path("/")) -> int:
     """Bytes of memory of this machine, or of this process's control group if that has less."""
-    limits = [field_of(root / "proc/meminfo", "MemTotal:") * 1024]
-    for folder in _groups(root):
-        with suppress(OSError, ValueError):
-            limits.append(int((folder / "memory.max").read_text()))
-    return min(limits)
+    return min([field_of(root / "proc/meminfo", "MemTotal:") * 1024, *(group.limit for group in _groups(root))])
 
 
 def resident(root: Path = Path("/")) -> int:
@@ -93,10 +90,7 @@ def memory_free(root: Path = Path("/")) -> int:
 def memory_for_files(root: Path = Path("/")) -> int:
     """Bytes of memory that this machine and this process's control groups have free, for the page cache too."""
     free = [field_of(root / "proc/meminfo", "MemAvailable:") * 1024]
-    for folder in _groups(root):
-        with suppress(OSError, ValueError):
-            limit, now = (int((folder / name).read_text()) for name in ("memory.max", "memory.current"))
-            free.append(limit - now + field_of(folder / "memory.stat", "inactive_file"))
+    free += [group.limit - group.used for group in _groups(root)]
     return max(0, min(free))
 
 
@@ -105,10 +99,7 @@ def host_pressure(root: Path = Path("/")) -> str:
     waited for memory in the last ten seconds; else empty."""
     total = field_of(root / "proc/meminfo", "MemTotal:") * 1024
     used = [(total - field_of(root / "proc/meminfo", "MemAvailable:") * 1024) / total] if total else []
-    for folder in _groups(root):
-        with suppress(OSError, ValueError):
-            limit, now = (int((folder / name).read_text()) for name in ("memory.max", "memory.current"))
-            used.append((now - field_of(folder / "memory.stat", "inactive_file")) / limit)
+    used += [group.used / group.limit for group in _groups(root)]
     full, waits = max(used, default=0.0), 0.0
     with suppress(OSError, ValueError, IndexError):
         waits = float((root / "proc/pressure/memory").read_text().split("avg10=")[1].split()[0])
@@ -117,13 +108,40 @@ def host_pressure(root: Path = Path("/")) -> str:
     return ", ".join(parts)
 
 
-def _groups(root: Path) -> list[Path]:
-    """The folders of the control groups that this process is in, the innermost first."""
-    with suppress(OSError, IndexError):
-        group = (root / "proc/self/cgroup").read_text().splitlines()[-1].rpartition(":")[2].strip("/")
-        place = root / "sys/fs/cgroup" / group
-        return [place, *place.parents]
-    return []
+@dataclass(frozen=True)
+class _Group:
+    """A control group with a limit of memory."""
+
+    limit: int
+    """Bytes."""
+    used: int
+    """Bytes in use, without the page cache that the kernel would take back first."""
+
+
+VERSIONS = {
+    "": ("", "memory.max", "memory.current", "inactive_file"),
+    "memory": ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+}
+"""By the controllers of a line in /proc/self/cgroup (cgroups(7)): the folder below /sys/fs/cgroup, the files of limit
+and use, and the entry of memory.stat. Version 2 has one tree; version 1 has one per controller."""
+
+
+def _groups(root: Path) -> list[_Group]:
+    """The control groups with a limit that this process is in."""
+    found, lines = [], []
+    with suppress(OSError):
+        lines = (root / "proc/self/cgroup").read_text().splitlines()
+    for line in lines:
+        _, controllers, group = line.split(":", 2)
+        if controllers not in VERSIONS:
+            continue
+        tree, limit, use, cache = VERSIONS[controllers]
+        place = root / "sys/fs/cgroup" / tree / group.strip("/")
+        for folder in (place, *place.parents):
+            with suppress(OSError, ValueError):  # without a limit version 2 says "max"
+                allowed, used = (int((folder / name).read_text()) for name in (limit, use))
+                found.append(_Group(allowed, used - field_of(folder / "memory.stat", cache)))
+    return found
 
 
 def field_of(file: Path, name: str) -> int:
