@@ -15,6 +15,7 @@ from meshwright.spec.recompute import describe_recompute
 from meshwright.spec.run import ResolvedRun, Run
 from meshwright.spec.text import counted
 from meshwright.trainer.display import model_size, short
+from meshwright.trainer.out_of_memory import shortage
 from meshwright.trainer.setup import Trainer, asked_attention
 from meshwright.trainer.verification import describe
 
@@ -48,7 +49,7 @@ def banner(trainer: Trainer, corpus: Corpus) -> str:
             if run.training.compile
             else ""
         ),
-        **({"memory": relief} if (relief := _relief(resolved)) else {}),
+        **({"memory": memory} if (memory := _memory(resolved)) else {}),
         **({"attention": kernel} if (kernel := _attention(trainer)) else {}),
         **({"products": narrow} if (narrow := _products(trainer)) else {}),
         **({"pipeline": describe_pipeline(resolved)} if run.layout.pp > 1 else {}),
@@ -60,10 +61,13 @@ def banner(trainer: Trainer, corpus: Corpus) -> str:
     return "\n".join(f"{name:<10}{text}" for name, text in lines.items())
 
 
-def _relief(resolved: ResolvedRun) -> str:
-    """The changes that `auto` made so that the run fits; empty if none."""
+def _memory(resolved: ResolvedRun) -> str:
+    """The changes that `auto` made so that the run fits, and a warning where it is predicted not to; empty if
+    neither."""
     chosen = ("training.recompute", "layout.offload")
-    return "; ".join(f"{name}={resolved.reasons[name]}" for name in chosen if name in resolved.reasons)
+    changes = [f"{name}={resolved.reasons[name]}" for name in chosen if name in resolved.reasons]
+    missing = shortage(resolved)
+    return "; ".join(changes + [f"{missing}: likely to run out; meshwright check names a remedy"] * bool(missing))
 
 
 def _attention(trainer: Trainer) -> str:

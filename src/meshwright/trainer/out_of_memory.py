@@ -151,6 +151,17 @@ def room(resolved: ResolvedRun, machine: Machine) -> float:
     return machine.memory_per_rank(ranks) if machine.kind == "cuda" else memory_room(ranks)
 
 
+def shortage(resolved: ResolvedRun) -> str:
+    """`2.26 GB expected of 1.47 GB a rank`, where the planner expects that memory here does not suffice; else empty."""
+    machine = find_machine(resolved.run.device)
+    try:
+        expected = sum(forecast(resolved, machine).memory.kinds().values())
+    except (UserError, ValueError):  # a machine or a model that nobody can plan for
+        return ""
+    limit = room(resolved, machine)
+    return f"{expected / GB:.2f} GB expected of {limit / GB:.2f} GB a rank" if expected > limit else ""
+
+
 def _table(expected: dict[str, float], held: Held, limit: float) -> Iterator[str]:
     """Expected and held memory by kind; activations by layer; the largest tensors."""
     there = held.kinds

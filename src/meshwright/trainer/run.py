@@ -23,6 +23,7 @@ from meshwright.launch.status import STOPPED, RunError, TrainingFailed, Training
 from meshwright.launch.supervise import RestartPolicy, after_stop
 from meshwright.models import Model
 from meshwright.objectives import Objective
+from meshwright.plan.machine import find_machine
 from meshwright.spec.errors import UserError
 from meshwright.spec.plugins import plugged_in
 from meshwright.spec.recipe import dump_recipe
@@ -37,7 +38,7 @@ from meshwright.trainer.display import Display, ProgressLine
 from meshwright.trainer.loop import train_loop
 from meshwright.trainer.metrics import History, Journal, read_journal, stepped_since
 from meshwright.trainer.notebook import following
-from meshwright.trainer.out_of_memory import is_out_of_memory, moment_of, page_of, page_of_killed
+from meshwright.trainer.out_of_memory import is_out_of_memory, moment_of, page_of, page_of_killed, shortage
 from meshwright.trainer.plugins import Plugins, all_callbacks, open_trackers, write_plugins
 from meshwright.trainer.reference import with_references
 from meshwright.trainer.replicas import ReplicaGuard
@@ -176,7 +177,7 @@ def _train(context: _Context, run: Run, resume: str | None) -> int:
     check_start(resolved)
     if worker is None and resume and resume != AUTO:
         check_continues(resolved, run_dir / "checkpoints", resume)
-    if worker is None and (resolved.run.layout.world_size > 1 or find_nodes().count > 1):
+    if worker is None and (_needs_workers(resolved) or (plugins == Plugins() and _may_be_killed(resolved))):
         # Once, so that errors are raised before any process starts.
         with ProgressLine() as progress:
             corpus = corpus_of(resolved, progress)
@@ -197,6 +198,15 @@ def _train(context: _Context, run: Run, resume: str | None) -> int:
                 inherited = [lock.inherited] if lock else []
                 return start_workers(resolved.run, find_nodes(), [WORKER, *arguments], stop, policy, inherited)
     return STOPPED if train_rank(resolved, worker or Worker(), stop, resume=resume, plugins=plugins) else 0
+
+
+def _needs_workers(resolved: ResolvedRun) -> bool:
+    return resolved.run.layout.world_size > 1 or find_nodes().count > 1
+
+
+def _may_be_killed(resolved: ResolvedRun) -> bool:
+    """Whether the kernel may kill a run that could train in this process, which then could not explain it."""
+    return find_machine(resolved.run.device).kind == "cpu" and bool(shortage(resolved))
 
 
 def train_rank(
