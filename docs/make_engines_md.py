@@ -206,11 +206,14 @@ DDP, to 5e-7. They have not run on GPUs. The programs handle what these runs sho
 
 - Under Accelerate's plug-in with ZeRO-3, transformers builds the model in flat parts. Groups by `parameter.dim()` put
   every matrix among the vectors, without weight decay; a tensor's own shape is its `ds_shape`.
-- Lightning 2.6.6's Trainer divides the loss by the accumulation, and DeepSpeed 0.19.8's `backward` divides it again.
-  Losses hide the error, because Adam does not depend on the gradient's scale; the norm and clipping show it.
-- Fabric 2.6.6's `optimizer.step()` does not recognise DeepSpeed 0.19.8's engine and steps the optimizer inside it. With
-  an accumulation above 1, gradients are then not accumulated, and there is no norm. The program calls the engine's
-  `step`.
+- Lightning 2.6.6's Trainer divides the loss by the accumulation, and DeepSpeed 0.19.8's `backward` divides it again,
+  under every ZeRO stage. Losses hide the error, because Adam does not depend on the gradient's scale; the norm and
+  clipping show it ([reproducer](findings.md#accumulation-in-lightnings-trainer-with-deepspeed)).
+- Fabric 2.6.6's `optimizer.step()` does not recognise DeepSpeed 0.19.8's engine and steps the optimizer inside it. The
+  engine then has no norm. With an accumulation above 1 in the configuration, ZeRO-3 updates at every call instead of
+  accumulating, and ZeRO-1 and -2 fail. With 1 and a call after the last microbatch, ZeRO-1 and -2 use that microbatch
+  only; this comes from DeepSpeed ([reproducer](findings.md#accumulation-in-fabric-with-deepspeed)). The program
+  configures the accumulation and calls the engine's `step`.
 
 FSDP1 without synchronisation keeps gradients in the compute dtype, so programs with `FSDPStrategy` reduce every
 microbatch.
