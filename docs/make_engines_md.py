@@ -131,15 +131,11 @@ Lightning's and transformers' programs report the mesh axes along which placemen
 the state in host memory, the bytes on disk, the ranks per sample, and the rank's secondary shard under hpZ. Programs
 with adapters count the trainable parameters; a number other than the recipe's is an error.
 
-DeepSpeed compiles operators at its first use. On two or more processes it compiles the operator that reduces in shared
-memory: about 90 s of CPU time, and 1109 s on a machine of 2 cores with a load of 30. If the build is killed, PyTorch's
+DeepSpeed compiles operators on first use. On a CPU it compiles the operator that reduces in shared memory, even for one
+process: about 90 s of CPU time, and 1109 s on a machine of 2 cores with a load of 30. If the build is killed, PyTorch's
 builder leaves a file `lock` in the operator's folder under `~/.cache/torch_extensions` (or `TORCH_EXTENSIONS_DIR`), and
-every later run waits for it without a message until `--patience` ends it. The error names the file; remove it when
-nothing compiles.
-
-DeepSpeed compiles its operators on first use, which takes minutes. If the build is killed, PyTorch's builder leaves a
-file `lock` in the operator's folder under `~/.cache/torch_extensions` (or `TORCH_EXTENSIONS_DIR`), and every later run
-waits for it without a message until `--patience` ends the run. Delete the file when no build is running.
+every later run waits for it without a message until `--patience` ends the run. The error names the file. Delete it when
+no build is running.
 
 DeepSpeed keeps state on disk under ZeRO-3 only, with its asynchronous-IO operator, which needs libaio (`apt install
 libaio-dev`). Parameter groups smaller than 1 MiB stay in memory; if nothing is on disk, the engine's row is an error.
@@ -210,11 +206,14 @@ DDP, to 5e-7. They have not run on GPUs. The programs handle what these runs sho
 
 - Under Accelerate's plug-in with ZeRO-3, transformers builds the model in flat parts. Groups by `parameter.dim()` put
   every matrix among the vectors, without weight decay; a tensor's own shape is its `ds_shape`.
-- Lightning 2.6.6's Trainer divides the loss by the accumulation, and DeepSpeed 0.19.8's `backward` divides it again.
-  Losses hide the error, because Adam does not depend on the gradient's scale; the norm and clipping show it.
-- Fabric 2.6.6's `optimizer.step()` does not recognise DeepSpeed 0.19.8's engine and steps the optimizer inside it. With
-  an accumulation above 1, gradients are then not accumulated, and there is no norm. The program calls the engine's
-  `step`.
+- Lightning 2.6.6's Trainer divides the loss by the accumulation, and DeepSpeed 0.19.8's `backward` divides it again,
+  under every ZeRO stage. Losses hide the error, because Adam does not depend on the gradient's scale; the norm and
+  clipping show it ([reproducer](findings.md#accumulation-in-lightnings-trainer-with-deepspeed)).
+- Fabric 2.6.6's `optimizer.step()` does not recognise DeepSpeed 0.19.8's engine and steps the optimizer inside it. The
+  engine then has no norm. With an accumulation above 1 in the configuration, ZeRO-3 updates at every call instead of
+  accumulating, and ZeRO-1 and -2 fail. With 1 and a call after the last microbatch, ZeRO-1 and -2 use that microbatch
+  only; this comes from DeepSpeed ([reproducer](findings.md#accumulation-in-fabric-with-deepspeed)). The program
+  configures the accumulation and calls the engine's `step`.
 
 FSDP1 without synchronisation keeps gradients in the compute dtype, so programs with `FSDPStrategy` reduce every
 microbatch.
