@@ -45,8 +45,8 @@ def describe_compile(mode: CompileMode, scope: CompileScope = "block") -> str:
 
 
 def apply_compile(model: Decoder, mode: CompileMode = "default", scope: CompileScope = "block") -> None:
-    """Compile each block, or the model up to its head as one program, which is interrupted where data parallelism
-    gathers weights. Experts are left out, because their loads determine shapes."""
+    """Compile each block, or the model up to its head as one program, interrupted where data parallelism gathers
+    weights. Experts are left out, because their loads determine shapes."""
     for module in model.modules():
         if isinstance(module, MoE):
             module.wrap(NotCompiled())
