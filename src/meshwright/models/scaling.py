@@ -151,7 +151,7 @@ def delayed_scale(amax: torch.Tensor, format: Format, margin: int) -> torch.Tens
 
 def round_e2m1(x: torch.Tensor, uniform: torch.Tensor | None = None) -> torch.Tensor:
     """Round numbers in [-6, 6] to 0, 0.5, 1, 1.5, 2, 3, 4 and 6, and their negatives: to the nearest, ties to the even
-    code, or up or down at random with the mean unchanged."""
+    code, or stochastically, up or down with the mean unchanged."""
     size = x.abs()
     step = torch.where(size < 2, 0.5, torch.where(size < 4, 1.0, 2.0))
     steps = size / step
@@ -185,7 +185,7 @@ def _largest(blocks: torch.Tensor, scaling: Scaling, spread: tuple[Spread, Sprea
 def _scales(
     amax: torch.Tensor, scaling: Scaling, spread: tuple[Spread, Spread]
 ) -> tuple[torch.Tensor, torch.Tensor | None, bool]:
-    """The scales of blocks; the factor of numbers before rounding, where it is not the scale; and whether decoding
+    """The scales of blocks; the factor of numbers before rounding, if it is not the scale; and whether decoding
     multiplies by the scale."""
     if scaling.scale == "e8m0":
         exponents = (amax.float().view(torch.int32) >> 23 & 255) - 127 - scaling.format.exponent
