@@ -23,7 +23,7 @@ from meshwright.spec.training import OptimizerSpec
 Rows = tuple[Parameter, ...]
 """Trained rows of the parameter table on this rank."""
 Builder = Callable[[OptimizerSpec, Rows, Mapping[str, torch.Tensor]], list[torch.optim.Optimizer]]
-"""(settings, rows, name -> tensor) -> optimizers that together have every row's tensor once."""
+"""(settings, rows, name -> tensor) -> optimizers; together they have every row's tensor exactly once."""
 
 
 class Optimizers:
@@ -48,7 +48,7 @@ class Optimizers:
 
     @classmethod
     def joined(cls, parts: Iterable["Optimizers"]) -> "Optimizers":
-        """Several as one; their learning rates are still at their peaks."""
+        """Several optimizers as one; their learning rates must still be at their peaks."""
         return cls([optimizer for part in parts for optimizer in part.optimizers])
 
     def check_layout(self, layout: LayoutSpec) -> None:
@@ -80,7 +80,7 @@ class Optimizers:
             optimizer.zero_grad(set_to_none=True)
 
     def known_state(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
-        """The state tensors that a parameter has already."""
+        """The state tensors that a parameter already has."""
         state = self._owner[id(parameter)].state.get(parameter, {})
         return {key: value for key, value in state.items() if isinstance(value, torch.Tensor)}
 

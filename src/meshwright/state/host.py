@@ -1,4 +1,4 @@
-"""State in host memory (`layout.offload: cpu`): FSDP2 brings weights to the device and gradients back."""
+"""State in host memory (`layout.offload: cpu`): FSDP2 copies weights to the device and gradients back."""
 
 import torch
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
