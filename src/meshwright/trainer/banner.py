@@ -61,13 +61,13 @@ def banner(trainer: Trainer, corpus: Corpus) -> str:
 
 
 def _relief(resolved: ResolvedRun) -> str:
-    """The changes that `auto` made so that the run fits; empty if none."""
+    """The changes that `auto` made to make the run fit; empty if none."""
     chosen = ("training.recompute", "layout.offload")
     return "; ".join(f"{name}={resolved.reasons[name]}" for name in chosen if name in resolved.reasons)
 
 
 def _attention(trainer: Trainer) -> str:
-    """The attention kernel; empty where strategies or models compute attention otherwise."""
+    """The attention kernel; empty if a strategy or the model computes attention in another way."""
     run, asked = trainer.resolved.run, asked_attention(trainer.resolved, trainer.device)
     parts = run.layout.cp > 1 and context_method(run.layout, trainer.resolved.model, run.data.sequence_length)[0]
     if trainer.resolved.model.foreign is not None or parts in ("ring", "all_gather"):
