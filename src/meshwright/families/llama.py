@@ -64,7 +64,7 @@ def sized(
     num_kv_heads: int | None = None,
     **more,
 ) -> ModelFields:
-    """A published size: what its generation shares, and its own numbers."""
+    """A published size: the values of its generation, and its own."""
     sizes = {"hidden": hidden, "num_layers": num_layers, "num_heads": num_heads, "ffn": ffn, **more}
     if num_kv_heads is not None:
         sizes["num_kv_heads"] = num_kv_heads
