@@ -44,7 +44,7 @@ class HfWeights:
         whole files, not by ordinary reads.
 
         Raises:
-            UserError: naming the file and the tensor that does not fit `spec`, and what was expected.
+            UserError: names the file, the tensor that does not fit `spec`, and the expected value.
         """
         self._places = hf_tensors(spec)
         self._handles: dict[Path, Any] = {}

@@ -39,7 +39,7 @@ class Text(NamedTuple):
     message: int
     """Number of the message."""
     field: str
-    """Which of its fields: content, a thought, tool_calls."""
+    """The message's field: content, a thought, tool_calls."""
 
 
 class Region(NamedTuple):

@@ -14,7 +14,7 @@ from meshwright.spec.data import DataSpec
 
 
 class Mixture:
-    """An endless sequence of samples in which every stream has its share at every point.
+    """An endless sequence of samples with every stream's share exact at every point.
 
     Among the first n samples a stream of share w has n w, with an error below the number of streams. The stream at a
     position is computed from the position alone, in exact integers: of the samples shared by streams i, i + 1, ...,

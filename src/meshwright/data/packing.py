@@ -22,7 +22,7 @@ class Sample(NamedTuple):
 
     inputs: np.ndarray
     labels: np.ndarray
-    """The next tokens; NO_LABEL where nothing is predicted."""
+    """The next tokens; NO_LABEL if there is nothing to predict."""
     documents: np.ndarray | None = None
     """If documents are separate: a number for each position, equal throughout a document and different from its
     neighbours'; padding is a separate document. None: the sample is one document."""

@@ -204,7 +204,7 @@ def _rows(file: SourceFile, batches: Iterable[Any], row: int, skip: int, share: 
     """Rows of record batches; `row` rows precede the first batch."""
     for batch in batches:
         if row + batch.num_rows > skip:
-            # A slice counts the bytes of its own rows only.
+            # A slice counts only the bytes of its own rows.
             each = batch.nbytes / max(1, batch.num_rows) if share is None else share
             for number, fields in enumerate(batch.to_pylist(), start=row + 1):
                 if number > skip:

@@ -228,7 +228,7 @@ def _hub_files(source: SourceSpec) -> list[Path]:
     datasets = require("datasets", f"data source {source.path}")
     try:
         found = datasets.load_dataset(source.path.removeprefix(HUB), source.subset, split=source.split)
-    except Exception as error:  # whatever the network, the hub and a dataset's files can do
+    except Exception as error:  # the network, the hub and a dataset's files can fail in any way
         reason = " ".join(str(error).split())
         raise UserError(f"data source {source.path}, split {source.split}, cannot be loaded: {reason}") from error
     return [Path(file["filename"]) for file in found.cache_files]

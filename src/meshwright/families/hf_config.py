@@ -131,7 +131,7 @@ def model_to_hf_config(
     """config.json of `spec`; keys that transformers 4 and 5 spell differently are written in both spellings.
 
     Args:
-        dtype: of the weights beside it, e.g. `bfloat16`.
+        dtype: of the accompanying weights, e.g. `bfloat16`.
         token_ids: `bos_token_id`, `eos_token_id`, `pad_token_id`, if the tokenizer has them.
     """
     if spec.foreign is not None:

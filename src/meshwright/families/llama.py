@@ -1,5 +1,5 @@
-"""Llama 2, 3, 3.1, 3.2 (Touvron et al., 2023; Dubey et al., "The Llama 3 Herd of Models", 2024), and what families
-built like it share.
+"""Llama 2, 3, 3.1, 3.2 (Touvron et al., 2023; Dubey et al., "The Llama 3 Herd of Models", 2024), and the
+parts shared by similar families.
 """
 
 from meshwright.families.family import EXPERT_FIELDS, Family, gated_ffn

@@ -38,7 +38,7 @@ class Verdict:
     score: float
     """1: the first; 0: the second; 0.5: a tie."""
     turn: int = 1
-    """Which of the question's messages they answered; the first is 1."""
+    """The number of the message that they answered; the first is 1."""
 
 
 @dataclass(frozen=True)

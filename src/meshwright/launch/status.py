@@ -5,7 +5,7 @@
 2    an error in the recipe, the data or the command line
 69   a rank hung or never arrived
 70   crashed three times (guards.restarts) without a new checkpoint in between
-71   out of memory, on the device or the host; what happened and what would fit is printed
+71   out of memory, on the device or the host; the cause and the remedies are printed
 74   the last checkpoint could not be written
 75   stopped by a signal, everything saved: start again with --resume
 76   replicas differ

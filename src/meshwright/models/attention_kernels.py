@@ -1,6 +1,6 @@
 """Attention kernels by name (`training.attention`), and which of them a device supports.
 
-| name          | what computes                                  | packed documents and windows              |
+| name          | implementation                                 | packed documents and windows              |
 |---------------|------------------------------------------------|-------------------------------------------|
 | flash         | torch's SDPA, flash kernel                     | on a CPU under a mask; on a GPU refused   |
 | mem_efficient | torch's SDPA, memory-efficient kernel          | under a mask                              |

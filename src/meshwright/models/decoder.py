@@ -108,7 +108,7 @@ class Decoder(nn.Module):
 
     @property
     def head_weight(self) -> torch.Tensor:
-        """The output head's weight [V, D]; the embedding's where they are tied."""
+        """The output head's weight [V, D]; the embedding's if they are tied."""
         head = self.tok_embeddings if self.output is None else self.output
         return head.merged()["weight"]
 
@@ -165,7 +165,7 @@ class Decoder(nn.Module):
         return y_BTD if layers.stop < self.spec.num_layers else self.norm(y_BTD)
 
     def wrap(self, wrapper: Wrapper) -> None:
-        """Fill the slot around `compute`, where nothing is generated."""
+        """Fill the slot around `compute`, for a model that does not generate."""
         self.wrapper, self.run = wrapper, wrapper(self.compute)
 
     def extra_repr(self) -> str:

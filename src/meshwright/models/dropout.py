@@ -38,7 +38,7 @@ class Dropout(nn.Module):
         digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest()
         self.key = int.from_bytes(digest, "little", signed=True)
         self.part = 0
-        """A slot: the index of this rank's part of the features, where tensor-parallel ranks have equal parts."""
+        """A slot: the index of this rank's part of the features, if tensor-parallel ranks have equal parts."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[B, T, D] to [B, T, D]."""
@@ -51,7 +51,7 @@ class Dropout(nn.Module):
 
     @torch.no_grad()
     def dropped(self, numbers_N: torch.Tensor, features: int) -> torch.Tensor:
-        """Which of `features` features of each token, bool [N, D]."""
+        """Which of the `features` features of each token are dropped, bool [N, D]."""
         return drawn_bits(self.key, numbers_N, self.part * features, features) < int(self.share * 2**31)
 
     def extra_repr(self) -> str:

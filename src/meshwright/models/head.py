@@ -23,7 +23,7 @@ class SplitVocabulary(VocabularyShare, Protocol):
         ...
 
     def own_sequence(self, x_BTD: torch.Tensor) -> torch.Tensor:
-        """This rank's part of all tokens, where they need no gradient."""
+        """This rank's part of all tokens, if they need no gradient."""
         ...
 
     def gather_vocabulary(self, logits_BV: torch.Tensor) -> torch.Tensor:

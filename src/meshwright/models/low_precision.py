@@ -5,7 +5,7 @@
     weight gradient g^T x      sums over tokens
 
 Each product quantizes its operands along the dim that it sums over, multiplies them with accumulation in fp32 and
-rounds the result to the dtype of its inputs. Where the device has a kernel (`has_kernel`), it multiplies the codes;
+rounds the result to the dtype of its inputs. If the device has a kernel (`has_kernel`), it multiplies the codes;
 elsewhere the dequantized operands are multiplied in fp32: the same numbers on any device.
 
 A recipe's scales belong to whole matrices, however they are split. A strategy whose ranks share the tokens of a
@@ -197,7 +197,7 @@ class LowPrecision(Product):
         self.over: dict[Dim, Spread] = {"tokens": everywhere, "in": everywhere, "out": everywhere}
         """A slot: reduces a maximum over this rank's part of a dim to the maximum over all of it."""
         self.part = 0
-        """A slot: the index of this rank's part of the outputs, where ranks have equal parts."""
+        """A slot: the index of this rank's part of the outputs, if ranks have equal parts."""
         self.keeps_codes = False
         """A slot: whether the forward pass saves the codes of the input instead of the input, for the weight's
         gradient. If both scale the input the same way, the numbers are equal; else the decoded values are quantized

@@ -192,7 +192,7 @@ def grouped_matmul(
 ) -> torch.Tensor:
     """Rows of `x`, sorted by expert, each multiplied by its expert's matrix: [M, O].
 
-    One kernel for all experts where torch has it: not in fp64, and only for rows of whole 16 bytes.
+    One kernel for all experts if torch has it: not in fp64, and only for rows of whole 16 bytes.
     """
     _, out, into = weight_EOI.shape
     if x_MI.dtype != torch.float64 and (into * x_MI.itemsize) % 16 == (out * x_MI.itemsize) % 16 == 0:

@@ -83,7 +83,7 @@ def add_part_(
 
 
 def _flash_kernels(q_BHQK: torch.Tensor, v_BHSK: torch.Tensor):
-    """torch's flash kernels (forward, backward) where they support this dtype, device and head width; else None."""
+    """torch's flash kernels (forward, backward) if they support this dtype, device and head width; else None."""
     if q_BHQK.shape[-1] != v_BHSK.shape[-1]:
         return None
     if q_BHQK.device.type == "cpu":

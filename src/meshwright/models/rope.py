@@ -12,7 +12,7 @@ from meshwright.spec.model import ModelSpec, RopeScaling
 
 
 class RopeTables:
-    """Cosine and sine of every position's angles: fp32 [B, T, 1, R], or [T, 1, R] where the batch shares its positions.
+    """Cosine and sine of every position's angles: fp32 [B, T, 1, R], or [T, 1, R] if the batch shares its positions.
 
     A plain class, because FSDP2's mixed precision casts tensors in a block's inputs, tuples and dataclasses included,
     and in bf16 the angles of distant positions collide (Wang et al., "When Precision Meets Position", 2024).

@@ -143,7 +143,7 @@ def encode(
 
 
 def delayed_scale(amax: torch.Tensor, format: Format, margin: int) -> torch.Tensor:
-    """Transformer Engine's delayed scale: largest / amax / 2^margin, fp32; 1 where there were only zeros."""
+    """Transformer Engine's delayed scale: largest / amax / 2^margin, fp32; 1 if there were only zeros."""
     scale = (format.largest / amax) / 2.0**margin
     scale = torch.where(amax > 0, scale, torch.ones_like(scale))
     return torch.where(scale.isinf(), torch.full_like(scale, torch.finfo(torch.float32).max), scale)

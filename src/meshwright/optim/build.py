@@ -142,7 +142,7 @@ def _adamw(make: Callable[..., torch.optim.Optimizer]) -> Builder:
 def _plain_adamw(
     spec: OptimizerSpec, rows: Rows, parameters: Mapping[str, torch.Tensor]
 ) -> list[torch.optim.Optimizer]:
-    """AdamW by torch's fused kernel, where nothing is kept in bf16."""
+    """AdamW by torch's fused kernel, if nothing is stored in bf16."""
     narrow = spec.state_dtype == BF16.name or any(parameters[row.name].dtype == torch.bfloat16 for row in rows)
     return _adamw(AdamWBf16 if narrow else ShardedAdamW)(spec, rows, parameters)
 

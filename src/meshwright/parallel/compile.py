@@ -39,7 +39,7 @@ class NotCompiled:
 
 
 def describe_compile(mode: CompileMode, scope: CompileScope = "block") -> str:
-    """What is compiled, and how."""
+    """The compiled parts and the mode, in words."""
     said = [*(["as one"] if scope == "model" else []), *([mode] if mode != "default" else [])]
     return f"compiled ({', '.join(said)})" if said else "compiled"
 

@@ -183,7 +183,7 @@ class _Zigzag:
         ]
 
     def _part(self, queries: slice, ours: Sequence[int], keys: slice, theirs: Sequence[int]) -> list[_Part]:
-        """One part, or none where the queries see no key. `ours` and `theirs` are the chunks of queries and keys."""
+        """One part, or none if the queries see no key. `ours` and `theirs` are the chunks of queries and keys."""
         if not theirs:
             return []
         nearest = ours[0] * self.chunk - (theirs[-1] + 1) * self.chunk + 1

@@ -26,7 +26,7 @@ class Meshes:
     """data, cp, rest, under context parallelism: `data` ranks read different samples, `cp` ranks different parts of the
     same samples."""
     experts: DeviceMesh | None
-    """pp, replicate, shard, ep: as `state`, for experts, where their ranks differ. Tensor-parallel ranks hold different
+    """pp, replicate, shard, ep: like `state`, for experts, if their ranks differ. Tensor-parallel ranks hold different
     tokens of a sequence between blocks, so for the experts they are data-parallel ranks too."""
     data_rank: int
     """This rank's index among those that read different samples."""

@@ -54,7 +54,7 @@ class Passes(ABC):
         """
 
     def flush(self) -> None:
-        """Add the gradient that `train` still owes; called only where `late`."""
+        """Add the gradient that `train` still owes; called only if `late`."""
         raise NotImplementedError
 
     @abstractmethod

@@ -46,7 +46,7 @@ def apply_pipedream(
 
     Args:
         group: the ranks of one pipeline.
-        replicas: the ranks that have the same stage, over which gradients are summed.
+        replicas: the ranks with the same stage; gradients are summed over them.
         dtypes: of computation and of gradient accumulation.
     """
     for module in model.modules():

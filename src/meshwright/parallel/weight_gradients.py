@@ -56,7 +56,7 @@ def add_weight_gradients(waiting: list[Waiting]) -> None:
 
 
 class Deferred(Op):
-    """The product, except the gradients of its weight and bias, which are handed to `leave`."""
+    """The product, except the gradients of its weight and bias, which are passed to `leave`."""
 
     place = Place.DEFERRED
 

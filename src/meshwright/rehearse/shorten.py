@@ -12,7 +12,7 @@ from meshwright.spec.run import ResolvedRun
 from meshwright.spec.timeline import in_flight
 
 MOST_TRIED = 64
-"""Numbers of microbatches tried, to find a step in which ranks hold as much as in the whole step."""
+"""Numbers of microbatches tried, to find a step with the same peak as the whole step."""
 
 
 @dataclass(frozen=True)

@@ -124,7 +124,7 @@ def export_gguf(trained: TrainedModel, file: Path, *, form: str | None = None, m
 
 
 def export_ollama(trained: TrainedModel, directory: Path, *, form: str | None = None, merge: bool = False) -> Receipt:
-    """Write a directory from which `ollama create` makes a model: `model.gguf`, `Modelfile` and the receipt.
+    """Write a directory for `ollama create`: `model.gguf`, `Modelfile` and the receipt.
 
     Raises like `export_gguf`.
     """

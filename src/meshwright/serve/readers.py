@@ -87,7 +87,7 @@ class WholeReader:
         self._rows: list[list[int]] = []
 
     def read(self, new: New, writing: int, scored: Sequence[int] = ()) -> torch.Tensor:
-        """See `Reader`. Padding follows the rows, where no token sees it."""
+        """See `Reader`. Padding follows the rows, so that no token sees it."""
         for place, tokens in new:
             if place == len(self._rows):
                 self._rows.append([])

@@ -115,7 +115,7 @@ class Worker:
 
     def _finished(self, model: str, engine: Engine) -> None:
         with self._wake:
-            if self._engines.get(model) is engine:  # not removed meanwhile
+            if self._engines.get(model) is engine:  # not removed in the meantime
                 self._unfinished[model] -= 1
 
     def _work(self) -> None:

@@ -61,7 +61,7 @@ class StateFile:
         self._map = mmap.mmap(self._fd, self.size)
 
     def expect(self, offset: int, size: int) -> None:
-        """Read a part into the page cache, from which mapped tensors are read."""
+        """Read a part into the page cache, for mapped tensors."""
         began, piece = time.perf_counter(), bytearray(min(size, PIECE))
         for place in range(offset, offset + size, PIECE):
             try:

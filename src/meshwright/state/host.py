@@ -16,5 +16,5 @@ class HostStore(StateStore):
 
     @staticmethod
     def offload_policy(device_type: str) -> OffloadPolicy:
-        """See `StateStore`: pinned memory, from which a GPU reads while it computes."""
+        """See `StateStore`: pinned memory, which a GPU reads while it computes."""
         return CPUOffloadPolicy(pin_memory=device_type == "cuda")

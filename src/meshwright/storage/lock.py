@@ -235,7 +235,7 @@ def _read(name: Path) -> Owner:
 
 
 def _now(beside: Path) -> int:
-    """The current time of the file system of `beside`, in ns."""
+    """The current time, in ns, of the file system that contains `beside`."""
     probe = beside.with_name(f".{beside.name}.{secrets.token_hex(4)}")
     try:
         os.close(os.open(probe, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))

@@ -86,7 +86,7 @@ def synchronise(device: torch.device) -> None:
 
 
 def use_deterministic_kernels() -> None:
-    """Make torch use deterministic kernels only; it raises where an operation has none.
+    """Make torch use deterministic kernels only; it raises if an operation has none.
 
     Call it before the first matrix product: cuBLAS reads its setting when it starts.
     """

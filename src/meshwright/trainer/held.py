@@ -42,7 +42,7 @@ class Held:
 
 
 def held(trainer: Trainer, trace: TracebackType | None = None) -> Held:
-    """This rank's memory now. `trace`: where an error was raised; its frames name temporaries.
+    """This rank's memory now. `trace`: of an error; its frames name temporaries.
 
     The graph of a step in progress cannot be used afterwards.
     """

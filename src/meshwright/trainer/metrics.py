@@ -28,7 +28,7 @@ from typing import Any
 from meshwright.spec.errors import UserError
 
 WINDOW = 20
-"""Steps over which `step_time` takes its median."""
+"""Number of steps in the median of `step_time`."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -80,7 +80,7 @@ def checkpoint_at(path: Path, setting: str) -> Path:
 
 
 def check_writable(run_dir: Path) -> None:
-    """Raise `UserError` if `run_dir` cannot be made or written. Leaves nothing behind.
+    """Raise `UserError` if `run_dir` cannot be made or written. Leaves no files.
 
     Permissions are not enough (root has all of them, even on a read-only disk), so a folder is made and removed again.
     """
@@ -280,7 +280,7 @@ def check_objective(run: Run, streams: Mapping[str, bool]) -> None:
 
 
 def read_resolved(path: Path) -> ResolvedRun:
-    """Read a `resolved.yaml`, with the `plan.json` beside it. Raises `UserError` if one is damaged."""
+    """Read a `resolved.yaml`, with the `plan.json` next to it. Raises `UserError` if one is damaged."""
     resolved, plan = load_spec(path, ResolvedRun), path.with_name(PLAN)
     if not plan.is_file():
         return resolved

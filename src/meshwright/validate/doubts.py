@@ -61,7 +61,7 @@ WHY_CUT = {
 
 @dataclass(frozen=True)
 class Doubt:
-    """One cell, or one row where `column` is empty."""
+    """One cell, or one row if `column` is empty."""
 
     line: int
     id: str
