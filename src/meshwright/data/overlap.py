@@ -33,7 +33,7 @@ class Shared:
     windows: int
     """Runs of n tokens in it."""
     found: int = 0
-    """Those that are in the training data."""
+    """Runs of these that are in the training data."""
     example: str = ""
     """The first of them, as text."""
     place: str = ""

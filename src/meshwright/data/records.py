@@ -3,8 +3,7 @@
 A record in that form is JSON text, one of
 
     {"messages": [{"role": ..., "content": ...}, ...], "given": k}    a conversation; its first k messages carry no
-                                                                      loss, and a message with "weight": 0 carries none
-                                                                      either
+                                                                      loss, as messages with "weight": 0 do not
     {"prompt": text, "completion": text}
     {"input_ids": [...], "labels": [...]}                             tokens; a label is its own token or -100
     {"chosen": record, "rejected": record}                            a preference, each side one of the first two

@@ -66,7 +66,7 @@ class SourceFile:
     tokens: str | None = None
     """The dtype of a raw token file."""
     source: int = 0
-    """Which of the recipe's sources it belongs to."""
+    """Index of its source in the recipe."""
 
     @property
     def is_tokens(self) -> bool:

@@ -39,7 +39,7 @@ class Conversation(NamedTuple):
 
     text: str
     turns: dict[int, Turn]
-    """By the number of the message."""
+    """Turns by message number."""
     texts: list[Span]
     """The messages' own texts, where markers locate them."""
 

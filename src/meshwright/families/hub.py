@@ -6,7 +6,7 @@ from pathlib import Path
 from meshwright.spec.errors import UserError
 
 HUB_ID = re.compile(r"\w[\w.-]*/[\w.-]+")
-"""As in meta-llama/Llama-3.2-1B."""
+"""A hub id, such as meta-llama/Llama-3.2-1B."""
 
 
 def cached_snapshot(name: str, *needs: str) -> Path | None:

@@ -48,7 +48,7 @@ class Rated:
     question: str
     model: str
     rating: float
-    """From 1 to 10."""
+    """The rating, from 1 to 10."""
     turn: int = 1
 
 

@@ -230,14 +230,14 @@ class Forked:
         self.returncode: int | None = None
 
     def poll(self) -> int | None:
-        """As `Process`."""
+        """See `Process`."""
         if self.returncode is None:
             ended, code = os.waitpid(self.pid, os.WNOHANG)
             self.returncode = os.waitstatus_to_exitcode(code) if ended else None
         return self.returncode
 
     def wait(self, timeout: float | None = None) -> int:
-        """As `Process`."""
+        """See `Process`."""
         deadline = time.monotonic() + (float("inf") if timeout is None else timeout)
         while (status := self.poll()) is None:
             if time.monotonic() > deadline:
@@ -246,12 +246,12 @@ class Forked:
         return status
 
     def send_signal(self, sig: int) -> None:
-        """As `Process`."""
+        """See `Process`."""
         if self.poll() is None:
             os.kill(self.pid, sig)
 
     def kill(self) -> None:
-        """As `Process`."""
+        """See `Process`."""
         self.send_signal(signal.SIGKILL)
 
 

@@ -49,7 +49,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Step:
-    """Which tokens attend to which keys in one forward pass."""
+    """The tokens of one forward pass, and the keys that they attend to."""
 
     singles: int
     """Number of sequences that get one token: the first new tokens, of the first rows."""

@@ -55,7 +55,7 @@ class ForeignDecoder(Decoder):
     takes_positions: bool
 
     def forward(self, batch: TensorBatch, read: Read | None = None) -> Any:  # type: ignore[override]
-        """As `Decoder.forward`, for a whole model without a cache; returns logits instead of hidden states.
+        """Like `Decoder.forward`, but for a whole model without a cache; returns logits instead of hidden states.
 
         transformers detects documents by their positions: where a position is not the previous one plus one, it masks
         all earlier tokens.

@@ -63,7 +63,7 @@ class GroupedLowPrecision:
 
     @property
     def keeps_codes(self) -> bool:
-        """As `LowPrecision.keeps_codes`, of all experts."""
+        """`LowPrecision.keeps_codes` of all experts."""
         return self.products[0].keeps_codes
 
     @property

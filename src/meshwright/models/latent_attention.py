@@ -46,7 +46,7 @@ class LatentAttention(Attention):
         mask: Mask = None,
         cache: LayerCache | None = None,
     ) -> torch.Tensor:
-        """As `Attention.forward`. The cache holds expanded keys and values, the latter padded to the keys' width."""
+        """Like `Attention.forward`. The cache holds expanded keys and values, the latter padded to the keys' width."""
         assert rope is not None
         x_BTD = x_BTD if self.entry is None else self.entry(x_BTD)
         q_BTC = self.wq_b(self.q_norm(self.wq_a(x_BTD))) if self.wq is None else self.wq(x_BTD)

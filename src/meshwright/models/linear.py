@@ -69,7 +69,7 @@ class Plain(Product):
     """The product in the dtype of its inputs."""
 
     def forward(self, x: torch.Tensor, weights: Weights) -> torch.Tensor:
-        """As `Product.forward`, by torch's own autograd, which compilers can trace."""
+        """Like `Product.forward`, but by torch's own autograd, which compilers can trace."""
         return linear(x, weights["weight"], weights.get("bias"))
 
     def compute(self, x: torch.Tensor, weights: Weights) -> torch.Tensor:

@@ -48,11 +48,11 @@ class Recipe:
 
     name: str
     forward: Pair
-    """Of input and weight."""
+    """The scalings of input and weight."""
     input_gradient: Pair
-    """Of gradient and weight."""
+    """The scalings of gradient and weight."""
     weight_gradient: Pair | None
-    """Of gradient and input; None: in the dtype of the layer."""
+    """The scalings of gradient and input; None: this product is in the layer's dtype."""
     four_bits: bool = False
     """Weight gradients' operands go through a random Hadamard transform, and gradients are rounded stochastically."""
     kernel: tuple[int, int] | None = None

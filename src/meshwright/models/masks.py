@@ -58,7 +58,7 @@ class Documents:
         self.window = window
         starts_D = _starts(documents_BT).flatten().nonzero().flatten()
         self.offsets = torch.cat((starts_D, starts_D.new_tensor([documents_BT.numel()]))).int()
-        """Where each document starts among the N tokens of all rows, and N at the end: int32 [D + 1]."""
+        """The start of each document among the N tokens of all rows, and N at the end: int32 [D + 1]."""
         size_varies(self.offsets, 0)  # else compiled blocks would be recompiled for every number
 
     @functools.cached_property

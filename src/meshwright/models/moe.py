@@ -146,7 +146,7 @@ class Rows(NamedTuple):
     """The owners of the rows, which are sorted by expert, then by microbatch."""
 
     counts: torch.Tensor
-    """Of every expert from every microbatch, int64 [E, G]."""
+    """Rows of every expert from every microbatch, int64 [E, G]."""
     numbers: torch.Tensor | None = None
     """The numbers of their tokens (`Draws`) [M], if a product's rounding uses them."""
 

@@ -164,7 +164,7 @@ class PackedRMSNorm:
         self._eps = torch.tensor(torch.finfo(weight.dtype).eps if norm.eps is None else norm.eps)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """Over the last dim."""
+        """The norm over the last dim."""
         wide = x.float()
         size = torch.linalg.vector_norm(wide, 2, -1, True)
         scale = torch.addcmul(self._eps, size, size, value=1 / x.shape[-1]).rsqrt_()

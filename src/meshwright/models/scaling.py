@@ -71,9 +71,9 @@ class Scaling:
 
     format: Format
     rows: int | None
-    """Of a block, along the dim that the product keeps; None: all."""
+    """Size of a block along the dim that the product keeps; None: all."""
     columns: int | None
-    """Of a block, along the dim that it sums over; None: all."""
+    """Size of a block along the dim that it sums over; None: all."""
     scale: Literal["fp32", "power_of_two", "delayed", "e8m0", "nvfp4"] = "fp32"
 
 

@@ -150,7 +150,7 @@ class _Part(NamedTuple):
 
 @dataclass(frozen=True)
 class _Zigzag:
-    """Which keys of other chunks this rank's two chunks of queries see."""
+    """The keys of other chunks that this rank's two chunks of queries see."""
 
     rank: int
     degree: int

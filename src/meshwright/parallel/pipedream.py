@@ -161,14 +161,14 @@ class _StreamPass(Pass):
         return self.loss
 
     def forward(self, action: Action) -> None:
-        """With the newest weights."""
+        """The forward pass with the newest weights."""
         assert self.newest is not None
         version = self.stash[action.microbatch] = self.newest
         with version.used():
             super().forward(action)
 
     def backward(self, action: Action) -> None:
-        """With the weights of the forward pass; recomputation reads them again."""
+        """The backward pass with the weights of the forward pass; recomputation reads them again."""
         with self.stash.pop(action.microbatch).used():
             super().backward(action)
         del self.microbatches[action.microbatch]

@@ -102,7 +102,7 @@ class EvenCounts:
         self.rows = rows
 
     def __call__(self, *counts: torch.Tensor) -> list[list[int]]:
-        """As `moe.read_counts`."""
+        """See `moe.read_counts`."""
         return [[self.rows // len(one) + (n < self.rows % len(one)) for n in range(len(one))] for one in counts]
 
 
@@ -112,7 +112,7 @@ class FusedNorm:
     def __call__(
         self, x: torch.Tensor, shape: tuple[int, ...], weight: torch.Tensor, eps: float | None
     ) -> torch.Tensor:
-        """As `F.rms_norm`."""
+        """See `F.rms_norm`."""
         result = _FusedNorm.apply(x, weight)
         assert isinstance(result, torch.Tensor)
         return result

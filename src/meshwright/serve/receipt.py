@@ -94,11 +94,11 @@ class Receipt:
 
     @property
     def largest_difference(self) -> float:
-        """Over all programs."""
+        """The largest difference over all programs."""
         return max(one.largest_difference for one in self.readings)
 
     def write(self, path: Path) -> None:
-        """As JSON."""
+        """Write the receipt as JSON."""
         write_durably(path, json.dumps(self.as_json(), indent=2) + "\n")
 
     def as_json(self) -> dict[str, Any]:

@@ -209,7 +209,7 @@ def evaluate_texts(
 
 
 def config_of(trained: TrainedModel) -> dict[str, Any]:
-    """The config.json that the model was trained from; empty if it had none, or if that is gone."""
+    """The config.json that the model was trained from; empty if it had none, or if the file no longer exists."""
     if trained.spec.foreign is not None:
         return json.loads(trained.spec.foreign.config)
     if trained.run is None:

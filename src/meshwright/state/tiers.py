@@ -105,7 +105,7 @@ class Tier:
 
     offload: OffloadSpec
     directory: Path
-    """For the files of `optimizer: disk`."""
+    """Folder for the files of `optimizer: disk`."""
     device: torch.device
     """The device of the optimizer's step."""
     rank: int = 0

@@ -64,7 +64,7 @@ class Found:
     """A continuation's log-probability."""
 
     logprob: float
-    """In nats, summed over its tokens."""
+    """The log-probability in nats, summed over its tokens."""
     greedy: bool
     """Whether no other token was likelier than any of its tokens."""
 

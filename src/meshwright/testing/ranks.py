@@ -150,5 +150,5 @@ def _serve(rank: int, world_size: int, store: str, pipe: Connection) -> None:
             os._exit(0)
         try:
             pipe.send((True, function(*args)))
-        except BaseException:  # a failed checkpoint load raises one that is no Exception
+        except BaseException:  # a failed checkpoint load raises one that is not an Exception
             pipe.send((False, traceback.format_exc()))

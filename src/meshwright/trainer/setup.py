@@ -1,4 +1,4 @@
-"""Construction, in order, of everything that a rank needs to train."""
+"""Builds, in order, all objects that a rank needs to train."""
 
 import functools
 import json

@@ -143,7 +143,7 @@ class VerifyGuard(Callback):
 
 
 def describe(every: int) -> str:
-    """For the banner."""
+    """A line for the banner."""
     return (
         f"every {every} steps, one step is recomputed in a separate process: it takes the operations of three steps "
         "on the CPUs of rank 0's machine, and the bytes of two checkpoints in run_dir"

@@ -145,7 +145,7 @@ class Tried:
     """One layout of a sweep: the medians of prediction and measurement, if it was measured several times."""
 
     id: str
-    """Of its first row."""
+    """Id of its first row."""
     predicted: float
     measured: float
     fits: bool
