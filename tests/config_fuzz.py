@@ -253,7 +253,7 @@ def one_round(family: str, seed: int) -> tuple[str, str]:
         try:
             write_model(family, seed, directory)
             expected_BTV = their_logits(directory)
-        except Exception as error:  # whatever transformers finds wrong with its own configuration
+        except Exception as error:  # any error of transformers in its own configuration
             return "impossible", f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
         try:
             difference = compare(directory, expected_BTV)

@@ -1,4 +1,4 @@
-"""`check` reports of a recipe what `train` would report: its base, its tokenizer, its objective, its targets."""
+"""`check` reports the same as `train` about a recipe: its base, its tokenizer, its objective, its targets."""
 
 import re
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Saving while training continues: the saved state is that at `begin`, whatever happens later on disk or in memory."""
+"""Saving during training: the state at `begin` is saved, whatever happens later on disk or in memory."""
 
 import json
 import os
@@ -55,7 +55,7 @@ def test_what_is_saved_is_the_state_at_the_beginning(tmp_path: Path, monkeypatch
     assert writer.busy
     assert not writer.idle
     for tensor in tensors.values():
-        tensor.mul_(-1)  # training goes on
+        tensor.mul_(-1)  # training continues
     gate.set()
     outcome = writer.finish()
     assert outcome is not None

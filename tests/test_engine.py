@@ -36,7 +36,7 @@ TOKENIZER = tokenizer_of(CHATML)
 
 
 def requests_of(count: int, seed: int = 0) -> list[Request]:
-    """Of many kinds and lengths."""
+    """Requests of many kinds and lengths."""
     drawn = random.Random(seed)
     kinds = [
         {"temperature": 0},

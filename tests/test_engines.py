@@ -1,4 +1,5 @@
-"""Other engines: what they can express, the programs that are written for them, and what is believed of them."""
+"""Other engines: the features that they can express, their generated programs, and the trusted parts of their
+reports."""
 
 import ast
 import contextlib

@@ -383,7 +383,7 @@ FOUNDRY_SCHEDULES = {
     "linear_decay_with_warmup": "LinearWithWarmupScheduler",
     "constant_with_warmup": "ConstantWithWarmupScheduler",
 }
-"""As `llmfoundry/optim/__init__.py` registers them."""
+"""The names that `llmfoundry/optim/__init__.py` registers."""
 
 
 @pytest.mark.parametrize("number", range(len(VARIANTS["llm_foundry"])))

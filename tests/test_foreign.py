@@ -98,7 +98,7 @@ def foreign_run(directory: Path, layout: LayoutSpec, **options: Any) -> Resolved
 
 def theirs(directory: Path) -> Any:
     model = transformers.AutoModelForCausalLM.from_pretrained(directory, experts_implementation="eager")
-    return model.double().eval()  # constants are those of fp32
+    return model.double().eval()  # with constants from fp32
 
 
 @pytest.mark.parametrize("name", CONFIGS)

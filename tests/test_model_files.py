@@ -200,7 +200,7 @@ def test_other_documents_than_equal_ones_are_kept_apart(directories: Path, monke
 
 
 def test_no_export_loses_a_special_token(directories: Path, tmp_path: Path) -> None:
-    """Beginning, padding and every end: of our families, of others, and after training."""
+    """Beginning, padding and every end token: of our families, of others, and after training."""
     end = train_tokenizer(TEXTS, 280).eos_id
     ids = {"bos_token_id": 1, "eos_token_id": [end, 3], "pad_token_id": 2}
     for number, (name, family) in enumerate({"llama": None, "glm4_moe": None, "mixtral": "transformers"}.items()):

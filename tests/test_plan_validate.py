@@ -202,7 +202,7 @@ def test_no_row_is_so_odd_that_it_ends_the_program() -> None:
         try:
             run = read_row(odd)
             (judged,) = judge([run])
-        except ValueError:  # neither a size nor a name that says one
+        except ValueError:  # neither a size nor a name with a size
             continue
         predicted += 1
         assert all(made for _, _, made in cell_doubts(odd, run))

@@ -131,7 +131,7 @@ ALONE: list[dict[str, Any]] = [
 
 @pytest.mark.slow
 def test_the_peak_is_a_real_processs() -> None:
-    """Within 2 %: the order in which a real backward pass frees tensors is not known to the last tensor."""
+    """Within 2 %: the exact order in which a real backward pass frees tensors is not known."""
     runs = [tiny_run(LayoutSpec(), width=64, **options) for options in ALONE]
     apart = RankPool()
     try:

@@ -131,7 +131,7 @@ def test_every_stack_is_its_formula(product: str, adapter: str, way: str) -> Non
     y.backward(dy)
     if weights is not None:
         assert layer.weight.grad is None
-        assert layer.bias.grad is None or adapter == "dora"  # which reads the bias beside the product
+        assert layer.bias.grad is None or adapter == "dora"  # which also reads the bias
         add_weight_gradients(weights.take())
         assert not weights.take()
     # Codes decode to fp32, whose products are those of fp64 numbers; sums of D terms.

@@ -40,7 +40,7 @@ class Expected:
 
     result: str
     seconds: float
-    """Of a forked job."""
+    """Seconds that a forked job takes."""
     cold_seconds: float
 
 
@@ -78,7 +78,7 @@ def end(job: Process, folder: Path, name: str = "job", limit: float = LIMIT) -> 
     try:
         job.wait(limit)
         deadline = time.monotonic() + 15
-        while members(job.pid) and time.monotonic() < deadline:  # workers that the launcher left behind
+        while members(job.pid) and time.monotonic() < deadline:  # workers that outlive the launcher
             time.sleep(0.05)
     except subprocess.TimeoutExpired:
         pass

@@ -29,7 +29,8 @@ if torch.cuda.is_available():  # skipped on CPUs: the import loads torch's compi
 
 
 Mask = torch.Tensor | Documents | None
-"""Which tokens see which: a mask from `attention_mask` (None: causal order only), or the documents of packed rows."""
+"""The tokens that each token sees: a mask from `attention_mask` (None: causal order only), or the documents of packed
+rows."""
 
 VARLEN = frozenset(inspect.signature(varlen_attn).parameters) if varlen_attn else frozenset()
 """Options that this torch's kernel for packed documents accepts."""
@@ -39,7 +40,7 @@ class Core:
     """Computes the heads' outputs from queries, keys and values; here on one device, by the kernel that applies."""
 
     def __call__(self, q_BHTK: torch.Tensor, k_BGSK: torch.Tensor, v_BGSK: torch.Tensor, mask: Mask) -> torch.Tensor:
-        """Softmax attention [B, H, T, K] of queries to the keys that `mask` lets them see."""
+        """Softmax attention [B, H, T, K] of queries to the keys that `mask` allows."""
         if isinstance(mask, Documents):
             return attend_documents(q_BHTK, k_BGSK, v_BGSK, mask)
         return scaled_dot_product(q_BHTK, k_BGSK, v_BGSK, mask)
@@ -143,7 +144,7 @@ def serves_varlen(q_BHTK: torch.Tensor) -> bool:
 
 
 def has_varlen(device: torch.device, dtype: torch.dtype) -> bool:
-    """The same for a device and a dtype."""
+    """Whether that kernel can be used for a device and a dtype."""
     return device.type == "cuda" and dtype in (torch.bfloat16, torch.float16) and "window_size" in VARLEN
 
 

@@ -38,7 +38,7 @@ COPIED_BYTES = 4 * 2**30
 
 
 Total = Callable[[torch.Tensor], torch.Tensor]
-"""The sum over ranks of parts."""
+"""Takes parts, returns their sum over ranks."""
 
 
 class PackedLinear:

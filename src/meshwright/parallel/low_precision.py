@@ -96,7 +96,7 @@ class _Sharers:
 
     def maximum(self, maxima: torch.Tensor) -> torch.Tensor:
         """The maximum over the ranks that have the same experts and microbatch. Collective: these ranks call it for one
-        of their experts each, in the same order; ranks with other experts have other slots."""
+        of their experts each, in the same order; ranks with other experts have separate entries."""
         placed = maxima.new_zeros(self.parts, *maxima.shape)
         placed[self.part] = maxima
         for group in self.groups:
