@@ -1,8 +1,8 @@
 """The fused head and cross-entropy, which never materializes all logits.
 
-Logits are computed for one chunk of tokens at a time, overwritten in place by their own gradient, and used at once for
-the gradients of the hidden states and of the head, as in Liger's fused linear cross-entropy (Hsu et al., 2024). The
-backward pass recomputes nothing; it only scales.
+Logits are computed for one chunk of tokens at a time and overwritten in place by their own gradient. The gradients of
+the hidden states and of the head are computed from it at once, as in Liger's fused linear cross-entropy (Hsu et al.,
+2024). The backward pass recomputes nothing; it only scales.
 
 Shapes: N tokens, D hidden, V vocabulary, C tokens of a chunk, R rows that are converted to fp32 together.
 """

@@ -242,9 +242,9 @@ def pack(model: Decoder) -> None:
     """Fill the slots of a model that from now on is used only for generation: later changes of its weights have no
     effect.
 
-    Does nothing on a GPU, in precisions other than fp32 and bf16, in bf16 on a processor without oneDNN's bf16
-    products, for models that transformers computes or whose weights are on disk, and if the copies would take more than
-    `COPIED_BYTES`.
+    Does nothing on a GPU, in precisions other than fp32 and bf16, or in bf16 on a processor without oneDNN's bf16
+    products. Does nothing for models that transformers computes, or whose weights are on disk, or whose copies would
+    take more than `COPIED_BYTES`.
     """
     like = model.like
     if (

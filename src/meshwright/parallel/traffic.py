@@ -38,8 +38,8 @@ exchanges of Python objects are not counted."""
 
 @dataclass
 class Count:
-    """How often a rank took part in a collective, and the bytes of the whole tensors: a gather's output, a scatter's
-    input, the reduced tensor; for messages, the bytes sent or received."""
+    """How often a rank took part in a collective, and the bytes of the whole tensors: a gather's output, a scatter's or
+    an all-to-all's input, the reduced tensor, the message."""
 
     calls: int = 0
     bytes: int = 0

@@ -110,9 +110,12 @@ def run_lock(run_dir: Path, wait: float) -> Lock:
 
 
 def check_start(resolved: ResolvedRun) -> None:
-    """Raise `CheckpointError` if `checkpoint.start_from` names nothing or a run without this model's weights,
-    `AdapterError` if `finetune.start_from` names no adapter or one of another kind, and `UserError` if a directory
-    lacks its weights, or if frozen weights would be random without a request in the recipe.
+    """Check where the run starts. Raises:
+
+    - `CheckpointError` if `checkpoint.start_from` names nothing, or a run without this model's weights;
+    - `AdapterError` if `finetune.start_from` names no adapter, or one of another kind;
+    - `UserError` if a directory lacks its weights, or if frozen weights would be random without a request in the
+      recipe.
 
     A checkpoint outside its run directory, and an adapter's tensors, are checked only when they are read.
     """
