@@ -30,7 +30,7 @@ WITHOUT_EFFECT = frozenset(
 set is refused by name."""
 
 INITS = (True, False, None, "gaussian", "eva", "orthogonal")
-"""Values of `init_lora_weights` that do not make peft change the base."""
+"""Values of `init_lora_weights` for which peft leaves the base unchanged."""
 CONVERTIBLE = ("pissa", "olora", "corda", "lora_ga")
 """Initializations that change the base and that peft can convert to plain LoRA."""
 

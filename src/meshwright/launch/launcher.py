@@ -52,7 +52,7 @@ class Worker:
     store: str = ""
     """`host:port` of the rendezvous; empty for a single process."""
     hosts_store: bool = False
-    """Whether this rank hosts the store for all, if no launcher does."""
+    """Whether this rank hosts the store for all; only if no launcher does."""
     attempt: int = 0
     """Number of restarts so far."""
     parent: int = 0

@@ -71,7 +71,7 @@ def _sizes(name: str, *values: Any) -> Iterator[int]:
     bytes of its input."""
     if KINDS[name] == "all-to-all":
         (args, *_) = values
-        values = args[1] if name.startswith("alltoall") else args[0]  # the output comes first in these
+        values = args[1] if name.startswith("alltoall") else args[0]  # these take the output first
     yield from (leaf.nbytes for leaf in leaves(values) if isinstance(leaf, torch.Tensor))
 
 

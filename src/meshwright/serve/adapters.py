@@ -86,7 +86,7 @@ def export_adapter(trained: TrainedModel, directory: Path, *, vllm: Path | None 
 
 
 def vllm_rank(directory: Path) -> int:
-    """The smallest largest rank that vLLM accepts and that a written adapter fits."""
+    """The smallest of `VLLM_RANKS` that a written adapter's ranks fit."""
     rank = json.loads((directory / CONFIG).read_text(encoding="utf-8"))["r"]
     return next((allowed for allowed in VLLM_RANKS if allowed >= rank), rank)
 
