@@ -1,5 +1,5 @@
-"""lm-evaluation-harness through our model, through transformers and through our server: equal figures and answers. A
-program of its own, because the package warns when it is imported.
+"""lm-evaluation-harness on our model, on transformers' and on our server: equal figures and answers. A separate
+program, because the package warns when it is imported.
 
 Use: beside_lm_eval.py HF_DIRECTORY FOLDER
 """
@@ -61,7 +61,7 @@ def main(model: Path, folder: Path) -> None:
             "question": f"def add_{number}(x): return",
             "choices": ["x + 1", f"x + {number}", "x", "add"],
             "answer": number % 4,
-            # No repetition: HFLM takes windows with equal tokens for one, even if other places in them are asked.
+            # No repetition: HFLM merges windows with equal tokens, even if different positions in them are requested.
             "text": "x = " + "".join(f"add {number * step} to x, " for step in range(number * 3)),
         }
         for number in range(24)
@@ -96,7 +96,8 @@ def main(model: Path, folder: Path) -> None:
 
 
 def beside_the_server(model: Path, folder: Path, ours: list[TaskResult]) -> None:
-    """The harness's `local-completions` asks our server (without the rolling task, whose windows it cuts otherwise)."""
+    """The harness's `local-completions` queries our server (without the rolling task, whose windows it cuts
+    differently)."""
     served = serve_as(open_trained(model, device="cpu"), "tiny", max_batch=8, max_context=None)
     with socket.create_server(("127.0.0.1", 0)) as listening:
         server = uvicorn.Server(configured(Server([served], Limits()).app(), log_level="error"))

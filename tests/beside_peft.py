@@ -1,4 +1,4 @@
-"""Training side by side with peft: the same batches, each step's loss and every gradient compared."""
+"""Training alongside peft: the same batches; each step's loss and every gradient are compared."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -23,10 +23,10 @@ def train_beside(
     gradient_room: float,
     as_theirs: Callable[[str, torch.Tensor], torch.Tensor] = lambda name, gradient: gradient,
 ) -> None:
-    """Train `theirs` by AdamW as `trainer` trains; `counterparts` are its parameters by our names.
+    """Train `theirs` with AdamW as `trainer` trains; `counterparts` are its parameters by our names.
 
-    Losses may differ by `loss_room` of themselves, gradients by `gradient_room` of the largest number; `as_theirs`
-    gives a gradient of ours the shape of theirs.
+    Losses may differ by the relative `loss_room`, gradients by `gradient_room` times the largest number; `as_theirs`
+    converts a gradient of ours to the shape of theirs.
     """
     spec = trainer.resolved.run.training.optimizer
     optimizer = torch.optim.AdamW(
@@ -52,4 +52,4 @@ def train_beside(
             trainer.train_step.update(step + 1, trainer.train_step.gradient_norm())
             trainer.optimizers.zero_grad()
             optimizer.step()
-    assert losses[-2] < 0.98 * losses[0]  # it has learnt
+    assert losses[-2] < 0.98 * losses[0]  # the loss has fallen

@@ -1,9 +1,9 @@
-"""Draws configurations over the whole schema that transformers has of each of our families, and compares logits.
+"""Draws configurations from the whole transformers schema of each of our families, and compares logits.
 
     python tests/config_fuzz.py --rounds 100 --seed 0 [--family llama]
 
 A configuration is equal, refused in a sentence (by us), impossible (transformers itself fails on it), or different,
-which is the one thing that must not be. Every round is decided by its family and seed alone.
+which must not happen. Every round depends only on its family and seed.
 """
 
 import argparse
@@ -29,7 +29,7 @@ from meshwright.spec.errors import UserError
 
 LENGTH, VOCAB = 24, 61
 TOLERANCE = 2e-4
-"""Of the largest logit, in fp32."""
+"""Relative to the largest logit, in fp32."""
 
 Draw = Callable[[random.Random], Any]
 
@@ -39,7 +39,7 @@ def one_of(*values: Any) -> Draw:
 
 
 def mostly(*values: Any, rarely: tuple[Any, ...]) -> Draw:
-    """What we compute, and now and then what we refuse."""
+    """Mostly values that we support, sometimes values that we refuse."""
     return lambda drawn: drawn.choice(rarely if drawn.random() < 0.04 else values)
 
 
@@ -63,7 +63,7 @@ def rope(drawn: random.Random) -> dict[str, Any]:
 
 
 def layer_types(drawn: random.Random) -> list[str] | None:
-    """By far most often none, for without a window transformers takes no layer that slides."""
+    """Mostly none, because without a window transformers accepts no sliding layer."""
     if drawn.random() < 0.7:
         return None
     kinds = drawn.choice(
@@ -171,7 +171,7 @@ SCHEMA: dict[str, dict[str, Draw]] = {
         "num_mtp_layers": one_of(0, 1),
     },
 }
-"""Family -> every field that transformers' configuration of it adds to what all have, and what is drawn for it."""
+"""Family -> every field that its transformers configuration adds to the common ones, and the values drawn for it."""
 
 STRAY: dict[str, Draw] = {
     "is_causal": one_of(True, False),
@@ -182,7 +182,7 @@ STRAY: dict[str, Draw] = {
     "head_dim": one_of(8),
     "scoring_func": one_of("sigmoid", "softmax"),
 }
-"""Keys that files have beside the schema: a tenth of the configurations gets each."""
+"""Keys in files besides the schema: a tenth of the configurations gets each."""
 
 
 def schema_of(family: str) -> set[str]:
@@ -192,7 +192,7 @@ def schema_of(family: str) -> set[str]:
 
 
 def draw_config(family: str, seed: int) -> dict[str, Any]:
-    """A config.json: every field drawn or left out, in the spelling of transformers 4 or 5."""
+    """A config.json: every field drawn or omitted, in the spelling of transformers 4 or 5."""
     drawn = random.Random(f"{family} {seed}")
     config = {key: draw(drawn) for key, draw in SCHEMA[family].items()}
     config |= {key: draw(drawn) for key, draw in STRAY.items() if drawn.random() < 0.03 and key not in config}
@@ -201,7 +201,7 @@ def draw_config(family: str, seed: int) -> dict[str, Any]:
         config["rope_theta"] = scaling.pop("rope_theta")
         config["rope_scaling"] = None if scaling == {"rope_type": "default"} else scaling
     left_out = ["head_dim", "layer_types", "rms_norm_eps", "sliding_window", "tie_word_embeddings"]
-    # What other families mean by leaving this out is more heads than a small model has.
+    # In other families, omitting this means more heads than a small model has.
     left_out += ["num_key_value_heads"] if family in ("llama", "deepseek_v3") else []
     for key in (key for key in left_out if key in config):
         if drawn.random() < 0.15:
@@ -210,7 +210,7 @@ def draw_config(family: str, seed: int) -> dict[str, Any]:
 
 
 def write_model(family: str, seed: int, directory: Path) -> None:
-    """A directory that transformers has saved, its config.json as it was drawn. Raises what transformers raises."""
+    """A directory saved by transformers, with the drawn config.json. Raises transformers' errors."""
     config = draw_config(family, seed)
     parsed = CONFIG_MAPPING[family].from_dict(config)
     torch.manual_seed(seed)
@@ -229,14 +229,15 @@ TOKENS_BT = torch.randint(VOCAB, (2, LENGTH), generator=torch.Generator().manual
 
 @torch.no_grad()
 def their_logits(directory: Path) -> torch.Tensor:
-    """transformers' [B, T, V]. Raises what transformers raises."""
+    """transformers' [B, T, V]. Raises transformers' errors."""
     theirs = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
     return theirs(TOKENS_BT, use_cache=False).logits
 
 
 @torch.no_grad()
 def compare(directory: Path, expected_BTV: torch.Tensor) -> float:
-    """The largest difference of two logits, as a part of the largest. Raises `UserError` where we refuse the model."""
+    """The largest difference of two logits, relative to the largest logit. Raises `UserError` if we refuse the
+    model."""
     spec = read_hf_directory(directory)
     weights = HfWeights(directory, spec)
     ours = build_model(spec, device="cpu")
@@ -246,13 +247,13 @@ def compare(directory: Path, expected_BTV: torch.Tensor) -> float:
 
 
 def one_round(family: str, seed: int) -> tuple[str, str]:
-    """(equal, refused, impossible or different; and what was said)."""
+    """(equal, refused, impossible or different; the message)."""
     with tempfile.TemporaryDirectory() as folder:
         directory = Path(folder) / "model"
         try:
             write_model(family, seed, directory)
             expected_BTV = their_logits(directory)
-        except Exception as error:  # whatever transformers finds wrong with its own configuration
+        except Exception as error:  # any error of transformers in its own configuration
             return "impossible", f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
         try:
             difference = compare(directory, expected_BTV)

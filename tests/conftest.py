@@ -1,4 +1,4 @@
-"""What all tests share: worker processes, started once, the choice of a tier, and the order of files."""
+"""Fixtures and options for all tests: worker processes, started once, the choice of a tier, and the order of files."""
 
 import os
 import sys
@@ -12,15 +12,15 @@ from unittest import mock
 
 import pytest
 
-if TYPE_CHECKING:  # the process that hands tests to others loads no torch
+if TYPE_CHECKING:  # the process that distributes tests loads no torch
     from meshwright.testing.ranks import RankPool
 
 
 def compute_with_one_thread() -> None:
-    """From here on, runs in this process, and its forks, compute with one thread, as ranks do.
+    """From now on, runs in this process and its forks compute with one thread, as ranks do.
 
-    By default they take as many as there are cores. Where tests run side by side, those threads spin while they wait
-    for one another: a run of seconds took minutes on a busy machine.
+    By default they use one thread per core. If tests run in parallel, those threads spin while they wait for each
+    other: a run of seconds took minutes on a busy machine.
     """
     from meshwright.launch import launcher
 
@@ -29,7 +29,7 @@ def compute_with_one_thread() -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     if runs_tests(config):
-        compute_with_one_thread()  # before anything imports the function by its name
+        compute_with_one_thread()  # before anything imports the function by name
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
@@ -37,13 +37,13 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     if modules and runs_tests(session.config):
         from meshwright.testing import ranks
 
-        # Before Python 3.13, multiprocessing does not tell the process that ranks are forked from where modules are.
+        # Before Python 3.13, multiprocessing does not pass the module path to the process that ranks are forked from.
         with mock.patch.dict(os.environ, PYTHONPATH=os.pathsep.join(sys.path)):
             ranks.preload(modules)
 
 
 def runs_tests(config: pytest.Config) -> bool:
-    """Whether this process runs tests, and does not hand them to others."""
+    """Whether this process runs tests itself, rather than distributing them."""
     return hasattr(config, "workerinput") or not config.getoption("numprocesses", None)
 
 
@@ -68,9 +68,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Without --engines: no test that trains in other engines. Under --fast: no test that is marked slow, and of each
-    test over several ranks its first case. Files that take long come first, so that none is begun when the others have
-    ended: on several cores the rest would wait for it."""
+    """Without --engines: no test that trains in other engines. Under --fast: no test that is marked slow, and only the
+    first case of each test over several ranks. Slow files come first, so that on several cores none is left running
+    alone at the end."""
     fast, engines = config.getoption("--fast"), config.getoption("--engines")
     kept, left_out, seen = [], [], set()
     for item in items:
@@ -93,5 +93,5 @@ def is_slow(item: pytest.Item) -> bool:
 
 
 def over_ranks(item: pytest.Item) -> bool:
-    """Whether it runs on several processes."""
+    """Whether the test runs on several processes."""
     return "ranks" in getattr(item, "fixturenames", ())

@@ -31,7 +31,7 @@ CHATML = """\
 
 
 def chat_tokenizer(template: str | None = CHATML) -> TextTokenizer:
-    """A small byte-level BPE that knows ChatML's and Llama 3's tokens."""
+    """A small byte-level BPE with ChatML's and Llama 3's tokens."""
     trained = train_tokenizer([message["content"] for talk in TALKS for message in talk], 300)
     tokenizer = Tokenizer.from_str(trained.files["tokenizer.json"].decode())
     names = ("im_start", "im_end", "begin_of_text", "start_header_id", "end_header_id", "eot_id")

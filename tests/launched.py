@@ -1,4 +1,4 @@
-"""The program as a process, and a launcher's processes, as Linux shows them."""
+"""The program as a process, and a launcher's processes, from Linux's /proc."""
 
 import os
 import subprocess
@@ -14,12 +14,12 @@ LISTENS = "0A"
 
 
 def ranks_of(launcher: int) -> list[int]:
-    """Process ids of the ranks that a launcher has forked, in the order of their start."""
+    """Process ids of the ranks that a launcher has forked, in start order."""
     return [pid for pid in children_of(launcher) if Path(f"/proc/{pid}/comm").read_text().startswith("meshwright:")]
 
 
 def children_of(process: int) -> list[int]:
-    """Process ids of a process's children, in the order of their start."""
+    """Process ids of a process's children, in start order."""
     return [int(pid) for pid in Path(f"/proc/{process}/task/{process}/children").read_text().split()]
 
 
@@ -42,8 +42,8 @@ def listening(pids: set[int]) -> set[tuple[str, int]]:
 
 
 class Program:
-    """`meshwright WORDS...`, in a process group of its own, as a shell starts it; but a fork of a process that has
-    loaded everything. `stdout`, `stderr`: its streams, as text."""
+    """`meshwright WORDS...` in its own process group, as a shell starts it, but as a fork of a process that has loaded
+    everything. `stdout`, `stderr`: its streams, as text."""
 
     def __init__(self, *words: str, cwd: Path | str = ".", env: Mapping[str, str] | None = None) -> None:
         reading, writing = zip(os.pipe(), os.pipe(), strict=True)
@@ -66,7 +66,7 @@ class Program:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """End it, if it runs."""
+        """End it if it is running."""
         self.kill()
         self._process.wait()
         self.stdout.close()
@@ -82,7 +82,7 @@ class Program:
         self._process.kill()
 
     def communicate(self, timeout: float) -> tuple[str, str]:
-        """What it still writes to both streams, once it has ended."""
+        """The rest of both streams, after it has ended."""
         with ThreadPoolExecutor(2) as readers:
             rest = [readers.submit(stream.read) for stream in (self.stdout, self.stderr)]
             try:

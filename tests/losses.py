@@ -1,4 +1,4 @@
-"""What a bare model makes of tokens, without a trainer."""
+"""Losses and logits of a bare model, without a trainer."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ from meshwright.spec.batch import Batch
 
 
 def summed_loss(model: Any, tokens: torch.Tensor, labels: torch.Tensor, document_ids: Any = None, **how: Any) -> Any:
-    """The summed cross-entropy; of a model's first layers (`layers`), what goes into the next."""
+    """The summed cross-entropy; for a model's first layers (`layers`), the input of the next layer."""
     return model(Batch(tokens, labels, document_ids), lambda x, head, batch: head.loss(x, batch.labels), **how)
 
 

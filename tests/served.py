@@ -1,4 +1,4 @@
-"""Tiny models that can be served: fresh weights large enough to have opinions, a tokenizer, a chat template."""
+"""Tiny models to serve: fresh weights large enough for clear preferences, a tokenizer, a chat template."""
 
 import dataclasses
 from pathlib import Path
@@ -32,7 +32,7 @@ PLAIN = """\
 
 
 def spec_of(family: str, vocab: int = VOCAB, **more: Any) -> ModelSpec:
-    """A tiny model's spec; heads share keys and a window slides where the family has that."""
+    """A tiny model's spec, with shared key heads and a sliding window if the family has them."""
     sizes = SIZES | {"family": family, "vocab": vocab}
     if family not in ("gpt2", "deepseek_v3"):
         sizes["num_kv_heads"] = 2
@@ -52,7 +52,7 @@ def model_of(family: str, *, dtype: torch.dtype = torch.float64, seed: int = 1, 
 
 
 def adapted(base: Decoder, seed: int = 2, **more: Any) -> Decoder:
-    """The base with a LoRA adapter that changes what it says."""
+    """The base with a LoRA adapter that changes its answers."""
     dtype = base.like.dtype
     model = build_model(base.spec, dtype=dtype)
     apply_finetune(model, LoraSpec(method="lora", rank=4, alpha=8.0, **more), dtype)
@@ -70,7 +70,7 @@ def adapted(base: Decoder, seed: int = 2, **more: Any) -> Decoder:
 
 
 def tokenizer_of(template: str | None = None) -> TextTokenizer:
-    """A byte-level tokenizer, which with a template has ChatML's special tokens."""
+    """A byte-level tokenizer; with a template, it has ChatML's special tokens."""
     text = "".join(f"def add_{n}(x):\n    return x + {n}\n" for n in range(50))
     tokenizer = train_tokenizer([text], VOCAB - 3)
     if template is None:

@@ -23,7 +23,7 @@ STEPS = 6
 
 
 def tiny(strategy: str, *, evaluate: int = 0, checkpoint: Any = None, **run: Any) -> ResolvedRun:
-    """A tiny run of six steps under a layout, which evaluates every so many steps and after the last."""
+    """A tiny run of six steps under a layout, which evaluates at this interval and after the last step."""
     resolved = tiny_run(LAYOUTS[strategy], steps=STEPS, **run)
     training = resolved.run.training.model_copy(update={"evaluation": EvaluationSpec(batches=1, every=evaluate)})
     update = {"training": training, "checkpoint": CheckpointSpec(keep_last=9, **(checkpoint or {}))}
@@ -33,9 +33,9 @@ def tiny(strategy: str, *, evaluate: int = 0, checkpoint: Any = None, **run: Any
 def train(
     run: ResolvedRun, root: Path, callbacks: list[Callback], resume: Path | None = None, corpus: Any = None
 ) -> Session:
-    """Train with these callbacks, on random tokens where there is no corpus. Collective."""
+    """Train with these callbacks, on random tokens if there is no corpus. Collective."""
     trainer = build_here(run)
-    trainer.peak = 1e12, "not measured"  # a second on every rank
+    trainer.peak = 1e12, "not measured"  # measuring takes a second on every rank
     trainer.callbacks = named_callbacks(callbacks)
     if resume:
         restore(trainer, resume)

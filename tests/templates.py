@@ -1,7 +1,7 @@
-"""Small chat templates, each with one habit of published ones that makes an assistant's turn hard to tell."""
+"""Small chat templates, each with one feature of published ones that makes an assistant's turn hard to locate."""
 
 FAMILIES = {
-    # Qwen3: thoughts before the last question are left out, and the last answer gets an empty one.
+    # Qwen3: thoughts before the last question are omitted, and the last answer gets an empty one.
     "forgets thoughts": """\
 {%- if tools -%}{{- tools|tojson -}}{%- endif -%}
 {%- set ns = namespace(last=0) -%}
@@ -21,14 +21,14 @@ FAMILIES = {
 {%- endfor -%}
 {%- if add_generation_prompt -%}{{- '<|im_start|>assistant\\n' -}}{%- endif -%}
 """,
-    # Qwen3 Thinking: the generation prompt opens a thought, which answers of earlier turns do not have.
+    # Qwen3 Thinking: the generation prompt opens a thought; answers of earlier turns have none.
     "prompts for a thought": """\
 {%- for m in messages -%}
 {{- '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' -}}
 {%- endfor -%}
 {%- if add_generation_prompt -%}{{- '<|im_start|>assistant\\n<think>\\n' -}}{%- endif -%}
 """,
-    # Phi-3: an end-of-text token behind the last turn, unless the assistant is asked.
+    # Phi-3: an end-of-text token after the last turn, unless the assistant's turn is requested.
     "ends the text": """\
 {%- for m in messages -%}
 {{- '<|' + m.role + '|>\\n' + m.content + '<|end|>\\n' -}}
@@ -45,7 +45,7 @@ FAMILIES = {
 {%- endfor -%}
 {%- if add_generation_prompt -%}{{- '<|start|>assistant' -}}{%- endif -%}
 """,
-    # Gemma: other names of roles, and only user and assistant by turns.
+    # Gemma: different role names, and only alternating user and assistant.
     "takes turns": """\
 {%- for m in messages -%}
 {%- if (m.role == 'user') != (loop.index0 % 2 == 0) -%}{{- raise_exception('roles must take turns') -}}{%- endif -%}
@@ -53,7 +53,7 @@ FAMILIES = {
 {%- endfor -%}
 {%- if add_generation_prompt -%}{{- '<start_of_turn>model\\n' -}}{%- endif -%}
 """,
-    # DeepSeek: calls only where there is no content, with arguments as text.
+    # DeepSeek: calls only without content, with arguments as text.
     "bare calls": """\
 {%- if tools -%}{{- tools|tojson -}}{%- endif -%}
 {%- for m in messages -%}
@@ -70,7 +70,7 @@ FAMILIES = {
 {%- endfor -%}
 {%- if add_generation_prompt and messages[-1].role == 'user' -%}{{- '<|assistant|>' -}}{%- endif -%}
 """,
-    # Mistral: calls have ids of nine characters, and the newest question comes with the tools.
+    # Mistral: calls have ids of nine characters, and tools precede the newest question.
     "ids": """\
 {%- if tools -%}{{- tools|tojson -}}{%- endif -%}
 {%- for m in messages -%}
@@ -85,7 +85,7 @@ FAMILIES = {
 {%- if m.role == 'tool' -%}{{- '[TOOL_RESULTS]' + m.tool_call_id + m.content + '[/TOOL_RESULTS]' -}}{%- endif -%}
 {%- endfor -%}
 """,
-    # Llama 3.1: the date of today.
+    # Llama 3.1: today's date.
     "tells the date": """\
 {{- '<|begin_of_text|>' + strftime_now('%d %b %Y') + '<|eot_id|>' -}}
 {%- for m in messages -%}
@@ -101,7 +101,7 @@ FAMILIES = {
 {%- endfor -%}
 {%- if add_generation_prompt -%}{{- '<|turn|><|assistant|><|thought|>' -}}{%- endif -%}
 """,
-    # Metharme: nothing ends a turn but the next one, and an end of text the whole.
+    # Metharme: only the next turn ends a turn; an end-of-text token ends the conversation.
     "no ends": """\
 {%- for m in messages -%}
 {{- '<|' + m.role + '|>' + m.content -}}

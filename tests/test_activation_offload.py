@@ -1,4 +1,4 @@
-"""Activations in host memory: no bit of a step changes, they are elsewhere meanwhile, and the planner knows."""
+"""Activations in host memory: a step is bit-identical, the device holds none meanwhile, and the planner counts them."""
 
 import dataclasses
 import functools
@@ -32,7 +32,7 @@ HOST = {"activations": "host"}
 
 
 class Counted(HostCopy):
-    """A copy that counts itself, and can only be read as long as nobody spoils it."""
+    """A copy that counts itself, and that a test can corrupt."""
 
     made, asked = 0, 0
 
@@ -52,7 +52,7 @@ def offloaders(model: nn.Module) -> list[Offloaded]:
 
 
 def differing(ours: Outcome | None, other: Outcome | None) -> list[str]:
-    """The names of what is not the same bits."""
+    """The names of tensors that are not bit-identical."""
     if ours is None or other is None:
         return []
     found = [name for name in other.gradients if not torch.equal(ours.gradients[name], other.gradients[name])]
@@ -61,7 +61,7 @@ def differing(ours: Outcome | None, other: Outcome | None) -> list[str]:
 
 
 def differences(cases: list[tuple[dict[str, Any], dict[str, Any]]]) -> list[list[str]]:
-    """Of every layout and its options what a step with activations in host memory changes. Collective."""
+    """For every layout and its options, the tensors that activations in host memory change in a step. Collective."""
     offload.SMALLEST = 0
     found = []
     for layout, options in cases:
@@ -110,7 +110,7 @@ def test_layouts_of_two_ranks_to_the_bit(ranks: RankPool) -> None:
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # torch's compiler asks for it
 @pytest.mark.filterwarnings("ignore:.*Function.* should not be instantiated:DeprecationWarning")
 def test_compiled_blocks_to_the_bit(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without code generation, which would take the time."""
+    """Without code generation, which would be slow."""
     monkeypatch.setattr(offload, "SMALLEST", 0)
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
     assert differences([({}, {"compile": True})]) == [[]]
@@ -160,7 +160,7 @@ def test_every_tensor_is_copied_once_and_weights_are_not(monkeypatch: pytest.Mon
 
 
 def test_a_spoilt_copy_is_seen_in_the_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The backward pass reads the copies, not the tensors that were there before."""
+    """The backward pass reads the copies, not the original tensors."""
     monkeypatch.setattr(offload, "SMALLEST", 0)
     plain = one_step(tiny_run(LayoutSpec()))
 
@@ -206,7 +206,7 @@ def test_the_planner_and_a_rehearsal_agree(recompute: str) -> None:
 
 
 def micro_batch_on(memory: float, host: float, **sections: Any) -> ResolvedRun:
-    """A run whose microbatch is chosen, on two GPUs with this many bytes each and for the host of both."""
+    """A run with automatic microbatch, on two GPUs with this many bytes each and for the host of both."""
     machine = Machine("cuda", "NVIDIA H100 80GB HBM3", 2, int(memory), int(host))
     run = {
         "model": {**SIZES, "max_positions": 2048},

@@ -1,4 +1,4 @@
-"""A short round of the standing attack (`make attack`), and its judge."""
+"""A short round of the standing attack (`make attack`), and tests of its verdicts."""
 
 import multiprocessing
 from collections.abc import Iterator
@@ -15,28 +15,28 @@ from conftest import compute_with_one_thread
 pytestmark = pytest.mark.slow
 
 ROUND = 1
-"""Trials of every kind of file; `make attack` has a hundred times as many, and kills, disks and networks."""
+"""Trials for every kind of file; `make attack` runs a hundred times as many, and kills, disks and networks."""
 
 
 _attacks: list[Attacks] = []
-"""In the attacking process: one."""
+"""One, in the attacking process."""
 
 
 def begin(folder: Path) -> None:
-    """Make what is attacked, in the attacking process."""
+    """Make the attacked folder, in the attacking process."""
     compute_with_one_thread()
     _attacks.append(Attacks(folder))
 
 
 def attack(kind: str, count: int) -> list[Trial]:
-    """So many trials of a kind, in the attacking process."""
+    """This many trials of a kind, in the attacking process."""
     return list(_attacks[0].kinds()[kind](count, 0))
 
 
 @pytest.fixture(scope="module")
 def attacker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ProcessPoolExecutor]:
-    """A process of its own: trials are forks of it, and a fork of one that has run other tests may inherit a lock that
-    one of their threads held."""
+    """A separate process: trials are forks of it, and a fork of a process that has run other tests may inherit a lock
+    that one of their threads held."""
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
         pool.submit(begin, tmp_path_factory.mktemp("attack")).result()
         yield pool

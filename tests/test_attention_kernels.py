@@ -1,4 +1,4 @@
-"""Attention kernels by name: the one that is asked for computes, the same numbers as any other."""
+"""Attention kernels by name: the named kernel computes, with the same numbers as any other."""
 
 from pathlib import Path
 from typing import Any
@@ -63,7 +63,7 @@ def test_the_named_kernel_computes(name: AttentionName, operation: str, mask: st
 @pytest.mark.parametrize("mask", ["causal", "window", "documents and window"])
 @pytest.mark.filterwarnings("ignore:flex_attention called without")
 def test_flex(mask: str) -> None:
-    """Its forward pass, which is all that a CPU has."""
+    """Its forward pass; a CPU has no other."""
     with torch.no_grad():
         q, k, v = (x.float() for x in heads())
         expected = Core()(q, k, v, MASKS[mask])

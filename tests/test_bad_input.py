@@ -1,5 +1,5 @@
-"""What people get wrong, end to end: status 2 (1 from `check`) and one line each, which says what is wrong, where,
-and what would work; never a stack trace.
+"""Users' mistakes, end to end: status 2 (1 from `check`) and one line each, with the fault, its place, and what would
+work; never a stack trace.
 """
 
 import argparse
@@ -38,7 +38,7 @@ def folder(tmp_path, monkeypatch):
 
 
 def errors(capsys):
-    """The lines on standard error, each of which must be an error's."""
+    """The lines on standard error; each must be an error's."""
     lines = capsys.readouterr().err.splitlines()
     assert lines
     assert all(line.startswith("error: ") for line in lines)
@@ -46,7 +46,7 @@ def errors(capsys):
 
 
 RECIPES = {
-    # what stands in run.yaml: how the one line begins
+    # contents of run.yaml: the start of the one line
     "": "run.yaml:1: empty; a recipe is lines of 'key: value', 'model: NAME' at the least",
     "{}": "run.yaml:1: model: required, but not given",
     "model: gpt2\nmodel: gpt2-xl": "run.yaml:2: model: given twice, first at run.yaml:1",
@@ -73,7 +73,7 @@ def test_recipes(text, message, folder, capsys):
 
 
 OVERRIDES = {
-    # on the command line: how the one line begins
+    # command line: the start of the one line
     "training.steps": "command line: training.steps: an override is written key=value",
     "training.optimiser.lr=1": "command line: training.optimiser.lr=1: training.optimiser: unknown key; did",
     "training.global_batch_tokens=9": "training: global_batch and global_batch_tokens both set the batch size",
@@ -136,7 +136,7 @@ def damaged(name, content):
 
 
 DATA = {
-    # data.sources: what lies in the folder, how the one line begins
+    # data.sources: the folder's content, the start of the one line
     "nothing/*.txt": (None, "data source nothing/*.txt matches no file (looked in "),
     ".": (None, "data source . is a folder; name its files, as in ./**/*.txt"),
     "[a.txt, a.txt]": (None, "data source a.txt is given twice; remove one"),
@@ -195,7 +195,7 @@ CONFIG = {"model_type": "llama", "hidden_size": 16, "num_hidden_layers": 1, "num
 CONFIG |= {"intermediate_size": 32, "vocab_size": 260, "max_position_embeddings": 32, "rms_norm_eps": 1e-5}
 
 CONFIGS = {
-    # config.json of the model's directory: how the one line begins
+    # config.json of the model's directory: the start of the one line
     json.dumps(CONFIG | {"model_type": ["a"]}): "hf/config.json: model_type is ['a'], not a name",
     json.dumps(CONFIG | {"model_type": {}}): "hf/config.json: model_type is {}, not a name",
     json.dumps(CONFIG | {"vocab_size": -1}): "hf/config.json: vocab_size is -1: Input should be greater than or",
@@ -229,7 +229,7 @@ def trained(tmp_path_factory):
 
 @pytest.fixture
 def run_dir(trained, tmp_path, monkeypatch):
-    """A copy of it, to damage."""
+    """A copy of `trained`, to damage."""
     shutil.copytree(trained, tmp_path, dirs_exist_ok=True)
     monkeypatch.chdir(tmp_path)
     return tmp_path / "runs/small"
@@ -301,7 +301,7 @@ def test_damaged_checkpoints(words, damage, message, run_dir, capsys):
 
 
 AFTER_TRAINING = {
-    # command line: what the one line says
+    # command line: the one line
     "train run.yaml": "runs/small already contains a run (up to step-00000002); continue it with --resume",
     "train run.yaml --resume training.seed=1 data.packing=best_fit": "was trained with training.seed=0, not 1, "
     "data.packing=concatenated, not best_fit; continue with training.seed=0 data.packing=concatenated, so",
@@ -323,7 +323,7 @@ AFTER_TRAINING = {
 
 
 WORDS = {
-    # command line: what the one line says
+    # command line: the one line
     "train run.yaml --steps 5": "'--steps'; to change a setting of the recipe, write training.steps=VALUE",
     "train run.yaml --learning-rate=1": "to change a setting of the recipe, write training.optimizer.lr=VALUE",
     "check run.yml": "run.yml: no such file or directory; did you mean 'run.yaml'?",
@@ -348,7 +348,7 @@ def test_after_training(words, message, run_dir, capsys):
 
 
 def test_what_only_looks_like_a_setting_gets_no_line(folder, capsys):
-    """A recipe may be called data.yaml, and a message may begin with a file's name."""
+    """A recipe may be named data.yaml, and a message may begin with a file name."""
     (folder / "data.yaml").write_text("model: gpt2\ndata: {sources: a.txt}\ntraining: {steps: zero}\n")
     assert main(["train", "data.yaml"]) == 2
     assert errors(capsys) == ["data.yaml:3: training.steps: 'zero' is not allowed: must be a whole number"]

@@ -1,4 +1,4 @@
-"""What is stored of a quantized matrix, compared with bitsandbytes to the bit."""
+"""The stored form of a quantized matrix, compared with bitsandbytes bit for bit."""
 
 import logging
 import sys
@@ -75,14 +75,13 @@ def test_double_quantization_is_bitsandbytes(size: tuple[int, int]) -> None:
 
 
 def portable_quantize_blockwise(values: torch.Tensor, book: torch.Tensor, block: int) -> list[torch.Tensor]:
-    """bitsandbytes' own definition, which its CUDA kernel follows; its CPU kernel misses the nearest code now and
-    then."""
+    """bitsandbytes' own definition, which its CUDA kernel follows; its CPU kernel sometimes misses the nearest code."""
     everywhere = torch._C.DispatchKeySet(torch._C.DispatchKey.CompositeExplicitAutograd)
     return torch.ops.bitsandbytes.quantize_blockwise.default.redispatch(everywhere, values, book, block)
 
 
 def test_double_quantization_does_not_depend_on_threads() -> None:
-    scales = matrix((64, 2**14)).abs().flatten()  # so many that torch adds them up in several threads
+    scales = matrix((64, 2**14)).abs().flatten()  # enough that torch sums them in several threads
     threads = torch.get_num_threads()
     kept = []
     for torch_threads in (1, 2, 3):

@@ -1,4 +1,4 @@
-"""`plan calibrate`: two processes measure this machine; the file it writes is a cluster that plans are made for."""
+"""`plan calibrate`: two processes measure this machine; the file is a valid cluster for plans."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Hooks of a run: what they are told, what they may ask for, what of them survives a stop, how they reach workers."""
+"""Hooks of a run: their arguments, their requests, their state after a stop, and their transfer to workers."""
 
 import io
 import json
@@ -24,7 +24,7 @@ from sessions import STEPS, tiny, train
 
 
 class Asks(Callback):
-    """Asks on the last rank alone: for an evaluation of step 1, a checkpoint of step 2, an end after step 4."""
+    """Makes requests on the last rank only: an evaluation at step 1, a checkpoint at step 2, the end after step 4."""
 
     def __init__(self) -> None:
         self.seen: list[tuple[str, int]] = []
@@ -44,7 +44,7 @@ class Asks(Callback):
 
     def on_evaluate(self, training: Training, record: dict[str, Any]) -> None:
         self.seen.append((record["kind"], record["step"]))
-        training.request_evaluation()  # of what has just been measured: nothing happens
+        training.request_evaluation()  # it has just been measured: nothing happens
 
     def on_save(self, training: Training, record: dict[str, Any]) -> None:
         self.seen.append((record["kind"], record["step"]))
@@ -73,7 +73,7 @@ def test_what_one_rank_asks_for_happens_on_all_at_the_same_step(ranks: RankPool,
 
 
 class Sums(Callback):
-    """The sum of the weights after every step, and the losses: tensors as sharded as the weights, and a value."""
+    """The sum of the weights after every step, and the losses: tensors sharded like the weights, and a value."""
 
     def __init__(self) -> None:
         self.losses: list[float] = []
@@ -192,7 +192,7 @@ def test_a_script_s_callback_reaches_its_workers(folder: Path) -> None:
     assert "UserError: Here is defined in __main__, so worker processes cannot import it" in found.stderr
     assert "move it into an importable module" in found.stderr
     assert found.stdout.splitlines()[-1] == "3 enough of True 3"
-    # PyTorch's own generator begins from training.seed and the rank.
+    # PyTorch's own generator is seeded from training.seed and the rank.
     for rank in range(2):
         torch.manual_seed(rank)
         assert (folder / f"drawn-{rank}").read_text() == str(torch.rand(3).tolist())

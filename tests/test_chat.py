@@ -1,4 +1,4 @@
-"""`chat`: history, commands, two models, pipes; what a model writes never controls the terminal."""
+"""`chat`: history, commands, two models, pipes; a model's output never controls the terminal."""
 
 import io
 import json
@@ -49,7 +49,7 @@ def talk(models: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFi
 
 
 def expected(models: Path, *messages: str, name: str = "tuned", system: str | None = None, tokens: int = 8) -> str:
-    """The answer to the last of these messages, user's and assistant's by turns."""
+    """The answer to the last of these messages, which alternate between user and assistant."""
     trained = open_trained(models / name, device="cpu")
     partner = Partner(trained, name, system)
     roles = ("user", "assistant")
@@ -108,7 +108,7 @@ def test_a_conversation_is_saved_as_a_record(talk: Talk, models: Path, tmp_path:
 
 
 def test_questions_cannot_be_saved_over_other_kinds_of_files(talk: Talk, tmp_path: Path) -> None:
-    """Lines of a pipe may be a stranger's; a shell's start-up file must not grow by them."""
+    """Lines of a pipe may come from a stranger; they must not be appended to a shell's start-up file."""
     file = tmp_path / ".profile"
     status, _, notes = talk(["$(touch pwned)", f"/save {file}"])
     assert (status, file.exists()) == (2, False)
@@ -170,7 +170,7 @@ def test_a_closed_answer_stays_in_the_history(models: Path) -> None:
 
 @pytest.mark.slow
 def test_in_a_terminal_answers_are_streamed_and_ctrl_c_ends_one(models: Path) -> None:
-    """A prompt, an answer that is interrupted, another one, and Ctrl-D."""
+    """A prompt, an interrupted answer, another one, and Ctrl-D."""
     parent, child = pty.openpty()
     command = [sys.executable, "-m", "meshwright", "chat", str(models / "base"), "--max-tokens", "120"]
     process = subprocess.Popen(command, stdin=child, stdout=child, stderr=child, start_new_session=True)

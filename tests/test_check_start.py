@@ -1,4 +1,4 @@
-"""What `check` says of a recipe is what `train` would say: its base, its tokenizer, its objective, its targets."""
+"""`check` reports the same as `train` about a recipe: its base, its tokenizer, its objective, its targets."""
 
 import re
 from pathlib import Path
@@ -27,7 +27,7 @@ OWN_TOKENIZER = "data.tokenizer=runs/first/tokenizer"
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a trained run, and text that it has not seen."""
+    """A folder with a trained run, and text that the run has not seen."""
     folder = tmp_path_factory.mktemp("first")
     (folder / "text.txt").write_text(TEXT)
     (folder / "other.txt").write_text(TEXT.replace("add", "subtract"))
@@ -116,7 +116,7 @@ def test_what_no_machine_does_is_warned_of(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """More memory than there is, or hours a step: a warning that says what would do; with --strict an error."""
+    """More memory than exists, or hours per step: a warning with a remedy; with --strict, an error."""
     monkeypatch.chdir(folder)
     monkeypatch.setattr(check, "find_machine", lambda _: Machine("cpu", "cpu", 2, 16 * 2**30))
     command = ["check", "run.yaml", "run_dir=runs/large", "training.precision=bf16", *words]

@@ -1,4 +1,4 @@
-"""Runs that an older version trained for three steps continue as that version continued them."""
+"""Runs that an older version trained for three steps continue as in that version."""
 
 import json
 import shutil
@@ -11,14 +11,14 @@ from meshwright.cli.main import main
 FIXTURES = Path(__file__).parent / "fixtures" / "checkpoints"
 
 CASES = {
-    "llama-zero3": [],  # the layout that it was saved on: two processes
+    "llama-zero3": [],  # the layout that saved it: two processes
     "llama-zero3 on one process": ["layout.dp_shard=1", "layout.zero=0"],
     "deepseek-fp16": [],
     "llama-lora": [],
     "gpt2-8bit": [],
 }
 TOLERANCE = {"llama-zero3": 1e-12, "llama-lora": 1e-12, "gpt2-8bit": 1e-5, "deepseek-fp16": 2e-3}
-"""Relative, of a loss three steps on: a few units in the last place of the dtype that computes, fp64 to fp16."""
+"""Relative tolerance of a loss three steps later: a few units in the last place of the compute dtype, fp64 to fp16."""
 
 
 @pytest.mark.slow

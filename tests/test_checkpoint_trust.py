@@ -1,4 +1,4 @@
-"""Damaged, lying and foreign folders among checkpoints: told and passed over, and what is not ours is never touched."""
+"""Damaged, lying and foreign folders among checkpoints are reported and skipped; foreign ones are never touched."""
 
 import json
 import pickle
@@ -48,7 +48,7 @@ def test_every_flipped_bit_of_a_manifest_is_told_and_passed_over(tmp_path: Path)
         flipped = bytearray(good)
         flipped[place // 8] ^= 1 << place % 8
         if _same(bytes(flipped), good):
-            continue  # a blank that became another
+            continue  # whitespace changed to other whitespace
         path.write_bytes(flipped)
         found, faults = newest_good_checkpoint(tmp_path)
         assert found == tmp_path / "step-00000003", (place, flipped)
@@ -89,7 +89,7 @@ def test_manifests_that_are_none(tmp_path: Path, text: str, message: str) -> Non
 
 
 def test_a_checkpoint_that_lies_about_its_step_is_refused(tmp_path: Path) -> None:
-    """Two that were swapped, each complete in itself."""
+    """Two swapped checkpoints, each complete."""
     save(tmp_path, 3, 6)
     one, other, aside = tmp_path / "step-00000003", tmp_path / "step-00000006", tmp_path / "aside"
     one.rename(aside), other.rename(one), aside.rename(other)
@@ -106,7 +106,7 @@ def test_a_checkpoint_that_lies_about_its_step_is_refused(tmp_path: Path) -> Non
 
 
 def mend(checkpoint: Path, name: str, **fields: Any) -> None:
-    """Make the manifest fit a file that was changed, as whoever plants one does."""
+    """Make the manifest match a changed file, as an attacker would."""
     path = checkpoint / "manifest.json"
     content = json.loads(path.read_text()) | fields
     content["files"][name] = manifest_module.describe_file(checkpoint / name)

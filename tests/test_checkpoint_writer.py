@@ -1,4 +1,4 @@
-"""Saving while training goes on: what is saved is the state at `begin`, whatever happens on disk or in memory after."""
+"""Saving during training: the state at `begin` is saved, whatever happens later on disk or in memory."""
 
 import json
 import os
@@ -34,7 +34,7 @@ def save(writer: CheckpointWriter, step: int, tensors: dict[str, torch.Tensor], 
 
 
 def saved(checkpoint: Path, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """What the checkpoint holds for `tensors`."""
+    """The checkpoint's values for `tensors`."""
     verify_checkpoint(checkpoint)
     found = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
     load_tensors(checkpoint, found)
@@ -55,7 +55,7 @@ def test_what_is_saved_is_the_state_at_the_beginning(tmp_path: Path, monkeypatch
     assert writer.busy
     assert not writer.idle
     for tensor in tensors.values():
-        tensor.mul_(-1)  # training goes on
+        tensor.mul_(-1)  # training continues
     gate.set()
     outcome = writer.finish()
     assert outcome is not None
@@ -93,7 +93,7 @@ def partly_held(root: Path) -> tuple[list[str], bool]:
     """Ranks hold different tensors; one is held by two of them, one by all. Collective."""
     rank = dist.get_rank()
     tensors = {f"only.{rank}": torch.full((3,), float(rank)), "all": torch.arange(4.0)}
-    if rank in (0, 2):  # as embeddings that first and last pipeline stage share
+    if rank in (0, 2):  # like embeddings shared by the first and the last pipeline stage
         tensors["ends"] = torch.full((2, 2), 5.0)
     outcome = save(CheckpointWriter(root, CheckpointSpec()), 1, tensors)
     assert outcome.path is not None
@@ -126,7 +126,7 @@ def test_a_tensor_lives_on_whatever_mesh_it_likes(ranks: RankPool, tmp_path: Pat
 
 
 def failing_on(root: Path, bad_rank: int) -> tuple[str | None, list[str], str | None]:
-    """A good save, one whose disk fails on one rank, and a good one. Collective."""
+    """A good save, one with a disk failure on one rank, and a good one. Collective."""
     tensors = {f"a.{dist.get_rank()}": torch.ones(3)}
     writer = CheckpointWriter(root, CheckpointSpec())
     save(writer, 1, tensors)
@@ -156,7 +156,7 @@ def test_one_rank_s_full_disk_fails_the_save_and_nothing_else(ranks: RankPool, t
 
 
 def really_full(root: str) -> list[str | None]:
-    """Save below a limit on file sizes, at which the system itself refuses to write on."""
+    """Save below a limit on file sizes, at which the system refuses further writes."""
     problems: list[str | None] = []
 
     def work() -> None:
@@ -183,7 +183,7 @@ def test_the_system_itself_refuses_to_write(ranks: RankPool, tmp_path: Path) -> 
 
 
 def die_everywhere(root: str) -> tuple[int, list[str | None]]:
-    """A process that dies right before its n-th file operation, for every n; what is newest after each death."""
+    """A process that dies right before its n-th file operation, for every n; the newest checkpoint after each death."""
     tensors, folder = {"a": torch.arange(5.0)}, Path(root)
     spec = CheckpointSpec(keep_last=1)
     save(CheckpointWriter(folder, spec), 1, tensors)
@@ -199,7 +199,7 @@ def die_everywhere(root: str) -> tuple[int, list[str | None]]:
         if status == 0:
             return moment, newest
         assert status == 9
-        if good.name == checkpoint_name(2):  # back to where the next death begins
+        if good.name == checkpoint_name(2):  # back to the state before the next death
             writer = CheckpointWriter(folder, spec)
             save(writer, 1, tensors)
             for left in folder.glob("abandoned-*"):
@@ -210,14 +210,14 @@ def die_everywhere(root: str) -> tuple[int, list[str | None]]:
 def test_a_death_between_any_two_file_operations_leaves_a_good_checkpoint(ranks: RankPool, tmp_path: Path) -> None:
     [(moments, newest)] = ranks.run(1, die_everywhere, str(tmp_path))
     assert moments > 25
-    turn = newest.index("step-00000002")  # where the visible name appears; everything before had the old one
+    turn = newest.index("step-00000002")  # the operation that makes the name visible; before it, the old one is newest
     assert newest == ["step-00000001"] * turn + ["step-00000002"] * (len(newest) - turn)
     assert 10 < turn < len(newest) - 3
     assert names(tmp_path) == ["latest", "step-00000002"]  # nothing is left of forty deaths
 
 
 def count_operations(root: str) -> int:
-    """What the counter sees of one file's life: folder, open, sync, rename, removal."""
+    """The counter's value for one file's life: folder, open, sync, rename, removal."""
     folder = Path(root) / "data"
 
     def work() -> None:
@@ -263,7 +263,7 @@ def test_going_back_sets_the_later_checkpoints_aside(tmp_path: Path) -> None:
     for step in (1, 2, 3):
         save(writer, step, tensors)
     tensors["a"].fill_(2)
-    writer.since = 1  # as a run does that continued from step 1
+    writer.since = 1  # as in a run that continued from step 1
     outcome = save(writer, 2, tensors)
     assert outcome.problem is None
     assert names(tmp_path) == ["abandoned-step-00000002", "abandoned-step-00000003", "latest", "step-00000002"]
@@ -271,7 +271,7 @@ def test_going_back_sets_the_later_checkpoints_aside(tmp_path: Path) -> None:
     assert saved(tmp_path / "step-00000002", tensors)["a"].item() == 2
     save(writer, 3, tensors)
     writer.since = 2
-    save(writer, 5, tensors)  # the next one is due beyond what was passed over
+    save(writer, 5, tensors)  # the next one due after the skipped ones
     assert [path.name for path in list_checkpoints(tmp_path)] == ["step-00000002", "step-00000005"]
     assert saved(tmp_path / "abandoned-step-00000003", tensors)["a"].item() == 2
 
@@ -282,7 +282,7 @@ def kill_often(root: str) -> dict[str, int]:
 
 @pytest.mark.slow
 def test_kill_minus_nine_at_random_moments(ranks: RankPool, tmp_path: Path) -> None:
-    """Fourteen here; `python -m meshwright.testing.kills` does a hundred."""
+    """Fourteen kills here; `python -m meshwright.testing.kills` does a hundred."""
     [hit] = ranks.run(1, kill_often, str(tmp_path))
     assert hit["inside a save"] > 3
     assert hit["steps kept"] > 0

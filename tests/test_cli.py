@@ -1,4 +1,4 @@
-"""The command line: verbs, help without torch, exit statuses, presets that load back, what check reports."""
+"""The command line: verbs, help without torch, exit statuses, presets that load back, `check`'s reports."""
 
 import json
 import os
@@ -35,7 +35,7 @@ def folder(tmp_path, monkeypatch):
 
 
 def loaded_modules(*words):
-    """Modules in memory after one command line, run in a process of its own."""
+    """Modules in memory after one command line, run in a separate process."""
     code = "import sys, meshwright.cli.main as cli; cli.main(sys.argv[1:]); print(*sys.modules, file=sys.stderr)"
     found = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True, check=True)
     return found.stdout, set(found.stderr.split())
@@ -144,7 +144,7 @@ def test_a_check_reports_problems_of_all_rooms_at_once(folder, capsys):
 
 
 def test_a_check_of_a_recipe_that_cannot_be_read_is_a_finding_with_every_line(folder, capsys):
-    """What can be read is looked into at once; what a section lacks that could not be read is no finding."""
+    """Readable parts are checked at once; a missing setting in an unreadable section is not a problem."""
     training = "training:\n  steps: 0\n  optimzer: x\n  global_batch: 7\n"
     (folder / "run.yaml").write_text(
         f"model: gpt2\n{training}layout: {{tp: 5, dp_shard: 2}}\ndata: {{sources: nowhere}}\n"

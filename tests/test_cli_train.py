@@ -55,10 +55,10 @@ def test_evaluation_of_the_saved_run_repeats_what_training_measured(trained, fol
     at_the_end = json.loads(trained[1])["held_out_loss"]
     assert main(["eval", "runs/small", "--json"]) == 0
     saved = json.loads(capsys.readouterr().out)
-    # The same tokens in the same samples; only the size of a batch, and so the order of fp32 sums, may differ.
+    # The same tokens in the same samples; only the batch size, and so the order of fp32 sums, may differ.
     assert saved["loss"] == pytest.approx(at_the_end, rel=1e-6)
     assert saved["source"] == "held-out text of the run"
-    # So it does by the run's own tokenizer where the data have grown: trained anew, it would be another.
+    # With the run's own tokenizer even if the data have grown: a newly trained one would differ.
     (folder / "recipes/texts/new.txt").write_text("zebras jump quickly over wavy boxes\n" * 20)
     assert main(["eval", "runs/small", "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == saved
@@ -67,7 +67,7 @@ def test_evaluation_of_the_saved_run_repeats_what_training_measured(trained, fol
 
 @pytest.mark.slow
 def test_a_model_that_was_split_over_ranks_is_the_same_model(trained, folder, capsys):
-    """Trained by two tensor-parallel ranks; evaluated and exported by one process, its losses those of one."""
+    """Trained by two tensor-parallel ranks; evaluated and exported by one process, with one process's losses."""
     options = ["layout.tp=2", "run_dir=runs/split", "--json"]
     status, out, errors = run_program("train", "recipes/run.yaml", *options)
     assert status == 0, errors
@@ -179,7 +179,7 @@ def test_other_data_are_continued_with_only_by_the_tokenizer_that_was_learnt(fol
     assert main(words) == 0
     assert "nothing to train: the run is at step 6, and training.steps=6" in capsys.readouterr().out
 
-    # The same tokens from a path written otherwise are the same data; one more file below an unchanged glob is not.
+    # The same tokens from another spelling of the path are the same data; one more file matched by a glob is not.
     words = [word.replace("other/*", "./other/*").replace("steps=6", "steps=7") for word in words]
     assert main(words) == 0
     assert "position in the data" in capsys.readouterr().out

@@ -1,4 +1,4 @@
-"""The comparison: turns, rows that say why there is nothing, and engines that train what ours trains."""
+"""The comparison: turns, rows that explain missing results, and engines that train the same as ours."""
 
 import importlib.util
 import json
@@ -152,7 +152,7 @@ def test_an_engine_that_fails_is_a_row_that_says_why_and_the_others_go_on(folder
 
 
 def test_an_engine_that_dies_at_its_end_keeps_its_right_results(folder):
-    """As gloo's threads may abort a process that ends in order."""
+    """gloo's threads may abort a process during an orderly teardown."""
     dies = "options.pause = [*options.pause[:2], 99]; import atexit; atexit.register(os.abort)"
     rows, _ = contest(folder, Fake(), Fake(dies), pace=Pace(2, 5, 2))
     assert [row.error for row in rows] == [None, None]
@@ -264,7 +264,7 @@ def test_a_run_is_handed_over_with_all_that_its_program_needs(folder, capsys):
 
 
 TOLERANCE = 2e-5
-"""Of a loss of about 6 in fp32: a few dozen roundings, which differ in order between engines."""
+"""For a loss of about 6 in fp32: a few dozen roundings, in an order that differs between engines."""
 
 
 def losses_of(names: str, folder: Path, capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, dict[str, Any]]:
@@ -275,7 +275,7 @@ def losses_of(names: str, folder: Path, capsys: pytest.CaptureFixture[str], *wor
     assert written.out, written.err
     rows = json.loads(written.out)
     assert set(rows) == {"engines"}
-    assert status == (1 if any(row["error"] for row in rows["engines"]) else 0)  # each was named
+    assert status == (1 if any(row["error"] for row in rows["engines"]) else 0)  # each is named
     return {row.pop("name"): row for row in rows["engines"]}
 
 
@@ -285,7 +285,7 @@ def installed(engine: str) -> bool:
 
 @pytest.mark.slow
 def test_an_engine_trains_what_ours_trains(folder, capsys):
-    """The cheapest to start; `make test-engines` has every other one, and two ranks."""
+    """The engine that starts fastest; `make test-engines` runs all others, and two ranks."""
     rows = losses_of("meshwright,bare", folder, capsys)
     assert rows["bare"]["error"] is None, rows["bare"]["error"]
     assert rows["bare"]["max_loss_difference"] <= TOLERANCE
@@ -293,7 +293,7 @@ def test_an_engine_trains_what_ours_trains(folder, capsys):
 
 @pytest.mark.engines
 def test_every_engine_trains_what_ours_trains_on_one_process(folder, capsys):
-    """GPT-2, whose loss the Trainer scales wrongly where it is left to itself."""
+    """GPT-2, whose loss the Trainer scales wrongly by default."""
     model = "model={family: gpt2, hidden: 32, num_layers: 2, num_heads: 4, max_positions: 32}"
     rows = losses_of(",".join(ENGINES), folder, capsys, model)
     assert list(rows) == list(ENGINES)
@@ -336,7 +336,7 @@ TWO_RANKS = {
 
 @pytest.mark.engines
 def test_every_engine_trains_what_ours_trains_on_two_ranks(folder):
-    """Llama, microbatches accumulated; and each has read back that it was split as asked."""
+    """Llama with gradient accumulation; each engine has read back that it was split as requested."""
     run = parse_spec(RECIPE, Run)
     entered = [
         Contestant(name=name, engine=ENGINES[name.split()[0]], resolved=in_layout(run, layout, folder))

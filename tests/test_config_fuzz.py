@@ -1,4 +1,4 @@
-"""A short round of the fuzzer of configurations, which `python tests/config_fuzz.py` runs at any length."""
+"""A short round of the configuration fuzzer, which `python tests/config_fuzz.py` runs at any length."""
 
 from dataclasses import replace
 
@@ -11,12 +11,12 @@ from meshwright.families import FAMILIES, registry
 transformers.logging.set_verbosity_error()
 transformers.logging.disable_progress_bar()
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # what transformers thinks of its own configurations
+pytestmark = pytest.mark.filterwarnings("ignore")  # transformers warns about its own configurations
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_whole_schema_is_drawn(family: str) -> None:
-    """A field that transformers adds is drawn, or this fails."""
+    """A field that transformers adds is drawn, else this test fails."""
     assert schema_of(family) == SCHEMA[family].keys()
 
 
@@ -28,7 +28,7 @@ def test_no_configuration_computes_something_else(family: str) -> None:
 
 
 def test_the_fuzzer_finds_a_window_that_is_read_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As Qwen3-MoE's was: by layer, which transformers does not."""
+    """Like Qwen3-MoE's earlier: by layer, which transformers does not do."""
     qwen3, moe = FAMILIES["qwen3"], FAMILIES["qwen3_moe"]
     wrong = replace(moe, hf_window="by_layer", hf_absent={**qwen3.hf_absent, **moe.hf_absent})
     monkeypatch.setitem(registry.FAMILIES, "qwen3_moe", wrong)

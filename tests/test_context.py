@@ -92,7 +92,7 @@ def test_attention_over_ranks(ranks: RankPool, method: str, ranks_in_ring: int) 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("mask", ["causal", "all", "mask"])
 def test_parts_by_plain_products_equal_those_by_kernels(monkeypatch: pytest.MonkeyPatch, mask: Any, dtype: Any) -> None:
-    """And queries are taken in blocks: one that sees nothing of a part gets nothing from it."""
+    """Queries are taken in blocks too: one that sees no key of a part gets nothing from it."""
     q, k, v, dy = (draw(2, heads, T, K, seed=i).to(dtype) for i, heads in enumerate((4, 2, 2, 4)))
     if mask == "mask":
         mask = torch.ones(T, T, dtype=torch.bool).tril(-1)
@@ -121,7 +121,7 @@ def run_of(method: str, name: str, **options: Any):
 @pytest.mark.parametrize("name", LAYOUTS)
 @pytest.mark.parametrize("method", METHODS)
 def test_layouts_against_one_process(ranks: RankPool, method: str, name: str) -> None:
-    """Families, recomputation, accumulation and ties take turns, so that each meets each over methods and layouts."""
+    """Families, recomputation, accumulation and ties alternate, so that each meets each over methods and layouts."""
     turn = METHODS.index(method) + list(LAYOUTS).index(name)
     for number, family in list(enumerate(FAMILIES))[turn % 4 :: 4]:
         recompute = ("none", "selective", "full")[(turn + number) % 3]
@@ -177,7 +177,7 @@ def test_auto_takes_what_fits_and_says_why() -> None:
 
 
 def test_the_nearest_layout_is_found_for_all_axes_together() -> None:
-    """Each reason on its own; one axis' advice never leaves another's wrong, nor the model without positions."""
+    """Each reason is separate; one axis' advice never breaks another's, nor a model without positions."""
     short = tiny_run(LayoutSpec()).model
     (problem,) = find_misfits(LayoutSpec(tp=2, cp=3), short, 16)
     assert problem.endswith("the nearest legal layout is cp=2")
@@ -190,7 +190,7 @@ def test_the_nearest_layout_is_found_for_all_axes_together() -> None:
     assert tensor.endswith("; the nearest legal layout is tp=2, cp=2")
     assert context.endswith("; the nearest legal layout is tp=2, cp=2")
     assert not find_misfits(LayoutSpec(tp=2, cp=2, cp_method="ring"), model, 16)
-    (problem,) = find_misfits(LayoutSpec(cp=48_872_231, cp_method="ring"), model, 16)  # in no time and memory
+    (problem,) = find_misfits(LayoutSpec(cp=48_872_231, cp_method="ring"), model, 16)  # fast and without memory
     assert problem.endswith("the nearest legal layout is cp=8")
     (problem,) = find_misfits(LayoutSpec(cp=3, cp_method="ring", zero=3), model, 17)
     assert problem.endswith("the nearest legal layout is cp=1, zero=0, or use data.sequence_length=18")

@@ -1,4 +1,4 @@
-"""The audit finds nothing in a sound run, and each of the faults that cost people days, planted one at a time."""
+"""The audit finds nothing in a sound run, and each planted fault of the kinds that cost people days."""
 
 import dataclasses
 import json
@@ -23,7 +23,7 @@ TOKENIZER = train_tokenizer(["."], 257)
 
 
 def stream(name: str, seed: int, weight: float | None = None) -> Stream:
-    """About 60 documents to train on and 10 held out, random tokens, an end-of-text token behind each."""
+    """About 60 documents to train on and 10 held out: random tokens, each document followed by an end-of-text token."""
     generator = np.random.default_rng(seed)
 
     def file(count: int):
@@ -64,7 +64,7 @@ def loader(mixture, rank: int, *, seed: int = 7, world_size: int = RANKS, paddin
 
 
 class Changed:
-    """Batches of a sound loader, changed on their way."""
+    """A sound loader's batches, changed on the way."""
 
     def __init__(self, sound: Loader, change: Callable[[int, HostBatch], HostBatch]):
         self.sound, self.change = sound, change
@@ -95,7 +95,7 @@ def test_a_sound_run_passes(packing, separate, weights):
 @pytest.mark.parametrize("padding", ["kept", "cut", "left_out"])
 @pytest.mark.parametrize("separate", [False, True])
 def test_a_sound_run_of_padded_rows_passes(padding, separate):
-    """Some end with labels, some with what is only read, some have no label at all."""
+    """Some end with labels, some with context only, some have no label at all."""
     run = planned(packing="padded", separate=separate, padding=padding, sees=verb.attention_sees if separate else None)
     trained = np.random.default_rng(5).integers(0, 2, len(run.corpus.streams[0].train.tokens), dtype=np.uint8)
     trained[40:100] = 0
@@ -120,7 +120,7 @@ def test_a_sound_run_of_padded_rows_passes(padding, separate):
 
 
 def overlap(run):
-    """Rank 1 reads what rank 0 reads."""
+    """Rank 1 reads the same as rank 0."""
     return dataclasses.replace(run, batches=lambda rank: loader(run.mixture, 0))
 
 
@@ -262,7 +262,7 @@ def attention_to_neighbours(run):
 
 MIXED, FITTED = {"weights": (3, 1)}, {"packing": "best_fit"}
 FAULTS = {
-    # the fault: (the run it is planted in, the check that finds it, what is said)
+    # the fault: (its run, the check that finds it, the message)
     overlap: ({}, "ranks", "which rank 0 has also seen"),
     gap: (FITTED, "packing", "documents are not completely in samples"),
     wrong_ratio: (MIXED, "mixture", "% of the tokens in 48 samples; the recipe requires about"),

@@ -1,4 +1,4 @@
-"""Best-fit-decreasing bins: the same as one document at a time, none split that fits, and fast for millions."""
+"""Best-fit-decreasing bins: the same as one document at a time, no fitting document split, and fast for millions."""
 
 import time
 
@@ -12,7 +12,7 @@ from tokens import token_file
 
 
 def one_at_a_time(lengths, capacity):
-    """Rooms left by the definition of best-fit decreasing."""
+    """The remaining room, by the definition of best-fit decreasing."""
     rooms = []
     for length in sorted(lengths, reverse=True):
         fitting = [i for i, room in enumerate(rooms) if room >= length]
@@ -87,7 +87,7 @@ def test_nothing_to_predict():
 
 
 def test_a_million_documents_take_seconds():
-    """About half a second here; one at a time it would be minutes."""
+    """About half a second here; one document at a time would take minutes."""
     lengths = np.random.default_rng(0).lognormal(5.5, 1.2, 1_000_000).astype(np.int64) + 2
     starts = np.append(0, np.cumsum(lengths))
     began = time.process_time()

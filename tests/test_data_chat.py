@@ -1,4 +1,4 @@
-"""Chat templates: the tokens that transformers makes, and loss on exactly what the assistant wrote."""
+"""Chat templates: the same tokens as transformers, and loss on exactly the assistant's text."""
 
 import json
 from pathlib import Path
@@ -119,7 +119,7 @@ def test_tokenized_records():
 
 def test_overlong_records():
     (whole,) = encode(conversation()).documents
-    limit = len(whole) - 2  # labels; one fewer than it has
+    limit = len(whole) - 2  # one label fewer than it has
     assert encode(conversation(), limit=limit + 1).documents[0].tolist() == whole.tolist()
     assert (
         f"its {limit + 1} tokens are more than data.sequence_length={limit}"

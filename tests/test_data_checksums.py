@@ -1,4 +1,4 @@
-"""Damage of prepared tokens and of files of tokens: named before it is trained on, and mended by preparing again."""
+"""Damage of prepared tokens and of token files: reported before training on it, and repaired by preparing again."""
 
 import os
 import struct

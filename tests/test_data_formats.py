@@ -1,4 +1,4 @@
-"""Formats of text: whatever holds it, the documents are the same; and one clear sentence for each kind of damage."""
+"""Formats of text: in any container, the documents are the same; one clear sentence for each kind of damage."""
 
 import csv
 import gzip
@@ -178,7 +178,7 @@ def tokens(tmp_path):
 
 @pytest.mark.parametrize("name", ["prepared", "uint16", "uint32"])
 def test_files_of_tokens(tokens, name):
-    """What is prepared is a source elsewhere, and raw files are the same documents."""
+    """Prepared tokens can be a source elsewhere, and raw files give the same documents."""
     folder, corpus = tokens
     prepared = corpus.streams[0].train
     file = {"uint16": "two.bin", "uint32": "four.bin"}.get(name, str(prepared.path.with_suffix(".idx")))

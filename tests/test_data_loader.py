@@ -17,7 +17,7 @@ def numbered(count):
 
 
 def load(samples, step, *, world_size, micro_batch, seed=3, global_batch=12):
-    """Sample numbers of a step: ranks one after another, their microbatches in order."""
+    """Sample numbers of a step: rank by rank, their microbatches in order."""
     seen = []
     for rank in range(world_size):
         with Loader(
@@ -40,7 +40,7 @@ def load(samples, step, *, world_size, micro_batch, seed=3, global_batch=12):
 
 
 def test_padded_rows_end_behind_the_longest_of_their_microbatch():
-    """Rows of 40, 70 and no tokens; documents are cut alike, and what is left is the beginning of the whole."""
+    """Rows of 40, 70 and no tokens; documents are cut with their rows, and the rest equals the start of the whole."""
     lengths, columns = (40, 70, 0), np.arange(128)
     samples = [
         Sample(columns, np.where(columns < n, columns + 1, NO_LABEL), (columns >= n).astype(int)) for n in lengths
@@ -58,7 +58,7 @@ def test_padded_rows_end_behind_the_longest_of_their_microbatch():
         np.testing.assert_array_equal(part, full[:, :72])
     assert sorted(batch.tokens.shape[1] for batch in read(1, "cut")) == [8, 40, 72]
     (joined,) = read(3, "left_out")
-    assert joined.tokens.shape == (1, 112)  # 40 + 70 + 1 and a place of padding
+    assert joined.tokens.shape == (1, 112)  # 40 + 70 + 1 and one position of padding
     assert joined.document_ids is not None
     used = [max(1, int((row != NO_LABEL).sum())) for row in whole.labels]
     for part, full, blank in ((joined.tokens, whole.tokens, 0), (joined.labels, whole.labels, NO_LABEL)):
@@ -76,7 +76,7 @@ def test_the_order_is_the_same_for_every_split(world_size, micro_batch):
 
 
 def test_every_epoch_sees_every_sample_once():
-    samples = numbered(30)  # no multiple of the batch: epochs begin inside steps
+    samples = numbered(30)  # not a multiple of the batch: epochs begin inside steps
     seen = [sample for step in range(10) for sample in load(samples, step, world_size=2, micro_batch=2)]
     epochs = [seen[i : i + 30] for i in range(0, 120, 30)]
     assert all(sorted(epoch) == list(range(30)) for epoch in epochs)
@@ -94,7 +94,7 @@ def test_steps_in_any_order():
 
 
 class Watched:
-    """Samples that note which thread reads them, and fail from a given read on."""
+    """Samples that record the thread that reads them, and fail from a given read on."""
 
     sequence_length = T
 

@@ -1,4 +1,4 @@
-"""Mixtures: exact shares at every point, every stream in epochs of its own, and nothing to remember."""
+"""Mixtures: exact shares at every point, separate epochs for every stream, and no state."""
 
 import itertools
 from collections import Counter
@@ -19,7 +19,7 @@ T = 4
 
 
 def numbered(count, stream=0):
-    """Samples whose first input says stream and number."""
+    """Samples whose first input encodes stream and number."""
     return ConcatenatedSamples(1000 * stream + np.arange(count * T + 1), T)
 
 
@@ -61,14 +61,14 @@ def test_streams_have_epochs_of_their_own():
 
 
 def test_one_stream_is_as_if_alone():
-    """Adding a stream behind another leaves the other's own order alone."""
+    """Adding a stream after another does not change the other's order."""
     alone, both = Mixture([numbered(20)]), Mixture([numbered(20), numbered(7)], (3, 1))
     order = [both.locate(position, 3) for position in range(80)]
     assert [index for stream, index in order if stream == 0] == [alone.locate(position, 3)[1] for position in range(60)]
 
 
 def test_shares_are_of_tokens_not_of_samples():
-    """A stream whose samples are half empty needs twice as many."""
+    """A stream with half-empty samples needs twice as many."""
     half = BestFitSamples(token_file(np.arange(60), [3] * 20), T, separate=False)
     full = BestFitSamples(token_file(np.arange(100), [5] * 20), T, separate=False)
     assert (half.fill, full.fill) == (1.0, 1.0)
@@ -94,7 +94,7 @@ def test_the_loader_mixes_the_same_for_every_world_size(world_size):
 @pytest.mark.parametrize("packing", ["concatenated", "best_fit"])
 @pytest.mark.parametrize("weights", [(None, None), (1, 3)])
 def test_the_mean_context_is_that_of_the_tokens(packing, weights):
-    """Against a count over all samples, the last of which `concatenated` leaves out."""
+    """Compared with a count over all samples; `concatenated` leaves out the last."""
     generator = np.random.default_rng(0)
     files = []
     for count in (200, 300):

@@ -81,6 +81,6 @@ def test_epochs_have_their_own_orders():
 
 
 def test_the_order_never_changes():
-    """Resuming a run with a newer version must find the same data: these numbers are for good."""
+    """Resuming a run with a newer version must find the same data: these numbers are permanent."""
     assert [permuted(i, 10, 0) for i in range(10)] == [9, 5, 4, 3, 2, 1, 0, 7, 6, 8]
     assert [sample_at(p, 1000, 42) for p in (0, 1, 999, 1000, 123456789)] == [84, 77, 389, 986, 636]

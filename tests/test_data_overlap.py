@@ -1,4 +1,4 @@
-"""Questions that stand in the training data are found: planted ones, each with its place, and no others."""
+"""Questions in the training data are found: planted ones, each with its location, and no others."""
 
 import json
 import random
@@ -17,7 +17,7 @@ WORDS = ["alpha", "beta", "gamma", "delta", "river", "stone", "cloud", "light", 
 
 
 def sentence(seed: int, length: int = 30) -> str:
-    """Words at random, so that two sentences share no long run."""
+    """Random words, so that two sentences share no long run."""
     generator = random.Random(seed)
     return " ".join(generator.choice(WORDS) for _ in range(length))
 

@@ -1,4 +1,4 @@
-"""Concatenated packing: labels one on, no token lost, and what people are shown of it."""
+"""Concatenated packing: labels shifted by one, no token lost, and the text shown to users."""
 
 import numpy as np
 import pytest
@@ -57,7 +57,7 @@ def test_samples_do_not_share_memory():
 
 
 class Fixed:
-    """Samples given as they are."""
+    """Given samples."""
 
     def __init__(self, *samples):
         self.samples, self.sequence_length = samples, len(samples[0][0])

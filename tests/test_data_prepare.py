@@ -39,7 +39,7 @@ def spec(folder, **changes):
 
 
 def prepare(folder, **changes):
-    """The corpus, and what was done for it: nothing when it was found in the cache."""
+    """The corpus, and the work done for it: none if it was in the cache."""
     done = []
     corpus = prepare_corpus(
         spec(folder, **changes),
@@ -213,8 +213,8 @@ def test_mistakes_leave_nothing(folder):
 
 
 SCAFFOLDING = (".lengths", ".jsonl", ".lock-1")
-"""Endings of files that may be left where the kill came after the corpus had its name; who needs a dead owner's lock
-takes it over."""
+"""Suffixes of files that may remain if the kill came after the corpus had its name; a dead owner's lock is taken over
+when needed."""
 
 KILLED = """
 import os, signal, sys
@@ -260,8 +260,8 @@ for last in range(1, 1000, 3):
 
 @pytest.mark.slow
 def test_killed_at_any_moment_it_continues(folder):
-    """SIGKILL before every third operation that brings something to disk: the files are those of an undisturbed run,
-    and what was committed is not done again."""
+    """SIGKILL before every third operation that writes to disk: the files equal those of an undisturbed run, and
+    committed work is not repeated."""
     train_tokenizer(TEXTS, 300).save(folder / "model")
     data = spec(folder, tokenizer="model")
     script = [sys.executable, "-c", KILLED, data.model_dump_json(), str(folder)]

@@ -1,4 +1,4 @@
-"""Records of fine-tuning data: every format gives the same tokens, mistakes are named, what carries loss is proved."""
+"""Records of fine-tuning data: every format gives the same tokens, mistakes are named, trained tokens are proved."""
 
 import csv
 import importlib
@@ -61,7 +61,7 @@ WRITERS = {
 
 
 def recipe(folder, path, **fields):
-    """Data whose tokenizer has a chat template, four conversations or so a sample."""
+    """Data with a chat tokenizer, about four conversations per sample."""
     if not (folder / "tokenizer").exists():
         TOKENIZER.save(folder / "tokenizer")
     fields = {"packing": "best_fit", "separate_documents": True, "sequence_length": 256} | fields

@@ -1,4 +1,4 @@
-"""Sources: which files, which documents, and one clear sentence for each kind of bad input."""
+"""Sources: files, documents, and one clear sentence for each kind of bad input."""
 
 import json
 import os

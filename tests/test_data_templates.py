@@ -1,4 +1,4 @@
-"""Chat templates with the habits of published ones: transformers' tokens, and loss on what the assistant wrote."""
+"""Chat templates with features of published ones: transformers' tokens, and loss on the assistant's text."""
 
 import datetime
 import json
@@ -77,7 +77,7 @@ def theirs(tmp_path_factory):
 
 @pytest.mark.parametrize("name", SOURCES)
 def test_tokens_are_those_of_transformers_and_answers_are_trained(name, theirs):
-    """Every conversation that the template takes; what it cannot write down is refused."""
+    """Every conversation that the template supports; others are refused."""
     written = 0
     for record in CONVERSATIONS.values():
         found = encode(name, record)

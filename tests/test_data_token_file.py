@@ -1,4 +1,4 @@
-"""Token files: byte for byte what Megatron's builder writes, and whatever it writes can be read."""
+"""Token files: byte for byte as Megatron's builder writes them, and all of the builder's files can be read."""
 
 import importlib.util
 import json
@@ -25,7 +25,7 @@ EOS = 1
 
 
 class Tokenizer:
-    """As much of a tokenizer as a writer asks for."""
+    """The part of a tokenizer that a writer needs."""
 
     eos_id, fingerprint = EOS, "x"
 
@@ -43,7 +43,7 @@ def write(path, vocab):
 
 @pytest.mark.parametrize(("vocab", "letter", "code"), [(65499, "H", 8), (65500, "i", 4), (100_000, "i", 4)])
 def test_bytes_are_as_the_format_is_described(vocab, letter, code, tmp_path):
-    """Megatron-LM, megatron/core/datasets/indexed_dataset.py, spelled out."""
+    """Megatron-LM's megatron/core/datasets/indexed_dataset.py, written out."""
     write(tmp_path / "x.bin", vocab)
     documents = [[*ids, EOS] for ids in DOCUMENTS]
     tokens, lengths, size = np.concatenate(documents).tolist(), [*map(len, documents)], struct.calcsize(letter)
@@ -63,7 +63,7 @@ def test_bytes_are_as_the_format_is_described(vocab, letter, code, tmp_path):
 
 
 def test_documents_of_several_sequences(tmp_path):
-    """As of preprocessing that splits sentences; modes, a byte a sequence, are what multimodal files have besides."""
+    """From preprocessing that splits sentences; multimodal files also have modes, one byte per sequence."""
     tokens = np.arange(7, dtype="<i4")
     tokens.tofile(tmp_path / "x.bin")
     lengths, places, firsts = [2, 3, 1, 1], [0, 8, 20, 24], [0, 2, 2, 4]
@@ -78,7 +78,7 @@ def test_documents_of_several_sequences(tmp_path):
 
 
 def test_a_json_of_somebody_elses_beside_tokens_does_not_matter(tmp_path):
-    """As preprocessing tools leave there; ours says which tokenizer made the tokens, and still counts."""
+    """Preprocessing tools leave such files; ours, which names the tokenizer, still counts."""
     write(tmp_path / "x.bin", 100)
     about = json.loads((tmp_path / "x.json").read_bytes())
     for foreign in (b"[]", b"{", b'{"tokenizer": "gpt2", "args": {}}', b'"text"', b"\xff"):
@@ -183,7 +183,7 @@ assert [ours[i].tolist() for i in range(len(ours))] == documents
 @pytest.mark.skipif(importlib.util.find_spec("megatron") is None, reason="megatron-core is not installed")
 @pytest.mark.parametrize("vocab", [1000, 100_000])
 def test_megatron_writes_and_reads_the_same(vocab, tmp_path):
-    """Its own builder and reader, where they are installed (pip install megatron-core)."""
+    """Its own builder and reader, if installed (pip install megatron-core)."""
     write(tmp_path / "ours.bin", vocab)
     documents = [[*ids, EOS] for ids in DOCUMENTS]
     subprocess.run([sys.executable, "-c", MEGATRON, str(tmp_path), str(vocab), repr(documents)], check=True)

@@ -1,4 +1,4 @@
-"""Tokenizers: trained, found in files, with their end-of-text token; long texts cut without a trace."""
+"""Tokenizers: trained, read from files, with their end-of-text token; cutting long texts does not change tokens."""
 
 import json
 import random
@@ -213,7 +213,7 @@ def test_text_without_a_place_to_cut_stays_whole(trained, monkeypatch):
 
 
 def test_a_long_word_is_learnt_piece_by_piece() -> None:
-    """Learning it whole takes the square of its length: 40 s for 262,144 characters."""
+    """Learning it whole is quadratic in its length: 40 s for 262,144 characters."""
     word = "x" * (1 << 14)
     tokenizer = train_tokenizer([word, " " * len(word)], 300)
     assert 256 < max(len(tokenizer.decode([token])) for token in range(tokenizer.vocab_size)) <= 1000

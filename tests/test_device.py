@@ -1,4 +1,4 @@
-"""The speed that MFU is measured against: measured in a moment, whatever a device's kernels."""
+"""The speed that MFU is measured against: measured quickly, whatever kernels a device has."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""What the pages say is so: links lead somewhere, commands parse, recipes load, generated pages are current."""
+"""The pages are correct: links resolve, commands parse, recipes load, generated pages are current."""
 
 import importlib
 import re
@@ -23,7 +23,7 @@ PAGES = {
 }
 
 EVERYTHING_GIVEN = dump_recipe(load_recipe(presets()["demo"]), expanded=True)
-"""The recipe that pages start from, in which any setting can be overridden."""
+"""The recipe that pages start from; any setting can be overridden in it."""
 
 
 def blocks(page: str, language: str) -> list[str]:
@@ -33,7 +33,7 @@ def blocks(page: str, language: str) -> list[str]:
 
 
 def each(language: str) -> list[Any]:
-    """Every such block of every page, as parameters of a test."""
+    """Every block in this language on every page, as parameters of a test."""
     return [
         pytest.param(block, id=f"{page}-{number}")
         for page in PAGES
@@ -42,10 +42,10 @@ def each(language: str) -> list[Any]:
 
 
 def commands() -> list[tuple[str, str, str]]:
-    """(page, command, error) of every `meshwright ...` that a page tells people to type.
+    """(page, command, error) of every `meshwright ...` that a page tells users to type.
 
-    In a terminal block that shows output, the lines behind `$ `; in one that does not, and in shell scripts, every
-    line; and what stands in backquotes in the text. The error is what the page shows below it, where it does.
+    In a terminal block with output, the lines after `$ `; without output, and in shell scripts, every line; and
+    backquoted commands in the text. The error is the one that the page shows below the command, if any.
     """
     found = []
     for page, text in PAGES.items():
@@ -73,13 +73,13 @@ def test_relative_links_lead_somewhere(page: str) -> None:
 
 
 def slug(heading: str) -> str:
-    """The anchor that a heading gets on GitHub."""
+    """GitHub's anchor for a heading."""
     return re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
 
 
 @pytest.mark.parametrize(("page", "command", "error"), commands())
 def test_commands_parse(page: str, command: str, error: str) -> None:
-    """Up to the first sign of the shell's: a pipe, a redirection, a comment. Overrides load, or fail as is shown."""
+    """Up to the first shell character: a pipe, a redirection, a comment. Overrides load, or fail as shown."""
     words = shlex.split(re.split(r" [|>&;<#]", command, maxsplit=1)[0])
     verb, *words = words[words.index("meshwright") + 1 :] or ["--help"]
     if verb in ("--help", "--version", "VERB"):
@@ -100,14 +100,14 @@ def test_commands_parse(page: str, command: str, error: str) -> None:
 
 
 def test_every_verb_is_shown() -> None:
-    """And the test above sees it."""
+    """The test above covers it too."""
     words = [command.split() for _, command, _ in commands()]
     assert set(VERBS) <= {after for line in words for after in line[line.index("meshwright") + 1 :][:1]}
 
 
 @pytest.mark.parametrize("block", each("yaml"))
 def test_recipes_load(block: str) -> None:
-    """A snippet may leave out the model, which every recipe needs."""
+    """A snippet may omit the model, which every recipe needs."""
     text = block if re.search(r"^model:", block, flags=re.MULTILINE) else f"model: gpt2\n{block}"
     parse_spec(text, Run, source="snippet")
 

@@ -1,4 +1,4 @@
-"""The engine: every answer is the one that its request gets alone, and transformers gets from the exported model."""
+"""The engine: every answer equals the one that its request gets alone, and transformers' from the exported model."""
 
 import random
 import re
@@ -36,7 +36,7 @@ TOKENIZER = tokenizer_of(CHATML)
 
 
 def requests_of(count: int, seed: int = 0) -> list[Request]:
-    """Of many kinds and lengths."""
+    """Requests of many kinds and lengths."""
     drawn = random.Random(seed)
     kinds = [
         {"temperature": 0},
@@ -65,7 +65,7 @@ def numbers(answer: Answer) -> tuple[Any, ...]:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_request_gets_in_a_crowd_what_it_gets_alone(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Requests come while others are being answered, prompts are read in parts, some are cancelled."""
+    """Requests arrive while others are being answered, prompts are read in parts, some are cancelled."""
     monkeypatch.setattr(engine_module, "CHUNK", 8)
     model, requests, drawn = model_of(family), requests_of(14), random.Random(1)
     alone = [numbers(Engine(model).run([request])[0]) for request in requests]
@@ -80,19 +80,19 @@ def test_a_request_gets_in_a_crowd_what_it_gets_alone(family: str, monkeypatch: 
         crowd.step()
         assert crowd.running <= 4
     assert [numbers(answer) for answer in answers] == alone
-    assert len({finish for _, finish, _ in alone}) == 2  # tokens that end, and lengths
+    assert len({finish for _, finish, _ in alone}) == 2  # end tokens, and lengths
 
 
 @pytest.fixture(scope="module", params=["llama", "qwen3", "mixtral", "mistral", "gpt2"])
 def both(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Decoder, Any]:
-    """Our model in fp32, and transformers' of what is exported."""
+    """Our model in fp32, and transformers' from its export."""
     model = model_of(request.param, dtype=torch.float32)
     folder = hf_directory(tmp_path_factory.mktemp("hf") / request.param, model, TOKENIZER)
     return model, AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
 
 
 def theirs(model: Any, prompt: list[int], **settings: Any) -> list[int]:
-    """What transformers' `generate` writes behind a prompt."""
+    """The output of transformers' `generate` after a prompt."""
     end = settings.pop("eos_token_id", -1)
     found = model.generate(
         torch.tensor([prompt]),
@@ -136,7 +136,7 @@ def test_adapters_answer_alike_merged_unmerged_and_in_transformers(tmp_path: Pat
 
 @torch.no_grad()
 def test_logprobs_are_the_models(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever the sampling."""
+    """With any sampling."""
     model, prompt = model_of("llama"), [5, 6, 7]
     sampling = Sampling(temperature=2.0, top_k=50, repetition_penalty=1.3, seed=4)
     request = Request(prompt=prompt, max_tokens=12, sampling=sampling, logprobs=4)
@@ -162,7 +162,7 @@ def test_penalties_lower_what_has_been_written() -> None:
 
 
 def test_an_answer_ends_before_a_stop_string() -> None:
-    """Wherever tokens begin and end, and whatever was held back for it is given when it did not come."""
+    """At any token boundaries; text held back for a stop string is released if the string does not come."""
     model = model_of("llama")
     request = Request(prompt=[70, 71], max_tokens=40, sampling=Sampling(seed=3))
     free = Engine(model, decode=TOKENIZER.decode).run([request])[0]
@@ -185,7 +185,7 @@ def test_an_answer_ends_before_a_stop_string() -> None:
 @hypothesis_settings(max_examples=60, deadline=None)
 @given(st.text(max_size=40), st.lists(st.text(min_size=1, max_size=3), max_size=3), st.integers(1, 5))
 def test_text_is_whole_characters_up_to_the_first_stop(text: str, stops: list[str], width: int) -> None:
-    """Of tokens that cut characters anywhere."""
+    """With tokens that cut characters anywhere."""
     data = text.encode()
     tokens = [data[start : start + width] for start in range(0, len(data), width)]
     writer = TextWriter(lambda ids: b"".join(tokens[i] for i in ids).decode(errors="replace"), stops)
@@ -230,7 +230,7 @@ def test_after_an_error_the_engine_begins_anew() -> None:
 def test_a_users_own_model_is_cached_only_where_that_changes_nothing(mixes: bool) -> None:
     model = model_of("llama")
     model.spec = model.spec.model_copy(update={"family": "mine"})
-    if mixes:  # what blocks of users' own may do: each token sees the one before it, outside of attention
+    if mixes:  # like users' own blocks: each token sees the one before it, outside attention
         for block in model.layers.values():
             block.wrap(lambda compute: lambda x, *others: compute(x, *others) + F.pad(x, (0, 0, 1, 0))[:, :-1])
     assert isinstance(reader_for(model), WholeReader if mixes else CachedReader)
@@ -244,7 +244,7 @@ def test_a_users_own_model_is_cached_only_where_that_changes_nothing(mixes: bool
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("family", ["llama", "gpt2", "mistral", "qwen2", "qwen3", "mixtral", "deepseek_v3"])
 def test_packed_models_compute_the_same(family: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every weight through oneDNN's order, whatever its size."""
+    """Every weight in oneDNN's order, at any size."""
     if not onednn_multiplies(dtype):
         pytest.skip("oneDNN has no bf16 products on this processor")
     monkeypatch.setattr(packed_module, "SMALL", 0)
@@ -268,7 +268,7 @@ def test_packed_models_compute_the_same(family: str, dtype: torch.dtype, monkeyp
 
 @torch.inference_mode()
 def test_bf16_is_not_packed_on_a_processor_without_such_products(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Processors without AVX-512 generate in bf16 too, by the modules."""
+    """Processors without AVX-512 also generate in bf16, with the modules."""
     monkeypatch.setattr(packed_module, "SMALL", 0)
     monkeypatch.setattr(packed_module, "onednn_multiplies", lambda dtype: dtype == torch.float32)
     model = model_of("llama", dtype=torch.float32).to(torch.bfloat16)
@@ -279,7 +279,7 @@ def test_bf16_is_not_packed_on_a_processor_without_such_products(monkeypatch: py
 
 @pytest.fixture(scope="module")
 def compiler() -> None:
-    """Skips where there is none."""
+    """Skips if there is none."""
     if not any(map(shutil.which, COMPILERS)):
         pytest.skip("no C++ compiler")
 
@@ -289,7 +289,7 @@ def compiler() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("family", ["llama", "gpt2", "mistral", "qwen2", "qwen3"])
 def test_compiled_steps_compute_the_same(family: str, dtype: torch.dtype) -> None:
-    """Odd widths: of heads, gates and vocabulary, as vectors do not divide them; more rows than a product takes."""
+    """Odd widths of heads, gates and vocabulary, which vectors do not divide; more rows than one product takes."""
     sizes = {"head_dim": 20} if family == "qwen3" else {"vocab": VOCAB + 1, "ffn": 52}
     plain, compiled = (model_of(family, dtype=torch.float32, **sizes).to(dtype) for _ in range(2))
     compile_step(compiled, lambda _: None)
@@ -310,7 +310,7 @@ def test_compiled_steps_compute_the_same(family: str, dtype: torch.dtype) -> Non
         torch.set_num_threads(2 if threads == 1 else 1)
         lonely = alone.read(singles[:1], 1)[0].double()
         torch.set_num_threads(threads)
-        assert torch.equal(lonely, found[0])  # not a bit depends on other rows, or on threads
+        assert torch.equal(lonely, found[0])  # no bit depends on other rows, or on threads
 
 
 @torch.inference_mode()
@@ -319,7 +319,7 @@ def test_compiled_steps_compute_the_same(family: str, dtype: torch.dtype) -> Non
 def test_compiled_steps_go_on_where_packed_modules_read_the_prompt(
     family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And packed modules where compiled steps stopped, at a prompt that joins them: one KV cache."""
+    """Packed modules take over from compiled steps at a prompt that joins them: one KV cache."""
     monkeypatch.setattr(packed_module, "SMALL", 0)
     plain, both = (model_of(family, dtype=torch.float32) for _ in range(2))
     compile_step(both, lambda _: None)

@@ -1,4 +1,5 @@
-"""Other engines: what they can express, the programs that are written for them, and what is believed of them."""
+"""Other engines: the features that they can express, their generated programs, and the trusted parts of their
+reports."""
 
 import ast
 import contextlib
@@ -69,7 +70,7 @@ EXPRESSED = {
     *(("peft", f"data.{key}") for key in ("packing", "separate_documents")),
     ("trl", "training.preference.beta"),
 }
-"""What of these an engine has."""
+"""The features of these that an engine has."""
 LORA = ["finetune={method: lora}", "model.weights=random"]
 PAIRS = ["training.preference={}", "data.separate_documents=true", "data.packing=padded"]
 OWN = {
@@ -113,7 +114,7 @@ OWN = {
     ("nanogpt", "model.tied_embeddings"): ("single", [*GPT2, "model.tied_embeddings=false"]),
     ("nanogpt", "training.optimizer.eps"): ("single", [*GPT2, "training.optimizer.eps=1e-7"]),
 }
-"""What one engine lacks that others have."""
+"""The features that one engine lacks and others have."""
 
 
 @pytest.mark.parametrize("engine", OTHERS)
@@ -182,7 +183,7 @@ VARIANTS = [
 
 @pytest.fixture(scope="module")
 def programs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Folder of every program that can be written for a few recipes in every data-parallel layout."""
+    """A folder of every program that can be written for a few recipes in every data-parallel layout."""
     folder = tmp_path_factory.mktemp("programs")
     layouts = ("single", "ddp", "zero1", "zero2", "zero3", "ddp2+zero3:2", "tp2", "tp2+zero3:2", "pp2", "cp2")
     for number, (overrides, layout) in enumerate(itertools.product(VARIANTS, layouts)):
@@ -223,7 +224,7 @@ def test_programs_are_formatted_and_free_of_what_a_linter_finds(programs):
 
 
 def said(**changes):
-    """What a program of two ranks says that shards everything."""
+    """The report of a program of two ranks with full sharding."""
     usual = {
         "world_size": 2,
         "wrappers": ["FSDPLlamaForCausalLM"],
@@ -242,7 +243,7 @@ LINE = {
     "schedule": "forward_backward_pipelining_without_interleaving",
     "ranks": [{"layers": [[0]], "sent": 4}, {"layers": [[1]], "sent": 4}],
 }
-"""What a pipeline of two stages and four microbatches says."""
+"""The report of a pipeline of two stages and four microbatches."""
 
 SILENT = {
     "DDP instead of FSDP": ("zero3", {"wrappers": ["DistributedDataParallel", "Llama"], "held": 1000, "state": 1000}),

@@ -1,4 +1,4 @@
-"""The export to axolotl: its own names, and the same recipe when it is imported again."""
+"""The export to axolotl: in axolotl's own names, and the same recipe after importing it."""
 
 from pathlib import Path
 
@@ -51,7 +51,7 @@ KNOWN = {
     *("fp16", "gradient_checkpointing", "torch_compile", "seed", "save_steps", "save_total_limit", "eval_steps"),
     *("wandb_project", "fsdp_version", "fsdp_config", "output_dir"),
 }
-"""Of the names in axolotl's utils/schemas of 2026-07."""
+"""For the names in axolotl's utils/schemas of 2026-07."""
 VARIANTS = [
     [],
     ["finetune={method: qlora, dropout: 0.1, rslora: true}", "training.precision=bf16"],

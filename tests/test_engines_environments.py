@@ -1,4 +1,4 @@
-"""Environments of engines: made once from a package on the disk, found again without pip, honest where they fail."""
+"""Environments of engines: created once from a package on disk, reused without pip, with clear errors on failure."""
 
 import subprocess
 import zipfile
@@ -34,7 +34,7 @@ def test_an_environment_is_made_once_and_found_again_without_pip(tmp_path, monke
     monkeypatch.setattr(environments, "requirements", lambda engine: [str(wheel(tmp_path))])
     said: list[str] = []
     python = environment(rival(), said.append, tmp_path / "cache")
-    subprocess.run([python, "-c", "import tiny_rival, torch"], check=True, timeout=60)  # ours beside its own
+    subprocess.run([python, "-c", "import tiny_rival, torch"], check=True, timeout=60)  # ours and its own
     assert len(said) == 2
     monkeypatch.setattr(environments.subprocess, "run", None)
     monkeypatch.setattr(environments, "check_installed", _missing)
@@ -54,7 +54,7 @@ def test_what_cannot_be_installed_is_one_sentence(tmp_path, monkeypatch):
     monkeypatch.setattr(
         environments.subprocess, "run", lambda words, **more: failed if "pip" in words else real(words, **more)
     )
-    for _ in range(2):  # what failed is tried again
+    for _ in range(2):  # a failed environment is tried again
         with pytest.raises(
             UserError, match=r"rival: .*offline, or conflicting versions\): ERROR: No matching distribution"
         ):

@@ -50,7 +50,7 @@ def resolved(*overrides: str) -> ResolvedRun:
 
 
 def call(text: str, name: str, **known: Any) -> Any:
-    """What the program's call of `name` gives."""
+    """The value of the program's call of `name`."""
     found = next(node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Call)
                  and isinstance(node.func, ast.Name) and node.func.id == name)  # fmt: skip
     return eval(compile(ast.Expression(found), "program", "eval"), known)
@@ -136,7 +136,7 @@ def test_lightning_takes_the_fsdp_strategy(kind, number):
     kinds = {2: "SHARD_GRAD_OP", 3: "HYBRID_SHARD" if hybrid else "FULL_SHARD"}
     assert strategy.sharding_strategy.name == kinds[layout.zero_stage]
     assert kwargs.get("device_mesh") == ((2, 2) if hybrid else None)
-    assert kwargs["use_orig_params"]  # the program's groups of parameters are made before they are flattened
+    assert kwargs["use_orig_params"]  # the program makes parameter groups before they are flattened
     assert kwargs["auto_wrap_policy"]._module_classes == {torch.nn.Linear}
     dtypes = strategy.mixed_precision and (strategy.mixed_precision.param_dtype, strategy.mixed_precision.reduce_dtype)
     assert dtypes == ((torch.bfloat16, torch.float32) if run.run.training.precision == "bf16" else None)
@@ -155,7 +155,7 @@ def test_lightning_takes_the_deepspeed_strategy(tmp_path, monkeypatch, kind, num
     strategy = call(
         path.read_text(), "DeepSpeedStrategy", DeepSpeedStrategy=strategies.DeepSpeedStrategy, HERE=tmp_path
     )
-    if kind == "lightning":  # its Trainer refuses a file that says it
+    if kind == "lightning":  # its Trainer refuses such a file
         assert "gradient_accumulation_steps" not in strategy.config
     config = importlib.import_module("deepspeed.runtime.config")
     ranks = SimpleNamespace(get_rank=lambda: 0, get_world_size=lambda: run.run.layout.world_size)

@@ -1,4 +1,4 @@
-"""Other engines held to our one process: right ones are equal, and planted faults are located."""
+"""Other engines compared with our one process: correct ones are equal, and planted faults are located."""
 
 import json
 from pathlib import Path
@@ -28,7 +28,7 @@ def small(family: str = "llama") -> ResolvedRun:
 
 
 def proved(name: str, *changes: tuple[str, str], family: str = "llama") -> EngineProof:
-    """The proof of an engine in whose program something was replaced."""
+    """The proof of an engine with a replacement in its program."""
 
     def changed(self: Engine, resolved: ResolvedRun) -> tuple[str, dict[str, str]]:
         program, files = ENGINES[name].files(resolved)
@@ -43,7 +43,7 @@ def proved(name: str, *changes: tuple[str, str], family: str = "llama") -> Engin
 
 @pytest.mark.engines
 def test_a_right_engine_is_equal(tmp_path, monkeypatch, capsys):
-    """GPT-2: its matrices lie transposed in the files, and queries, keys and values in one."""
+    """GPT-2: its matrices are transposed in the files, and queries, keys and values are one matrix."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "run.yaml").write_text(RECIPE.replace("FAMILY", "gpt2"))
     assert main(["verify", "run.yaml", "--engine", "bare", "--json"]) == 0
@@ -63,7 +63,7 @@ def test_a_loss_over_a_token_too_few_is_found_in_the_loss():
 
 @pytest.mark.engines
 def test_a_forgotten_factor_is_found_in_the_gradients():
-    """The loss is right, and so is what is divided by it in Adam's first step, but for its epsilon."""
+    """The loss is right, and so is Adam's first step, which divides by the gradient, except for its epsilon."""
     proof = proved("accelerate", ("loss * WORLD * ACCUMULATION", "loss * WORLD"))
     assert proof.first is not None
     assert (proof.first.step, proof.first.what) == (1, "gradient")

@@ -76,7 +76,7 @@ def test_torchtitan(folder, number):
     rates = config.lr_scheduler.build(optimizers=optimizers, training_steps=training.steps)
     factor = rates.schedulers[0].lr_lambdas[0]
     schedule = run.run.training.lr_schedule
-    falls = schedule.name in ("cosine", "linear")  # from a step later: less than 1 / steps of the way, at most pi / 2
+    falls = schedule.name in ("cosine", "linear")  # one step later: less than 1 / steps of the way, at most pi / 2
     allowed = np.pi / 2 / (training.steps - schedule.warmup_steps(training.steps)) if falls else 1e-12
     assert [factor(step) for step in range(50)] == pytest.approx(ours(run), abs=allowed)
     assert factor(49) == pytest.approx(ours(run)[-1], abs=1e-12)
@@ -103,7 +103,7 @@ def test_megatron_lm(folder, monkeypatch, request, number):
     path, run = written("megatron_lm", folder, *VARIANTS["megatron_lm"][number])
     words = shlex.split(path.read_text().replace("\\\n", " "), comments=True)
     monkeypatch.setattr(sys, "argv", words[words.index("pretrain_gpt.py") :])
-    hopper = SimpleNamespace(major=9, minor=0)  # is asked of layouts with tp
+    hopper = SimpleNamespace(major=9, minor=0)  # is read for layouts with tp
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda *_: hopper)
     monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
     exported = dict(re.findall(r"^export (\w+)=(\w+)$", path.read_text(), re.MULTILINE))
@@ -131,13 +131,13 @@ def test_megatron_lm(folder, monkeypatch, request, number):
         lr_decay_style=given.lr_decay_style, wd_incr_steps=0, wd_incr_style="constant",
         wsd_decay_steps=given.lr_wsd_decay_iters, lr_wsd_decay_style=given.lr_wsd_decay_style,
     )  # fmt: skip
-    for step, factor in enumerate(ours(run), start=1):  # theirs comes a step later
+    for step, factor in enumerate(ours(run), start=1):  # theirs is one step later
         rates.num_steps = step
         assert rates.get_lr({}) == pytest.approx(factor * training.optimizer.lr, rel=1e-9), step
 
 
 class Absent(type):
-    """A class for every name of a package that only GPUs have."""
+    """A class for every name of a package that exists only for GPUs."""
 
     def __getattr__(cls, name: str) -> "Absent":
         if name.startswith("__"):
@@ -146,7 +146,7 @@ class Absent(type):
 
 
 def pretend(*names: str) -> None:
-    """Makes modules that are for GPUs importable where they are not installed; they have a class for every name."""
+    """Makes GPU-only modules importable if they are not installed; they have a class for every name."""
     if names[0] in sys.modules or importlib.util.find_spec(names[0]):
         return
     for name in names:
@@ -157,7 +157,7 @@ def pretend(*names: str) -> None:
 
 
 def clone(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, name: str, source: str) -> Path:
-    """The folder of a clone, whose sources are put before other modules; skips the test if it is not given."""
+    """The folder of a clone, whose sources take precedence over other modules; skips the test if it is not given."""
     folder = request.config.getoption("--checkouts")
     if folder is None or not (Path(folder) / name).is_dir():
         pytest.skip(f"give --checkouts, a folder with a clone named {name}")
@@ -166,7 +166,7 @@ def clone(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, name:
 
 
 def bridge(lm: str, checkout: str) -> Any:
-    """Megatron-Bridge's configurations. Its adapters import Transformer Engine, which is for GPUs."""
+    """Megatron-Bridge's configurations. Its adapters import Transformer Engine, which needs a GPU."""
     sys.path[:0] = [lm, f"{checkout}/src"]
     for module in ("core.models.gpt", "core.tensor_parallel.inference_layers", "training.training"):
         importlib.import_module(f"megatron.{module}")
@@ -199,7 +199,7 @@ GPU_ONLY = (
 
 @pytest.fixture
 def alone(tmp_path):
-    """A process group of one process, because a system logs by rank."""
+    """A process group of one process, because one system logs by rank."""
     torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     yield
     torch.distributed.destroy_process_group()
@@ -213,7 +213,7 @@ def test_nanotron(folder, request, monkeypatch, number):
     pytest.importorskip("dacite")
     pretend(*GPU_ONLY)
     pretend("grouped_gemm", "grouped_gemm.ops")
-    importlib.import_module("nanotron.logging")  # first: its own imports go in a circle
+    importlib.import_module("nanotron.logging")  # first, because its own imports are circular
     helpers = importlib.import_module("nanotron.helpers")
     path, run = written("nanotron", folder, *VARIANTS["nanotron"][number])
     config = importlib.import_module("nanotron.config").get_config_from_file(str(path))
@@ -231,7 +231,7 @@ def test_nanotron(folder, request, monkeypatch, number):
     rate = helpers.lr_scheduler_builder(optimizer, scheduler, training.steps).lr_lambdas[0]
     assert [rate(step) for step in range(1, training.steps + 1)] == pytest.approx(
         ours(run)
-    )  # theirs comes a step later
+    )  # theirs comes one step later
     names = ["model.token_position_embeddings.pp_block.token_embedding.weight"]
     names += ["model.decoder.0.pp_block.attn.qkv_proj.weight", "model.decoder.0.pp_block.attn.qkv_proj.bias"]
     names += ["model.decoder.0.pp_block.input_layernorm.weight", "model.final_layer_norm.pp_block.weight"]
@@ -265,7 +265,7 @@ def test_automodel(folder, request, monkeypatch, number):
     (optimizer,) = config.optimizer.build(model)
     assert {group.get("wd_mult", 1.0): len(group["params"]) for group in optimizer.param_groups} == {1.0: 1, 0.0: 3}
     (rates,) = config.lr_scheduler.build(optimizer, steps)
-    for factor in ours(run):  # theirs comes a step later
+    for factor in ours(run):  # theirs is one step later
         rates.step(1)
         assert [group["lr"] for group in optimizer.param_groups] == pytest.approx([factor * training.optimizer.lr] * 2)
     decays = {group.get("wd_mult", 1.0): group["weight_decay"] for group in optimizer.param_groups}
@@ -305,7 +305,7 @@ def test_llama_factory(folder, request, monkeypatch, number):
     parser = importlib.import_module("llamafactory.hparams.parser")
     datasets = importlib.import_module("llamafactory.data.parser")
     path, run = written("llama_factory", folder, *VARIANTS["llama_factory"][number])
-    given = {**yaml.safe_load(path.read_text()), "use_cpu": True, "bf16": False, "fp16": False}  # those ask for a GPU
+    given = {**yaml.safe_load(path.read_text()), "use_cpu": True, "bf16": False, "fp16": False}  # these need a GPU
     model, data, training, finetuning, _ = parser._parse_train_args(given)
     assert (training.max_steps, training.learning_rate) == (50, run.run.training.optimizer.lr)
     assert training.max_grad_norm == (run.run.training.clip or 0.0)
@@ -325,8 +325,8 @@ def test_llama_factory(folder, request, monkeypatch, number):
 
 
 def partly(folder: Path, *names: str) -> None:
-    """Puts packages of a checkout where their files can be imported, and not what they import themselves: they have a
-    class for every name."""
+    """Makes a checkout's packages importable file by file, without their own imports: they have a class for every
+    name."""
     for name in names:
         module: Any = ModuleType(name)
         module.__path__, module.__getattr__ = (
@@ -383,7 +383,7 @@ FOUNDRY_SCHEDULES = {
     "linear_decay_with_warmup": "LinearWithWarmupScheduler",
     "constant_with_warmup": "ConstantWithWarmupScheduler",
 }
-"""As `llmfoundry/optim/__init__.py` registers them."""
+"""The names that `llmfoundry/optim/__init__.py` registers."""
 
 
 @pytest.mark.parametrize("number", range(len(VARIANTS["llm_foundry"])))
@@ -411,7 +411,7 @@ def test_llm_foundry(folder, foundry, monkeypatch, number):
         schedule(SimpleNamespace(max_duration=duration, timestamp=foundry.time.Timestamp(batch=step)))
         for step in range(1, steps + 1)
     ]
-    assert factors == pytest.approx(ours(run), abs=1e-12)  # theirs comes a step later
+    assert factors == pytest.approx(ours(run), abs=1e-12)  # theirs is one step later
     assert config.optimizer.pop("name") == "decoupled_adamw"
     config.optimizer["betas"] = tuple(config.optimizer["betas"])
     torch.manual_seed(0)

@@ -1,4 +1,4 @@
-"""Engines beside ours over ten steps: the same losses and norms, and what each has read back of itself."""
+"""Engines compared with ours over ten steps: the same losses and norms, and settings that each has read back."""
 
 import importlib.util
 from pathlib import Path
@@ -33,7 +33,7 @@ MORE = {
     "interleaved": {"schedule": "interleaved-1f1b"},
 }
 TOLERANCE = 2e-5
-"""Of a loss of about 6 in fp32: a few dozen roundings, which differ in order between engines."""
+"""For a loss of about 6 in fp32: a few dozen roundings, in an order that differs between engines."""
 
 
 @pytest.fixture
@@ -49,9 +49,9 @@ def installed(engine: str) -> bool:
 
 
 def trained(folder: Path, recipe: list[str], rows: dict[str, str], checkout: Path | None = None) -> dict[str, Row]:
-    """Ten steps of ours on one process, and of every engine in its layout; all with our losses and norms.
+    """Ten steps of ours on one process, and of every engine in its layout; all have our losses and norms.
 
-    Each of `rows` is an engine and a word -> its layout, and what of `MORE` it has.
+    Each of `rows` is an engine and a word -> its layout, and its options from `MORE`.
     """
     entered = []
     for name, words in {"meshwright": "single", **rows}.items():
@@ -79,7 +79,7 @@ def trained(folder: Path, recipe: list[str], rows: dict[str, str], checkout: Pat
 
 
 def share(row: Row) -> float:
-    """Part of the layers' matrices that a rank holds."""
+    """Fraction of the layers' matrices that a rank holds."""
     held, whole = row.ran["matrices"]
     return held / whole
 
@@ -155,7 +155,7 @@ def test_lightning(folder):
 
 @pytest.mark.engines
 def test_lightning_splits_matrices(folder):
-    """Embedding and head are one matrix, which both plans split."""
+    """Embedding and head are one matrix; both plans split it."""
     engines = {"fabric tensor": "tp2", "lightning tensor": "tp2", "lightning grid": "tp2+zero2:2"}
     rows = trained(folder, [], engines)
     for name, row in rows.items():
@@ -192,7 +192,7 @@ def test_megatron(folder):
 
 @pytest.mark.engines
 def test_megatron_in_its_pipelines(folder):
-    """Its own 1F1B and interleaved schedule; embedding and head are one matrix, in the first and in the last stage."""
+    """Its own 1F1B and interleaved schedule; embedding and head are one matrix, in the first and the last stage."""
     rows = trained(folder, ["model.num_layers=4"], {"megatron line": "pp2", "megatron loops": "pp2 interleaved"})
     for name, schedule, layers in (
         ("megatron line", "without", [[[0, 1]], [[2, 3]]]),
@@ -218,7 +218,7 @@ def test_litgpt(folder):
 
 @pytest.mark.engines
 def test_megatron_is_equal_tensor_by_tensor(folder):
-    """Tied embeddings in a pipeline: the gradients of both of their copies add up."""
+    """Tied embeddings in a pipeline: the gradients of both copies are added."""
     for more in ([UNTIED, "layout.tp=2"], ["layout={pp: 2, schedule: interleaved-1f1b}", "model.num_layers=4"]):
         run = parse_spec(RECIPE, Run, ["model.vocab=96", *more])
         assert verify_engine(shrink(resolve_run(run, base_dir=folder)), ENGINES["megatron"], steps=2).first is None

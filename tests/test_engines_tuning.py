@@ -1,4 +1,4 @@
-"""peft and trl beside our fine-tuning: the same losses from the same adapters and records; proofs by tensor."""
+"""peft and trl compared with our fine-tuning: equal losses from the same adapters and records; proofs by tensor."""
 
 import json
 
@@ -92,7 +92,7 @@ def test_adapters_on_a_stream(folder):
 
 @pytest.mark.engines
 def test_whole_models_on_records(folder):
-    """Padded rows, whose trained tokens are counted over the global batch."""
+    """Padded rows; their trained tokens are counted over the global batch."""
     trained(folder, PADDED, {"hf_trainer": "single", "hf_trainer ddp": "ddp", "trl": "single"})
 
 
@@ -118,7 +118,7 @@ def test_adapters_on_pairs_of_answers(folder):
 @pytest.mark.engines
 @pytest.mark.parametrize(("engine", "adapter"), [("peft", "ia3"), ("peft", "dora"), ("trl", "dora")])
 def test_adapters_are_equal_tensor_by_tensor(folder, engine, adapter):
-    """From records, though the proof's tokens are one stream."""
+    """From records, although the proof's tokens are one stream."""
     finetune = "finetune={method: ia3}" if adapter == "ia3" else "finetune={method: lora, dora: true, rslora: true}"
     recipe = [*PADDED, *LORA, "model.vocab=96", finetune]
     resolved = shrink(resolve_run(parse_spec(RECIPE, Run, recipe), base_dir=folder))

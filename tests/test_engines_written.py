@@ -1,4 +1,4 @@
-"""Exports as configurations: each imports as the same recipe, and what a system cannot say is refused by name."""
+"""Exports as configurations: each imports as the same recipe, and features that a system lacks are refused by name."""
 
 import re
 from pathlib import Path
@@ -188,7 +188,7 @@ VARIANTS["llm_foundry"] = [
     ["training={reduce_dtype: bf16, master_dtype: bf16, optimizer: {state_dtype: bf16, rounding: nearest}}"],
 ]
 LAUNCHED = ("megatron_bridge", "llama_factory", "llm_foundry")
-"""Systems whose launcher is told the number of ranks, not their file."""
+"""Systems whose launcher receives the number of ranks; their file does not."""
 REFUSED = {
     "llm_foundry": {
         "model.name": "model=llama-3.1-8b",

@@ -34,9 +34,9 @@ def assert_equal(
 ) -> None:
     """Equal up to the order of summation.
 
-    A sum of n terms in another order differs by at most about n eps times the sum of the terms' sizes; the longest sums
-    run over the batch's tokens, and their terms are of the size of the largest gradient. A weight after the step
-    differs by at most the gradient's difference times `slope`, the optimizer step's derivative, and its own rounding.
+    A sum of n terms in another order differs by at most about n eps times the sum of the terms' sizes. The longest sums
+    run over the batch's tokens, and their terms have the size of the largest gradient. A weight after the step differs
+    by at most the gradient's difference times `slope`, the optimizer step's derivative, plus its own rounding.
     """
     unit = torch.finfo(dtype).eps
     tolerance = GLOBAL_BATCH * SEQUENCE_LENGTH * unit
@@ -70,7 +70,8 @@ def check(
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("recompute", RECOMPUTES)
 def test_every_pair_for_llama(ranks: RankPool, strategy: str, recompute: str) -> None:
-    """Every strategy meets every recomputation, and with each tied and untied embeddings and both accumulations."""
+    """Every strategy is tested with every recomputation, and each pair with tied and untied embeddings and both
+    accumulations."""
     turn = list(STRATEGIES).index(strategy) + RECOMPUTES.index(recompute)
     check(ranks, strategy, recompute=recompute, tied=turn % 2 == 0, accumulation=(1, 3)[turn // 2 % 2])
 
@@ -84,8 +85,8 @@ def test_every_pair_for_llama(ranks: RankPool, strategy: str, recompute: str) ->
     ],
 )
 def test_strategies_for_every_family(ranks: RankPool, family: str, strategy: str) -> None:
-    """Each family meets every second strategy. Recomputation, ties and accumulation take turns, so that every family
-    and every strategy meets each mode of each; all their combinations are llama's, above."""
+    """Each family is tested with every second strategy. Recomputation, ties and accumulation alternate, so that every
+    family and every strategy is tested with each mode of each; llama, above, has all combinations."""
     turn = FAMILIES.index(family) + list(STRATEGIES).index(strategy)
     accumulation, recompute = (1, 3)[turn // 2 % 2], ("none", "selective", {"full": 1})[turn % 3]
     check(ranks, strategy, family=family, recompute=recompute, tied=turn % 2 == 0, accumulation=accumulation)
@@ -93,9 +94,9 @@ def test_strategies_for_every_family(ranks: RankPool, family: str, strategy: str
 
 @pytest.mark.parametrize("name", MODEL_PARALLEL)
 def test_every_layout_that_splits_the_model(ranks: RankPool, name: str) -> None:
-    """Tied and untied, packed documents, recomputation and accumulation alternate over layouts and families. The more
-    ranks, the dearer: two meet every third family, four every sixth and eight every eighth, each layout beginning with
-    another."""
+    """Tied and untied, packed documents, recomputation and accumulation alternate over layouts and families. More ranks
+    cost more: two ranks are tested with every third family, four with every sixth, eight with every eighth; each layout
+    begins with another family."""
     layout, turn = LAYOUTS[name], list(MODEL_PARALLEL).index(name)
     every = {2: 3, 4: 6, 8: 8}[layout.world_size]
     families = [f for f in FAMILIES if not find_misfits(layout, tiny_run(layout, family=f).model, SEQUENCE_LENGTH)]
@@ -135,7 +136,7 @@ def test_fp32(ranks: RankPool, strategy: str) -> None:
 def test_low_precision_rounds_as_one_process_does(ranks: RankPool, strategy: str, precision: str) -> None:
     """Each microbatch's gradient is rounded once, at the same place in every layout.
 
-    With one sequence per microbatch the low-precision work is the same numbers everywhere, and only fp32 sums over
+    With one sequence per microbatch the low-precision work has the same numbers everywhere, and only fp32 sums over
     microbatches and ranks differ in order: equality to fp32's tolerance, not to bf16's.
     """
     layout = STRATEGIES[strategy]
@@ -150,7 +151,7 @@ def test_low_precision_rounds_as_one_process_does(ranks: RankPool, strategy: str
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_low_precision_of_a_split_model_rounds_no_worse_than_one_process(ranks: RankPool, precision: str) -> None:
     """Each rank's part of a row-wise product is rounded before the parts are added, so the numbers differ from one
-    process's; but not from the exact ones by more than twice as much."""
+    process's, but by at most twice as much from the exact ones."""
     exact = alone(family="gpt2")
     rounded = one_step(tiny_run(LayoutSpec(), family="gpt2", precision=precision))
     layout = LAYOUTS["zero-3-tp-wide"]

@@ -1,4 +1,4 @@
-"""The examples of plug-ins: each short, and equal under two layouts to one process in float64."""
+"""The examples of plug-ins: each is short, and equal to one process in float64 under two layouts."""
 
 import ast
 import importlib
@@ -36,14 +36,14 @@ class Losses(Callback):
 
 
 def example(name: str) -> Any:
-    """The module of an example."""
+    """An example's module."""
     if str(EXAMPLES) not in sys.path:
         sys.path.insert(0, str(EXAMPLES))
     return importlib.import_module(name)
 
 
 def recipe(name: str, cache: Path, layout: dict[str, Any]) -> Run:
-    """The recipe of an example in float64, on this machine's CPUs."""
+    """An example's recipe in float64, on this machine's CPUs."""
     given = example(name).RUN
     changed = {"training": given["training"] | {"precision": "fp64"}, "data": given["data"] | {"cache_dir": str(cache)}}
     return Run.model_validate(given | changed | {"layout": layout, "device": "cpu", "run_dir": str(cache / "run")})
@@ -61,7 +61,7 @@ def losses_of(name: str, cache: Path, layout: dict[str, Any], root: Path) -> lis
 
 @pytest.fixture(scope="module")
 def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Tokens, which the examples share."""
+    """Tokens shared by the examples."""
     return tmp_path_factory.mktemp("cache")
 
 

@@ -1,4 +1,4 @@
-"""Expert parallelism against one process; ranks and experts without tokens; what is refused."""
+"""Expert parallelism compared with one process; ranks and experts without tokens; refusals."""
 
 import functools
 from dataclasses import replace
@@ -34,7 +34,7 @@ RECOMPUTES = ("none", "selective", "full")
 @pytest.mark.slow
 @pytest.mark.parametrize("name", EXPERT_PARALLEL)
 def test_every_layout(ranks: RankPool, name: str) -> None:
-    """Families, recomputation, accumulation and tied embeddings take turns."""
+    """Families, recomputation, accumulation and tied embeddings alternate."""
     layout, turn = EXPERT_PARALLEL[name], list(EXPERT_PARALLEL).index(name)
     several = 2 if GLOBAL_BATCH // layout.data_parallel % 2 == 0 else 3
     options: dict[str, Any] = {"family": FAMILIES[turn % 3], "tied": turn % 2 == 0}
@@ -55,7 +55,7 @@ def test_every_rank_keeps_exactly_what_the_table_says(ranks: RankPool, name: str
 
 
 def compiled(run: ResolvedRun) -> Outcome | None:
-    """A first step with compiled blocks; without code generation, which would take the time. Collective."""
+    """A first step with compiled blocks, without code generation, which would be slow. Collective."""
     traced = []
 
     def note_tracing(experts: Experts, x_MD: torch.Tensor, rows: Rows) -> torch.Tensor:
@@ -75,14 +75,14 @@ def compiled(run: ResolvedRun) -> Outcome | None:
 
 @pytest.mark.slow
 def test_compiled(ranks: RankPool) -> None:
-    """Attention is compiled; experts, whose shapes the router decides, are not."""
+    """Attention is compiled; experts are not, because the router decides their shapes."""
     run = tiny_run(LayoutSpec(dp_shard=2, ep=2), family="mixtral", compile=True)
     assert_equal(ranks.run(2, compiled, run)[0], alone(family="mixtral"))
 
 
 @pytest.mark.slow
 def test_muon_leaves_experts_to_adamw(ranks: RankPool) -> None:
-    """As one process does; see `test_equivalence.test_muon` for the slope."""
+    """As on one process; see `test_equivalence.test_muon` for the slope."""
     options: dict[str, Any] = {
         "family": "mixtral",
         "optimizer": {"name": "muon", "lr": LR, "eps": EPS, "muon_lr": 0.02},
@@ -94,7 +94,7 @@ def test_muon_leaves_experts_to_adamw(ranks: RankPool) -> None:
 
 
 def expert_load(run: ResolvedRun) -> tuple[float | None, float]:
-    """`expert_load` of a first step, and what a hook on every router counts. Collective."""
+    """`expert_load` of a first step, and the count of a hook on every router. Collective."""
     trainer = build_here(run)
     counts: dict[int, torch.Tensor] = {}
 
@@ -111,7 +111,7 @@ def expert_load(run: ResolvedRun) -> tuple[float | None, float]:
 
 @pytest.mark.slow
 def test_expert_load_is_that_of_the_global_batch(ranks: RankPool) -> None:
-    """In a layer that only the second stage has, too: the first layer of this model is dense."""
+    """Also in a layer that only the second stage has: the first layer of this model is dense."""
     told, counted = expert_load(tiny_run(LayoutSpec(), family="deepseek_v3"))
     assert told == pytest.approx(counted)
     assert counted > 1.2
@@ -155,7 +155,7 @@ COUNTS = {
     "one expert gets nothing": [[2, 0, 3, 1], [1, 0, 2, 2]],
     "nobody has anything": [[0, 0, 0, 0], [0, 0, 0, 0]],
 }
-"""How many rows each of two ranks sends to each of four experts."""
+"""The number of rows that each of two ranks sends to each of four experts."""
 
 
 def exchange_errors(cases: list[list[list[int]]], dtype: torch.dtype) -> list[float]:
@@ -187,7 +187,7 @@ def _exchange_error(counts_RE: torch.Tensor, dtype: torch.dtype, mesh: Any, rank
 
 
 def test_uneven_routing(ranks: RankPool) -> None:
-    for dtype, tolerance in ((torch.float64, 1e-10), (torch.float32, 1e-2)):  # gradients are of the size of 1e3
+    for dtype, tolerance in ((torch.float64, 1e-10), (torch.float32, 1e-2)):  # gradients are about 1e3
         for errors in ranks.run(2, exchange_errors, list(COUNTS.values()), dtype):
             assert dict(zip(COUNTS, (error < tolerance for error in errors), strict=True)) == dict.fromkeys(
                 COUNTS, True
@@ -201,7 +201,7 @@ def saved_run(layout: LayoutSpec) -> ResolvedRun:
 
 @pytest.mark.slow
 def test_checkpoints_are_of_no_layout(ranks: RankPool, tmp_path: Path) -> None:
-    """Saved with shared experts, continued with other sharing and by one process; and back."""
+    """Saved with shared experts, continued with different sharing and by one process; and the reverse."""
     layouts = EXPERT_PARALLEL | {"alone": LayoutSpec()}
     for saver, loaders in (("zero-3-ep", ("alone", "zero-3-cp-ep")), ("alone", ("zero-3-tp-ep",))):
         whole = on_ranks(ranks, uninterrupted, saved_run(layouts[saver]), tmp_path / saver)[0]

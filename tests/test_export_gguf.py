@@ -1,4 +1,4 @@
-"""GGUF files: llama.cpp and transformers read the model's own numbers, tokens and chat template, or none is written."""
+"""GGUF files: llama.cpp and transformers compute the model's logits, tokens and template, or no file is written."""
 
 import json
 from pathlib import Path
@@ -19,13 +19,13 @@ from meshwright.serve.trained import TrainedModel, open_trained
 from meshwright.spec.errors import UserError
 from served import CHATML, hf_directory, model_of, tokenizer_of
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # of transformers, as it reads GGUF
+pytestmark = pytest.mark.filterwarnings("ignore")  # transformers warns when it reads GGUF
 
 TEXT = "".join(f"def add_{n}(x):\n    return x + {n}\n" for n in range(50))
 
 
 def uneven(model: Decoder) -> Decoder:
-    """With norms and biases that are not all alike, so that none can stand in another's place."""
+    """With unequal norms and biases, so that none can replace another."""
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -91,7 +91,7 @@ def test_a_wrong_tensor_is_refused_with_the_block_and_nothing_is_written(tmp_pat
 
 
 def bpe(pattern: str | None, normalizer: str | None = None) -> TextTokenizer:
-    """A byte-level tokenizer that cuts words by `pattern`; without one a SentencePiece-like with a byte fallback."""
+    """A byte-level tokenizer that cuts words by `pattern`; without one, SentencePiece-like with a byte fallback."""
     ends = ["<|endoftext|>"]
     if pattern is None:
         inner = Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>", fuse_unk=True))

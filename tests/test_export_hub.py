@@ -1,4 +1,4 @@
-"""`export --hub`: what would be pushed, and a push by huggingface_hub's own client to a local stub of the hub."""
+"""`export --hub`: the files to push, and a push by huggingface_hub's own client to a local stub of the hub."""
 
 import base64
 import json
@@ -18,7 +18,7 @@ from served import hf_directory, model_of, tokenizer_of
 
 
 class Hub(ThreadingHTTPServer):
-    """Takes one commit of files that are sent whole."""
+    """Accepts one commit of files that are sent whole."""
 
     daemon_threads = True
     refuses = False
@@ -79,7 +79,7 @@ class Handler(BaseHTTPRequestHandler):
         self.wfile.write(content)
 
     def log_message(self, *_: object) -> None:
-        """Say nothing."""
+        """Log nothing."""
 
 
 @pytest.fixture

@@ -1,6 +1,6 @@
-"""vLLM's part of a receipt, with a stand-in of vLLM's interface in an environment of its own.
+"""vLLM's part of a receipt, with a stand-in for vLLM's interface in a separate environment.
 
-The real vLLM is asked by `benchmarks/receipts.py`.
+`benchmarks/receipts.py` uses the real vLLM.
 """
 
 import json
@@ -57,7 +57,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> TrainedModel:
 
 
 def environment(folder: Path, trained: TrainedModel, **changes: object) -> Path:
-    """A Python whose vLLM says what the model says, but for the `changes`."""
+    """A Python whose vLLM returns the model's results, except for the `changes`."""
     prompts = probe_prompts(trained.spec, min(CONTEXT, trained.spec.max_positions))
     rows = [row.tolist() for row in next_logprobs(trained.model, prompts)]
     known = {

@@ -1,4 +1,4 @@
-"""config.json in both spellings, and what cannot be built is refused in one sentence."""
+"""config.json in both spellings; unsupported ones are refused in one sentence."""
 
 import pytest
 from transformers import AutoConfig
@@ -49,7 +49,7 @@ def test_a_config_that_leaves_out_what_follows(tmp_path):
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_every_preset_survives_our_file_and_transformers(name, tmp_path):
-    """Written by us, read and written again by transformers, read by us: nothing is lost."""
+    """Written by us, read and written by transformers, read by us: nothing is lost."""
     spec = resolve_model(ModelFields(name=name), base_dir=tmp_path)
     config = model_to_hf_config(spec, dtype="bfloat16", eos_token_id=3)
     assert model_from_hf_config(config) == spec
@@ -76,7 +76,7 @@ MOE = {**SIZES, "model_type": "qwen3_moe", "moe_intermediate_size": 768, "num_ex
 
 
 def test_the_number_of_experts_in_both_spellings():
-    """transformers 5 renames the key of 4."""
+    """transformers 5 renames transformers 4's key."""
     four, five = ({**MOE, key: 16, "mlp_only_layers": []} for key in ("num_experts", "num_local_experts"))
     assert model_from_hf_config(four) == model_from_hf_config(five)
     assert model_from_hf_config(four).num_experts == 16

@@ -29,7 +29,7 @@ def resolve(tmp_path):
 
 @pytest.fixture
 def directory(tmp_path, resolve):
-    """A Hugging Face directory of a small llama, as far as config.json goes."""
+    """A Hugging Face directory of a small llama with only a config.json."""
     spec = resolve(family="llama", vocab=100, max_positions=128, **TINY)
     (tmp_path / "small").mkdir()
     (tmp_path / "small" / "config.json").write_text(json.dumps(model_to_hf_config(spec)))
@@ -143,7 +143,7 @@ def test_directories_that_hold_no_model(resolve, tmp_path, content, message):
 
 
 def test_named_dims_say_every_shape(resolve):
-    """The name of a dim means one size everywhere, so that whoever splits a name splits it everywhere alike."""
+    """The name of a dim means one size everywhere, so every split of a name splits it in the same way everywhere."""
     for family in FAMILIES:
         sizes = {"num_kv_heads": 2, "head_dim": 24} if family not in ("gpt2", "deepseek_v3") else {}
         spec = resolve(family=family, **TINY, vocab=90, ffn=100, **sizes)

@@ -1,4 +1,4 @@
-"""The parameter table equals the published models and the module, name for name."""
+"""The parameter table equals the published models and the module, name by name."""
 
 from pathlib import Path
 
@@ -50,7 +50,7 @@ PUBLISHED = {
     "deepseek-v3": 671_026_404_352,
 }
 
-# Parameters that one token meets, in billions, as published with the models.
+# Parameters that one token uses, in billions, as published with the models.
 ACTIVE = {"mixtral-8x7b": "12.9", "mixtral-8x22b": "39", "qwen3-30b-a3b": "3.3", "qwen3-235b-a22b": "22"} | {
     "moonlight-16b-a3b": "3",
     "deepseek-v3": "37",
@@ -69,7 +69,7 @@ def test_published_parameter_counts(name, total):
 
 @pytest.mark.parametrize(("name", "billions"), ACTIVE.items())
 def test_published_active_parameters(name, billions):
-    """To the last digit that was published, rounded or cut off."""
+    """To the last published digit, rounded or truncated."""
     spec = resolve_model(ModelFields(name=name), base_dir=Path())
     digit = 0.1 if "." in billions else 1
     assert abs(active_parameters(spec) / 1e9 - float(billions)) < digit

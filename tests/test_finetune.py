@@ -1,4 +1,4 @@
-"""Fine-tuning: table and module say the same, every layout computes what one process does, what is frozen stays."""
+"""Fine-tuning: table and module agree, every layout computes what one process does, frozen parameters stay."""
 
 from pathlib import Path
 from typing import Any
@@ -47,7 +47,7 @@ METHODS: dict[str, dict[str, Any]] = {
 
 
 def fine_tuned(family: str, finetune: dict[str, Any]) -> tuple[Decoder, tuple[Parameter, ...]]:
-    """(the module of a fine-tuned model, what frozen is in bf16; its table)."""
+    """(the module of a fine-tuned model, with frozen parameters in bf16; its table)."""
     run = tiny_run(LayoutSpec(), family=family, finetune=finetune)
     model = build_model(run.model)
     assert run.run.finetune is not None
@@ -75,14 +75,14 @@ def check(ranks: RankPool, layout: LayoutSpec, method: str, **options: Any) -> N
 
 
 OF_ALL_KINDS = ("pp-cp-tp", "zero-3-tp-uneven", "hybrid-3-tp")
-"""Of the layouts of eight ranks, those that mix most; each pair that others of them have, four ranks have too."""
+"""The layouts of eight ranks that combine most axes; layouts of four ranks cover every other pair of axes."""
 
 
 @pytest.mark.parametrize(
     "name", [name for name, layout in LAYOUTS.items() if 1 < layout.world_size < 8 or name in OF_ALL_KINDS]
 )
 def test_every_layout(ranks: RankPool, name: str) -> None:
-    """Two ranks meet every second method, more of them one each, in turns."""
+    """Two ranks are tested with every second method, more ranks with one each, in rotation."""
     layout, turn = LAYOUTS[name], list(LAYOUTS).index(name)
     every = 2 if layout.world_size == 2 else len(METHODS)
     for method in list(METHODS)[turn % every :: every]:
@@ -114,7 +114,7 @@ finetune: {method: lora, targets: [c_fc, "h.0.*"], ranks: {c_fc: 2}, alphas: {c_
 
 
 def reduced_bytes(run: ResolvedRun) -> int:
-    """Bytes of all gradients that a step's reduce-scatters are given."""
+    """Bytes of all gradients given to a step's reduce-scatters."""
     trainer = build_here(run)
     with loader_for(trainer) as loader, Traffic(trainer.meshes) as traffic:
         trainer.train_step.gradients(loader.microbatches(0))
@@ -123,8 +123,8 @@ def reduced_bytes(run: ResolvedRun) -> int:
 
 @pytest.mark.slow
 def test_gradients_of_frozen_parameters_are_not_sent(ranks: RankPool) -> None:
-    """Frozen and trained parameters share FSDP2's groups. What is sent is the trained ones' rows, padded so that each
-    rank has equally many: a row of every matrix at most."""
+    """Frozen and trained parameters share FSDP2's groups. Only the trained ones' rows are sent, padded to equal numbers
+    per rank: at most one row per matrix."""
     layout = LAYOUTS["zero-3"]
     run = tiny_run(layout, finetune=METHODS["lora"])
     sent = ranks.run(layout.world_size, reduced_bytes, run)[0]
@@ -141,7 +141,7 @@ def test_a_rank_that_cannot_be_split_is_refused() -> None:
 
 
 def test_frozen_matrices_cost_no_gradient_of_their_own() -> None:
-    """6 N operations a token where all train; of N frozen 4 N, and 6 for every number of the adapters."""
+    """6 N operations per token if all parameters train; with N frozen, 4 N, and 6 for every number of the adapters."""
     run = tiny_run(LayoutSpec(), finetune=METHODS["lora"])
     rows = [row for row in finetuned_table(run.model, run.run.finetune) if len(row.shape) == 2]
     frozen = sum(row.numel for row in rows if not row.adapter and row.name != "tok_embeddings.weight")
@@ -162,7 +162,7 @@ def test_b_learns_faster() -> None:
 
 def test_patterns_and_rslora_decide_the_scale() -> None:
     finetune = {"method": "lora", "rank": 4, "alpha": 4.0, "alphas": {"wo": 3.0}}
-    finetune["ranks"] = {"layers.1.attention.wo": 25, "wo": 9}  # the first that matches holds
+    finetune["ranks"] = {"layers.1.attention.wo": 25, "wo": 9}  # the first match counts
     wq, wo, last_wo = (f"layers.{name}" for name in ("0.attention.wq", "0.attention.wo", "1.attention.wo"))
     expected = {False: {wq: 4 / 4, wo: 3 / 9, last_wo: 3 / 25}, True: {wq: 4 / 2, wo: 3 / 3, last_wo: 3 / 5}}
     for rslora, scales in expected.items():
@@ -172,7 +172,7 @@ def test_patterns_and_rslora_decide_the_scale() -> None:
 
 
 def test_adapters_add_nothing_at_first() -> None:
-    """But for magnitudes, which are drawn weights' lengths in fp32, as these weights are."""
+    """Except magnitudes, which are the norms of drawn weights in fp32, like these weights."""
 
     def first_loss(finetune: dict[str, Any] | None) -> float:
         trainer = build_trainer(tiny_run(LayoutSpec(), finetune=finetune), Worker(), torch.device("cpu"), None)
@@ -219,7 +219,7 @@ def test_a_begins_uniform_and_dropout_is_its_alone_and_of_training_alone() -> No
 
 
 def test_dropout_draws_by_seed_layer_token_and_feature() -> None:
-    """Half of 3 x 10^5 draws, give or take five standard deviations; none like those of another layer, seed or step."""
+    """Half of 3 x 10^5 draws, within five standard deviations; none equal to another layer's, seed's or step's."""
     numbers_N = torch.arange(3000)
     dropouts = [Dropout(0.5, Draws(), seed, name) for seed, name in ((0, "wq"), (0, "wk"), (1, "wq"))]
     drawn = [*(dropout.dropped(numbers_N, 100) for dropout in dropouts), dropouts[0].dropped(numbers_N + 3000, 100)]

@@ -1,4 +1,4 @@
-"""Adapters are peft's: the same losses and gradients for twenty steps, and files that go both ways."""
+"""Adapters equal peft's: the same losses and gradients for twenty steps, and files readable in both directions."""
 
 import json
 import shutil
@@ -30,7 +30,7 @@ from meshwright.trainer.weights import run_weights
 from tiny import GLOBAL_BATCH, SEQUENCE_LENGTH
 
 pytestmark = [
-    pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning"),  # what peft asks of transformers
+    pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning"),  # from peft's call of transformers
     pytest.mark.filterwarnings("ignore::UserWarning:peft"),
 ]
 
@@ -56,13 +56,13 @@ METHODS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(scope="module")
 def bases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Models of transformers with random weights, in fp64 so that nothing is rounded on the way."""
+    """transformers' models with random weights, in fp64 so that nothing is rounded."""
     torch.manual_seed(0)
     folder = tmp_path_factory.mktemp("bases")
     llama, qwen2 = LlamaForCausalLM(LlamaConfig(**SIZES)), Qwen2ForCausalLM(Qwen2Config(**SIZES))
     for name, parameter in qwen2.named_parameters():
         if name.endswith(".bias"):
-            torch.nn.init.normal_(parameter, std=0.1)  # the zeros they begin as would hide what is done to them
+            torch.nn.init.normal_(parameter, std=0.1)  # initial zeros would hide computations
     llama.double().save_pretrained(folder / "llama")
     qwen2.double().save_pretrained(folder / "qwen2")
     return {name: folder / name for name in ("llama", "qwen2")}
@@ -70,7 +70,7 @@ def bases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.fixture(autouse=True)
 def exact(monkeypatch: pytest.MonkeyPatch) -> None:
-    """transformers' RMSNorm rounds to fp32 whatever the model's dtype; here it keeps fp64, all else untouched."""
+    """transformers' RMSNorm rounds to fp32 in any dtype; here it stays in fp64, all else unchanged."""
 
     def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
         return self.weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.variance_epsilon))
@@ -113,7 +113,7 @@ def peft_model(base: Path, adapter: Path) -> Any:
 
 
 def trained_parameters(model: Any) -> dict[str, torch.nn.Parameter]:
-    """What trains, by its key in files."""
+    """The trained parameters, by their keys in files."""
     found = {}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
@@ -126,7 +126,7 @@ def trained_parameters(model: Any) -> dict[str, torch.nn.Parameter]:
 @pytest.mark.parametrize("family", ["llama", "qwen2"])
 @pytest.mark.parametrize("method", METHODS)
 def test_twenty_steps_are_pefts(bases: dict[str, Path], tmp_path: Path, family: str, method: str) -> None:
-    """float64: differences of rounding alone, which each step of AdamW enlarges by at most LR / EPS."""
+    """float64: only rounding differences, which each step of AdamW enlarges by at most LR / EPS."""
     trainer = build_here(run_on(bases[family], METHODS[method]))
     theirs = peft_model(bases[family], write(trainer, tmp_path / "begin"))
     places = stored_places(trainer.resolved.model, trainer.resolved.run.finetune)  # type: ignore[arg-type]
@@ -145,7 +145,7 @@ def test_twenty_steps_are_pefts(bases: dict[str, Path], tmp_path: Path, family: 
 
 @torch.no_grad()
 def check_files_go_both_ways(trainer: Trainer, theirs: Any, base: Path, folder: Path) -> None:
-    """What either has trained gives the other the same logits; and merged the same."""
+    """Parameters trained by either give the other the same logits, also when merged."""
     model, finetune = trainer.model.eval(), trainer.resolved.run.finetune
     assert isinstance(model, Decoder)
     tokens_BT = torch.randint(50, (2, SEQUENCE_LENGTH))
@@ -168,7 +168,7 @@ def check_files_go_both_ways(trainer: Trainer, theirs: Any, base: Path, folder: 
 
 
 def add_as_vllm_does(model: Any, adapter: Path) -> None:
-    """By the rules of its loader: modules by tensors' names, one scale for all from `r`, `lora_alpha`, `use_rslora`."""
+    """By its loader's rules: modules by tensors' names, one scale for all from `r`, `lora_alpha`, `use_rslora`."""
     config = json.loads((adapter / "adapter_config.json").read_text())
     assert config["bias"] == "none"
     scale = config["lora_alpha"] / (config["r"] ** 0.5 if config["use_rslora"] else config["r"])
@@ -287,7 +287,7 @@ def test_wrong_target_names(bases: dict[str, Path]) -> None:
         return str(error.value)
 
     assert "did you mean 'q_proj'?" in told(targets=["q_prj"])
-    assert "there are tok_embeddings, wq," in told(targets=["atention_norm"])  # not one that gets no adapter
+    assert "there are tok_embeddings, wq," in told(targets=["atention_norm"])  # not one that cannot have an adapter
     assert "matches no linear layer" in told(targets=["norm"])
     assert "matches no module that has an adapter" in told(targets=["wq"], ranks={"wv": 3})
     assert "has an adapter already" in told(train=["layers.0.attention.wq"])

@@ -1,4 +1,4 @@
-"""A fine-tuned run from its base to its files: small checkpoints, exact continuation, use, merging, refusals."""
+"""A fine-tuned run from its base to its files: small checkpoints, exact resumption, use, merging, refusals."""
 
 from pathlib import Path
 from typing import Any
@@ -78,7 +78,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.slow
 def test_a_refused_continuation_leaves_the_run_as_it_was(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of two ranks: refused before they start, or, where they choose the checkpoint themselves, by them."""
+    """With two ranks: refused before they start or, if they choose the checkpoint themselves, by the ranks."""
     names = ("recipe.yaml", "resolved.yaml")
     before = [(runs / "lora" / name).read_bytes() for name in names]
     seen: list[ResolvedRun] = []
@@ -173,7 +173,7 @@ def test_another_base_is_refused(runs: Path, tmp_path: Path) -> None:
 
 
 def trajectory(run: ResolvedRun, root: Path, steps: int, resume: bool) -> list[tuple[float, float]]:
-    """(loss, gradient norm) of every step, the first two saved."""
+    """(loss, gradient norm) of every step; the first two are saved."""
     trainer = build_here(run)
     writer = CheckpointWriter(root, run.run.checkpoint)
     if resume:
@@ -194,7 +194,7 @@ def trajectory(run: ResolvedRun, root: Path, steps: int, resume: bool) -> list[t
 
 
 def test_a_change_anywhere_in_a_large_file_is_another_base(tmp_path: Path) -> None:
-    """In one of the pieces that are read, to be exact; here they cover nearly all of it."""
+    """More exactly, in one of the sampled pieces; here they cover nearly all of it."""
     content, digests = bytearray(SAMPLES * SAMPLED_BYTES + 100), set()
     for place in (0, len(content) // 2, len(content) - 1):
         (tmp_path / "base").write_bytes(content[:place] + b"x" + content[place + 1 :])
@@ -207,7 +207,7 @@ def test_a_change_anywhere_in_a_large_file_is_another_base(tmp_path: Path) -> No
     [("single", "fp32"), ("zero-3", "bf16"), ("hybrid-2", "fp32"), ("zero-3-tp", "bf16"), ("pp", "fp32")],
 )
 def test_continues_bit_for_bit(ranks: RankPool, tmp_path: Path, strategy: str, precision: str) -> None:
-    """Dropout and recomputation included; frozen weights are equal bit for bit after training."""
+    """With dropout and recomputation; frozen weights are equal bit for bit after training."""
     finetune = {"method": "lora", "rank": 4, "dropout": 0.25}
     run = tiny_run(LAYOUTS[strategy], precision=precision, finetune=finetune, recompute="full", steps=4)
     world = run.run.layout.world_size
@@ -216,7 +216,7 @@ def test_continues_bit_for_bit(ranks: RankPool, tmp_path: Path, strategy: str, p
 
 
 def test_selective_recomputation_does_not_keep_what_adapters_widen() -> None:
-    """W x and A x [T, R] are kept; B A x, and DoRA's W + B A, are computed again."""
+    """W x and A x [T, R] are kept; B A x, and DoRA's W + B A, are recomputed."""
     kept = [_keep_dear_results(frozenset({4}), None, torch.ops.aten.mm.default, *pair) for pair in product_pairs()]
     assert kept == [CheckpointPolicy.MUST_SAVE, CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_RECOMPUTE]
     weight, b, a = torch.empty(16, 8), torch.empty(16, 4), torch.empty(4, 8)
@@ -225,7 +225,7 @@ def test_selective_recomputation_does_not_keep_what_adapters_widen() -> None:
 
 
 def product_pairs() -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """What W x, A x and B A x multiply, 3 tokens of width 8."""
+    """The factors of W x, A x and B A x, 3 tokens of width 8."""
     x, inner = torch.empty(3, 8), torch.empty(3, 4)
     return [(x, torch.empty(8, 16)), (x, torch.empty(8, 4)), (inner, torch.empty(4, 16))]
 

@@ -30,7 +30,7 @@ def script():
 
 
 def here(folder: Path, name: str) -> None:
-    """In this process."""
+    """Run in this process."""
     if name == "export":
         export_trained(open_trained(folder / "base", device="cpu"), folder / "base-hf")
     else:

@@ -1,4 +1,4 @@
-"""Architectures that are not ours: transformers computes them, and everything else here is as for our own."""
+"""Foreign architectures: transformers computes them, and everything else works as for our own."""
 
 import json
 import shutil
@@ -39,7 +39,7 @@ from test_finetune_run import trajectory
 from tiny import NEEDS_SHARDED_INTEGERS, tiny_run
 
 pytestmark = [
-    pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning"),  # what peft asks of transformers
+    pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning"),  # from peft's call of transformers
     pytest.mark.filterwarnings("ignore::UserWarning:peft"),
 ]
 transformers.logging.set_verbosity_error()
@@ -50,11 +50,11 @@ SIZES |= {"intermediate_size": 40, "max_position_embeddings": 32}
 TEXTS = [f"{n} and {n + 1} and" for n in range(400)]
 SIZES |= {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "dtype": "float32"}
 CONFIGS: dict[str, Callable[..., transformers.PreTrainedConfig]] = {
-    "phi": transformers.PhiConfig,  # biases, the head's too; rotates half of a head; drops out where it is told to
-    "gemma2": transformers.Gemma2Config,  # tied; caps logits; slides in every second layer; has constants
+    "phi": transformers.PhiConfig,  # biases, also in the head; rotates half of a head; dropout if configured
+    "gemma2": transformers.Gemma2Config,  # tied; caps logits; sliding window in every second layer; constants
     "gpt_neox": transformers.GPTNeoXConfig,  # queries, keys and values in one matrix; another name for the head
-    "qwen2_moe": transformers.Qwen2MoeConfig,  # experts that transformers stacks as it reads, and one for all tokens
-    "opt": transformers.OPTConfig,  # learned positions, which no document begins anew
+    "qwen2_moe": transformers.Qwen2MoeConfig,  # experts that transformers stacks when loading, and one shared expert
+    "opt": transformers.OPTConfig,  # learned positions, which do not restart at documents
 }
 MORE: dict[str, dict[str, Any]] = {
     "phi": {"attention_dropout": 0.5, "resid_pdrop": 0.5},
@@ -98,7 +98,7 @@ def foreign_run(directory: Path, layout: LayoutSpec, **options: Any) -> Resolved
 
 def theirs(directory: Path) -> Any:
     model = transformers.AutoModelForCausalLM.from_pretrained(directory, experts_implementation="eager")
-    return model.double().eval()  # constants are those of fp32
+    return model.double().eval()  # with constants from fp32
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -132,7 +132,7 @@ def test_activations_in_host_memory_change_nothing(
     assert moved is not None
     assert moved.loss == plain.loss
     for one, gradient in plain.gradients.items():
-        # A view with gaps comes back contiguous, and its product is added up in another order.
+        # A view with gaps comes back contiguous, and its product is summed in another order.
         exact = {"rtol": 1e-12, "atol": 1e-15} if "moe" in name else {"rtol": 0, "atol": 0}
         torch.testing.assert_close(moved.gradients[one], gradient, **exact)
     assert "activations in host memory" in repr(build_here(foreign_run(directories / name, elsewhere)).model)
@@ -151,7 +151,7 @@ def test_module_and_table_say_the_same(directories: Path, name: str) -> None:
 
 @pytest.mark.parametrize("name", ["phi", "gemma2", "gpt_neox"])
 def test_documents_stand_alone(directories: Path, name: str) -> None:
-    """Of any lengths, in a row beside rows of one document; and a document's sliding window is its own."""
+    """Documents of any length, next to rows of one document; each document has its own sliding window."""
     model = build_here(foreign_run(directories / name, LayoutSpec())).model.eval()
     expected = theirs(directories / name)
     tokens_BT = torch.randint(300, (2, 16), generator=torch.Generator().manual_seed(1))
@@ -189,8 +189,8 @@ _ALONE: dict[str, Any] = {}
     [pytest.param(*case, marks=NEEDS_SHARDED_INTEGERS) if "qlora" in case else case for case in CASES],
 )
 def test_every_layout(ranks: RankPool, directories: Path, name: str, method: str, strategy: str) -> None:
-    """Equal to one process, with documents kept apart or blocks recomputed in turn. Gemma's norms and softmax and
-    Qwen2-MoE's router compute in fp32 whatever the model's dtype."""
+    """Equal to one process, alternately with separate documents or recomputed blocks. Gemma's norms and softmax and
+    Qwen2-MoE's router compute in fp32 in any dtype of the model."""
     turn = CASES.index((name, method, strategy))
     recompute, documents = ("none", "selective", "full")[turn % 3], turn % 2 == 0
     layout, finetune = LAYOUTS[strategy], METHODS[method]
@@ -248,7 +248,7 @@ def recipe(folder: Path, directory: Path, **more: Any) -> dict[str, Any]:
 
 @torch.no_grad()
 def logits_of_either(model: Any, tokens_BT: torch.Tensor) -> torch.Tensor:
-    """A model's of ours or of transformers'."""
+    """The logits of one of our models or of transformers'."""
     return logits_of(model, tokens_BT) if isinstance(model, Decoder) else model(tokens_BT).logits
 
 
@@ -291,8 +291,8 @@ def test_from_a_directory_to_files_that_peft_and_transformers_read(directories: 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["gemma2", "gpt_neox", "qwen2_moe"])
 def test_full_training_and_export_in_bf16(directories: Path, tmp_path: Path, name: str) -> None:
-    """Of tied weights one is kept; of a name that transformers changes as it reads, the file's; of experts that it
-    stacks, each one's tensors."""
+    """Of tied weights, one is stored; of a name that transformers changes when loading, the file's spelling; of experts
+    that it stacks, each expert's tensors."""
     train(Run.model_validate(recipe(tmp_path, directories / name, training={"precision": "bf16"})))
     assert main(["export", str(tmp_path / "run"), "--hf", str(tmp_path / "out")]) == 0
     kept = {key for key, _ in safetensors_keys(tmp_path / "out")}

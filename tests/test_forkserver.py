@@ -1,4 +1,4 @@
-"""Workers that are forks: they start with what a fresh process has, and are children of whoever asked for them."""
+"""Workers as forks: they start in the state of a new process, and are children of the process that requested them."""
 
 import json
 import os
@@ -36,7 +36,7 @@ pytestmark = pytest.mark.skipif(not forkserver.can_fork(), reason="workers are f
 
 
 def facts(tmp_path: Path, name: str, **env: str) -> tuple[dict, forkserver.Process]:
-    """What a fork finds, and the fork."""
+    """A fork's report, and the fork."""
     with (tmp_path / name).open("wb") as out:
         process = forkserver.start(command(FACTS), env={**os.environ, **env}, stdout=out.fileno())
         assert process.wait(60) == process.returncode == 7
@@ -57,7 +57,7 @@ def test_a_fork_has_what_a_fresh_process_has(tmp_path: Path, monkeypatch: pytest
     assert first["interrupt"]
     assert first["hangup"]
     assert first["open"] == [0, 1, 2]
-    assert not set(first["drawn"]) & set(second["drawn"])  # or ranks would draw the same names and numbers
+    assert not set(first["drawn"]) & set(second["drawn"])  # else ranks would draw the same names and numbers
     assert process.poll() == 7
 
 
@@ -80,7 +80,7 @@ def test_a_signal_ends_a_fork_and_its_server_lives_on() -> None:
     assert process.poll() is None
     process.send_signal(signal.SIGTERM)
     assert process.wait(60) == -signal.SIGTERM
-    process.kill()  # it has ended: nobody else is killed who has its number now
+    process.kill()  # it has ended: no other process with its id is killed
     assert forkserver.start(command("import os; os._exit(0)")).wait(60) == 0
 
 
@@ -126,7 +126,7 @@ def test_the_cache_that_torch_names_itself_makes_no_second_server() -> None:
 
 @pytest.fixture
 def no_servers(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict]:
-    """Servers of this test's own, which are ended with it."""
+    """This test's own servers, which end with it."""
     servers = dict[str, forkserver._Server]()
     monkeypatch.setattr(forkserver, "_servers", servers)
     yield servers

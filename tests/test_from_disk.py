@@ -1,4 +1,4 @@
-"""Weights that stay on disk: the same answers to the last bit, in a quarter of the memory that the weights take."""
+"""Weights on disk: the same answers bit for bit, in a quarter of the weights' memory."""
 
 import subprocess
 import sys

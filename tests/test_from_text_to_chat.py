@@ -1,4 +1,4 @@
-"""The page docs/from-text-to-chat.md, run word for word on small data: the chat model wins its comparison."""
+"""The page docs/from-text-to-chat.md, run literally on small data: the chat model wins its comparison."""
 
 import json
 import re
@@ -47,7 +47,7 @@ def materials(folder: Path) -> None:
 
 
 def knows(prompt: str, _: int) -> tuple[int, str]:
-    """A judge that wants an answer of the kind that was taught."""
+    """A judge that wants an answer of the trained kind."""
     first, second = (said.startswith("It returns") for said in answers_in(prompt))
     return 200, "[[A]]" if first > second else "[[B]]" if second > first else "[[C]]"
 
@@ -75,7 +75,7 @@ def test_every_command_of_the_page_runs(tmp_path, monkeypatch, capsys):
 
 
 def serve(words: list[str]) -> None:
-    """The models of the page's `serve`, asked once each; a vote is given."""
+    """The models of the page's `serve`, queried once each, and a vote."""
     options = dict(zip(words[2::2], words[3::2], strict=True))
     name, path = options["--adapter"].split("=")
     trained = open_trained(Path(words[1]), device="cpu")

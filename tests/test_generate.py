@@ -1,4 +1,4 @@
-"""Generation: the cache changes nothing, rows do not disturb one another, tokens come in their proportion."""
+"""Generation: the cache changes nothing, rows do not affect each other, tokens occur in their proportions."""
 
 import random
 import re
@@ -93,7 +93,7 @@ def test_tokens_are_drawn_with_their_probability(sampling, kept):
     expected[kept] = weights[kept] / weights[kept].sum()
     draws = 20_000
     streams = [random.Random(str(row)) for row in range(draws)]
-    # Shuffled, so that an answer in sorted order would be seen to be wrong.
+    # Shuffled, so that a wrongly sorted answer is detected.
     order = torch.tensor([2, 0, 3, 1])
     tokens = choose(probability.log()[order].expand(draws, 4), sampling, streams)
     found = torch.zeros(4, dtype=torch.float64)
@@ -110,7 +110,7 @@ def test_the_likeliest_token_always_stays_and_rounding_never_falls_off_the_end()
     logits = torch.tensor([[5.0, -2.0, 1.0, 0.0]])
     assert choose(logits, Sampling(top_p=1e-9), [Last()]).tolist() == [0]
     assert choose(logits, Sampling(), [Last()]).tolist() == [3]
-    assert choose(logits, Sampling(min_p=0.01), [Last()]).tolist() == [2]  # as likely as e^-4 of the likeliest
+    assert choose(logits, Sampling(min_p=0.01), [Last()]).tolist() == [2]  # e^-4 times the likeliest's probability
     assert choose(logits, Sampling(top_k=3), [Last()]).tolist() == [3]
     assert choose(logits, Sampling(top_k=3, min_p=0.01), [Last()]).tolist() == [2]
 

@@ -1,6 +1,6 @@
-"""Losses of the first steps, stored: a refactoring that changes what is trained shows here.
+"""Stored losses of the first steps: they reveal a refactoring that changes the training.
 
-`python tests/test_golden.py` writes the file anew, for a change that means to change them.
+`python tests/test_golden.py` rewrites the file, for an intended change.
 """
 
 import json
@@ -30,7 +30,7 @@ def losses(name: str) -> list[float]:
 
 @pytest.mark.parametrize("name", CASES)
 def test_golden_losses(name: str) -> None:
-    """Equal to the bit on the machine that wrote them; elsewhere float64 products may be summed in another order."""
+    """Bit-identical on the machine that wrote them; elsewhere float64 products may be summed in another order."""
     assert losses(name) == pytest.approx(json.loads(GOLDEN.read_text())[name], rel=1e-11)
 
 

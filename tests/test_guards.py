@@ -1,4 +1,4 @@
-"""What a run does about steps that go wrong, replicas that drift apart and disks that fail, and where it begins."""
+"""A run's reactions to faulty steps, diverging replicas and failing disks, and its starting point."""
 
 import io
 import math
@@ -41,7 +41,7 @@ STEPS = 8
 def tiny(
     strategy: str = "single", *, asynchronous: bool = False, guards: dict[str, Any] | None = None, **training: Any
 ) -> ResolvedRun:
-    non_finite = training.pop("non_finite", "raise")  # rewind is refused where no checkpoints are saved
+    non_finite = training.pop("non_finite", "raise")  # rewind is refused if no checkpoints are saved
     run = tiny_run(STRATEGIES[strategy], steps=STEPS, **training)
     parts: dict[str, Any] = {"training": run.run.training.model_copy(update={"non_finite": non_finite})}
     parts |= {
@@ -52,7 +52,7 @@ def tiny(
 
 
 def train(trainer: Trainer, root: Path) -> str:
-    """Train to the last step on random tokens; returns what was said. Collective."""
+    """Train to the last step on random tokens; returns the messages. Collective."""
     first, said = trainer.worker.rank == 0, io.StringIO()
     display = Display(steps=STEPS, memory_bytes=1, device="cpu", enabled=first, stream=said)
     root.mkdir(exist_ok=True, parents=True)
@@ -65,7 +65,7 @@ def train(trainer: Trainer, root: Path) -> str:
 
 
 def poisoned(trainer: Trainer, batches: set[int]) -> Trainer:
-    """A trainer whose loss is not a number on these batches of the data's order, counted from 0."""
+    """A trainer whose loss is NaN on these batches of the data's order, counted from 0."""
     really = trainer.train_step.gradients
 
     def gradients(microbatches: Any) -> tuple[float, int]:
@@ -78,7 +78,8 @@ def poisoned(trainer: Trainer, batches: set[int]) -> Trainer:
 
 
 def rewound(run: ResolvedRun, root: Path) -> tuple[list[int], int, bool]:
-    """Batches 4 and 7 are bad: steps and rewinds seen, and whether a run over the good ones ends at these weights."""
+    """Batches 4 and 7 are bad: the steps and rewinds, and whether a run over only the good ones ends at these
+    weights."""
     trainer = poisoned(build_here(run), {4, 7})
     said = train(trainer, root / "a")
     assert trainer.worker.rank or "step 5: loss nan" in said
@@ -124,7 +125,7 @@ def test_six_sigma_over_128_steps() -> None:
     assert guard.is_spike(3.7, 1.0)
     guard.load(state)
     assert guard.is_spike(3.0, 1.7)
-    assert not guard.is_spike(1.0, 0.1)  # lower is no spike
+    assert not guard.is_spike(1.0, 0.1)  # a lower value is no spike
     young = SpikeGuard()
     assert not any(young.is_spike(1000.0 * (step == ENOUGH - 1), 1.0) for step in range(ENOUGH))
 
@@ -174,7 +175,7 @@ def drift(run: ResolvedRun, bad_rank: int) -> str:
     [
         ("ddp", 2, "layers.1.attention.wo.weight on rank 2 differs from ranks 0, 1, 3"),
         ("hybrid-3", 1, "layers.1.attention.wo.weight on rank"),
-        ("zero-3", 1, "equal"),  # nobody else holds that part
+        ("zero-3", 1, "equal"),  # no other rank holds this part
     ],
 )
 def test_one_flipped_bit_on_one_replica_is_found(ranks: RankPool, strategy: str, bad_rank: int, message: str) -> None:
@@ -249,7 +250,7 @@ def test_the_last_save_tries_again_and_then_says_so(tmp_path: Path, monkeypatch:
     assert attempts == saver_module.LAST_ATTEMPTS
 
 
-# ---- beginning somewhere else
+# ---- other starting points
 
 
 def test_resuming_by_name_the_newest_good_one_or_from_the_start(tmp_path: Path) -> None:
@@ -302,7 +303,7 @@ def test_a_warm_start_takes_the_weights_alone(tmp_path: Path) -> None:
 
 
 def test_steps_that_are_left_out_are_bounded() -> None:
-    """A model that is lost is not trained to the last step with a status of 0."""
+    """A diverged model is not trained to the last step with status 0."""
     run = tiny_run(STRATEGIES["single"], precision="fp32", non_finite="skip", steps=50)
     guards = run.run.guards.model_copy(update={"max_skipped": 3})
     trainer = build_here(run.model_copy(update={"run": run.run.model_copy(update={"guards": guards})}))

@@ -110,7 +110,7 @@ def test_what_is_no_safetensors_file(llama, content, message):
 
 
 def rewritten_header(file, change):
-    """The same bytes behind a header with something changed."""
+    """The same bytes after a changed header."""
     content = file.read_bytes()
     length = int.from_bytes(content[:8], "little")
     header = json.loads(content[8 : 8 + length])
@@ -139,7 +139,7 @@ def test_tensors_that_do_not_cover_the_file(llama):
         rewritten_header(file, lambda header, strange=strange: header["lm_head.weight"].update(data_offsets=strange))
         assert "its header is malformed" in refused(llama)
     file.write_bytes(good)
-    rewritten_header(file, lambda header: header.update(__metadata__={"a": 1}))  # which only safetensors looks at
+    rewritten_header(file, lambda header: header.update(__metadata__={"a": 1}))  # which only safetensors reads
     with pytest.raises(ValueError, match=rf"{WEIGHTS} is not a safetensors file: "):
         HfWeights(llama, spec_of("llama")).read_rows("tok_embeddings.weight", 0, 1)
 
@@ -184,7 +184,7 @@ def test_an_index_whose_file_is_missing(sharded):
 
 
 def test_checkpoints_of_the_model_without_its_head(tmp_path, family):
-    """As openai-community/gpt2 was saved: no prefix, and causal masks that are no parameters."""
+    """As openai-community/gpt2 was saved: without prefix, with causal masks that are not parameters."""
     spec = resolve_model(ModelFields(family=family, **SIZES, tied_embeddings=True), base_dir=Path())
     export(tmp_path / "hf", spec)
     prefix = {"gpt2": "transformer.", "llama": "model."}[family]
@@ -204,7 +204,7 @@ def test_checkpoints_of_the_model_without_its_head(tmp_path, family):
 
 
 def test_rows_of_one_tensor_are_read_without_the_others(sharded):
-    """Every other file may be gone by then: nothing but the asked-for tensor is touched."""
+    """All other files may be missing by then: only the requested tensor is read."""
     spec = spec_of("llama")
     weights = HfWeights(sharded, spec)
     index = json.loads((sharded / INDEX).read_text())
@@ -251,7 +251,7 @@ def nothing_left(folder: Path) -> bool:
 
 
 def test_an_export_that_differs_is_refused(tmp_path, family, monkeypatch):
-    """Two matrices of one shape swapped on the way to disk: every file is valid, only the logits tell."""
+    """Two matrices of one shape swapped while writing: every file is valid, only the logits differ."""
 
     def swapped(spec):
         places = hf_tensors(spec)
@@ -266,7 +266,7 @@ def test_an_export_that_differs_is_refused(tmp_path, family, monkeypatch):
 
 
 def test_an_export_with_a_wrong_config_is_refused(tmp_path, family, monkeypatch):
-    """The config says another epsilon than the model has."""
+    """The config has another epsilon than the model."""
 
     def wrong(spec, **options):
         return model_to_hf_config(spec.model_copy(update={"norm_eps": 0.5}), **options)

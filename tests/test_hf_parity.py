@@ -98,7 +98,7 @@ def case_spec(name: str) -> ModelSpec:
 
 
 def ours(spec: ModelSpec, dtype=torch.float32, seed=0) -> Decoder:
-    """Random everywhere: norms, biases and state too, which start at one and zero."""
+    """Random everywhere, also norms, biases and state, which start at one and zero."""
     model = build_model(spec, device="cpu", dtype=dtype)
     initialize(model, parameter_table(spec), seed)
     generator = torch.Generator().manual_seed(seed)
@@ -114,14 +114,14 @@ def tokens(spec: ModelSpec) -> torch.Tensor:
 
 
 def loaded_fp64(directory: Path):
-    """transformers' model; its experts one by one, for its fast kernel has no fp64."""
+    """transformers' model; experts one by one, because its fast kernel has no fp64."""
     theirs = AutoModelForCausalLM.from_pretrained(directory).double().eval()
     theirs.set_experts_implementation("eager")
     return theirs
 
 
 MIXTRAL_NAMES = {".block_sparse_moe.": ".mlp.", ".w1.": ".gate_proj.", ".w2.": ".down_proj.", ".w3.": ".up_proj."}
-"""What transformers calls in memory otherwise than in Mixtral's files."""
+"""Names in transformers' memory that differ from those in Mixtral's files."""
 
 
 def in_memory(key: str) -> str:
@@ -131,7 +131,7 @@ def in_memory(key: str) -> str:
 
 
 def separate(gradients: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Expert by expert, as in files, what transformers has fused in memory."""
+    """Tensors that transformers fuses in memory, expert by expert as in files."""
     found = {}
     for name, tensor in gradients.items():
         if not name.endswith(("experts.gate_up_proj", "experts.down_proj")):
@@ -154,8 +154,7 @@ def exported(spec: ModelSpec, directory: Path, dtype=torch.float32, **options) -
 
 @pytest.fixture
 def exact(monkeypatch):
-    """transformers' RMSNorm and routers round to fp32 whatever the model's dtype; here they keep fp64, all else
-    untouched."""
+    """transformers' RMSNorm and routers round to fp32 in any dtype; here they stay in fp64, all else unchanged."""
 
     def forward(self, x):
         return self.weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.variance_epsilon))
@@ -200,13 +199,13 @@ def test_our_export_computes_the_same_in_transformers_fp64(name, tmp_path, exact
     batch = tokens(spec)
     with torch.no_grad():
         found, expected = logits_of(model, batch), theirs(batch).logits
-    # Both compute in fp64 from the same fp32 angles: what is left is the order of sums.
+    # Both compute in fp64 from the same fp32 angles: only the order of sums differs.
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-12 * expected.abs().max().item())
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_their_model_computes_the_same_here_fp32(name, tmp_path):
-    """The other direction, with transformers as it is: a directory that it saved, random weights that it drew."""
+    """The reverse direction, with unmodified transformers: a directory that it saved, with its random weights."""
     spec = case_spec(name)
     config = AutoConfig.for_model(**model_to_hf_config(spec))
     torch.manual_seed(3)
@@ -236,7 +235,8 @@ def test_gradients_equal_transformers(name, tmp_path, exact):
     logits = theirs(batch).logits
     torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum").backward()
     expected = separate({name: p.grad for name, p in theirs.named_parameters()})
-    # Of the largest gradient of all, because some are zero but for rounding (a key's bias moves no attention).
+    # Relative to the largest gradient overall, because some are zero except for rounding (a key's bias moves no
+    # attention).
     largest = max(grad.abs().max().item() for grad in expected.values())
     places = hf_tensors(spec)
     for key, parameter in model.named_parameters():
@@ -269,7 +269,7 @@ def test_a_round_trip_keeps_every_bit(name, dtype, tmp_path):
     assert len(files) > 1
     after = {key: value for file in files for key, value in load_file(tmp_path / "ours" / file).items()}
     assert after.keys() == before.keys() == index["weight_map"].keys()
-    state = {hf_tensors(spec)[row.name].key for row in state_table(spec)}  # few numbers, kept wide
+    state = {hf_tensors(spec)[row.name].key for row in state_table(spec)}  # few numbers, kept in wide formats
     for key, value in before.items():
         assert after[key].dtype == (torch.float32 if key in state else dtype)
         assert torch.equal(after[key], value.to(after[key].dtype)), key

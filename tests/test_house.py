@@ -1,4 +1,4 @@
-"""The rules of the house that import-linter cannot express; ARCHITECTURE.md gives the reasons."""
+"""The project's rules that import-linter cannot express; ARCHITECTURE.md gives the reasons."""
 
 import ast
 import functools
@@ -20,25 +20,25 @@ LONG_FUNCTIONS: dict[str, str] = {}
 
 READS_ENVIRONMENT = {"launch/forkserver.py", "launch/launcher.py", "trainer/worker.py", "cli/judge.py"}
 TORCH_FREE = ("cli", "data", "families", "imports", "plan", "spec", "storage", "validate")
-"""Rooms that `--help`, `init`, `check` and `doctor` are made of: importing them never loads torch."""
+"""Rooms used by `--help`, `init`, `check` and `doctor`: importing them never loads torch."""
 TENSOR_COLLECTIVES = (
     *("all_gather", "all_reduce", "all_to_all", "reduce", "gather", "scatter", "broadcast", "batch_isend_irecv"),
     *("send", "recv", "isend", "irecv", "P2POp", "ReduceOp"),
 )
-"""How the names of `torch.distributed`'s functions begin that take tensors."""
+"""Prefixes of the names of `torch.distributed`'s functions that take tensors."""
 PRIVATE_BUT_NOT_TORCHS = {
     *("_replace", "_exit", "_current_frames", "_forkserver", "_forkserver_alive_fd", "_option_string_actions"),
     *("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"),
 }
-"""Python's own; and what a `nn.Module` keeps, which every subclass has for its own."""
+"""Python's own, and the attributes of `nn.Module` that every subclass has."""
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
 @functools.cache
 def modules() -> dict[str, ast.Module]:
-    """File -> its syntax tree. All of them are millions of objects, which every garbage collection would visit: they
-    are not there before a test needs them, nor after it."""
+    """File -> its syntax tree. The trees are millions of objects that every garbage collection would visit, so they
+    exist only while a test needs them."""
     return {file: tree_of(file) for file in FILES}
 
 
@@ -104,14 +104,14 @@ def public(node: ast.AST) -> Iterator[Function | ast.ClassDef]:
 
 
 def test_models_never_learn_that_ranks_exist() -> None:
-    """import-linter refuses to forbid a part of an external package, such as torch.distributed."""
+    """import-linter cannot forbid a part of an external package, such as torch.distributed."""
     rankless = rooms("models", "objectives")
     assert not importers(rankless, "torch.distributed")
     assert not users("torch.distributed").intersection(rankless)
 
 
 def test_tensors_are_sent_from_one_file() -> None:
-    """FSDP2 and DTensor send some by themselves; objects, sent as bytes, stores and barriers are not tensors."""
+    """FSDP2 and DTensor send some themselves; objects sent as bytes, stores and barriers are not tensors."""
     found = {
         f"{file}:{node.lineno} {ast.unparse(node)}"
         for file, tree in modules().items()
@@ -125,7 +125,7 @@ def test_tensors_are_sent_from_one_file() -> None:
 
 
 def test_private_torch_is_used_in_one_room() -> None:
-    """Names that begin with `_`: imported from torch, read off it, or such as nobody here has defined."""
+    """Names that begin with `_`: imported from torch, read from it, or not defined in this project."""
     ours = {name for tree in modules().values() for name in given_names(tree)} | PRIVATE_BUT_NOT_TORCHS
     found = {(file, place) for file, tree in modules().items() for place in private_parts(tree, ours)}
     outside = [f"{file}:{place}" for file, place in found if file.split("/")[0] != "torch_internals"]
@@ -134,7 +134,7 @@ def test_private_torch_is_used_in_one_room() -> None:
 
 
 def private_parts(tree: ast.Module, ours: set[str]) -> Iterator[str]:
-    """`line what` of every private part of torch; names in `ours` are not."""
+    """`line what` of every private part of torch, except names in `ours`."""
     from_torch = {"torch"}
     for node in ast.walk(tree):
         if isinstance(node, ast.Import | ast.ImportFrom):
@@ -152,7 +152,7 @@ def private_parts(tree: ast.Module, ours: set[str]) -> Iterator[str]:
 
 
 def given_names(tree: ast.Module) -> Iterator[str]:
-    """Names that a file itself gives to functions, classes and attributes."""
+    """Names that a file gives to functions, classes and attributes."""
     for node in ast.walk(tree):
         if isinstance(node, Function | ast.ClassDef):
             yield node.name
@@ -163,7 +163,7 @@ def given_names(tree: ast.Module) -> Iterator[str]:
 
 
 def test_nobody_replaces_a_method_of_the_model_its_head_its_objective_or_its_passes() -> None:
-    """What a strategy changes of them stands in a slot (`HeadSplit`)."""
+    """A strategy changes these only through slots (`HeadSplit`)."""
     files = ["models/decoder.py", "models/head.py", "models/foreign.py", "parallel/passes.py", *rooms("objectives")]
     methods = {function.name for file in files for function in functions(file)}
     assert {"forward", "token_losses", "sums", "evaluate"} <= methods
@@ -189,7 +189,7 @@ def test_imports_are_absolute() -> None:
 
 
 def test_own_modules_are_imported_at_the_top() -> None:
-    """A verb alone may import inside a function, for torch loads there, once it is sure to be needed."""
+    """Only a verb may import inside a function, because that loads torch when it is certain to be needed."""
     hidden = [
         f"{file}:{line} imports {name} inside {function.name}"
         for file in set(FILES) - set(rooms("cli"))
@@ -201,7 +201,7 @@ def test_own_modules_are_imported_at_the_top() -> None:
 
 
 def test_the_lower_rooms_and_the_verbs_never_load_torch() -> None:
-    """import-linter sees what a file names; this sees what Python loads."""
+    """import-linter checks the names in files; this checks what Python loads."""
     names = [f"meshwright.{file.removesuffix('.py').replace('/', '.')}" for file in rooms(*TORCH_FREE)]
     modules = sorted(name.removesuffix(".__init__") for name in names)
     code = f"import importlib, sys; [*map(importlib.import_module, {modules})]; sys.exit('torch' in sys.modules)"
@@ -209,7 +209,7 @@ def test_the_lower_rooms_and_the_verbs_never_load_torch() -> None:
 
 
 def test_only_the_launcher_reads_the_environment() -> None:
-    """And `judge` its API key, which no command line should show."""
+    """Except `judge`, which reads its API key there, because a command line should not show it."""
     assert users("os.environ") | users("os.getenv") == READS_ENVIRONMENT
     assert not importers(FILES, "os.environ") + importers(FILES, "os.getenv")
 
@@ -234,9 +234,9 @@ MAKES_FUNCTIONS = {"functools.partial", "partial", "property", "torch.compile", 
 
 
 def overrides(tree: ast.AST) -> Iterator[str]:
-    """What is assigned to a function, method, class or `__dict__` entry of something built elsewhere.
+    """Assignments to a function, method, class or `__dict__` entry of an object built elsewhere.
 
-    Whoever changes what a module does fills a slot (`models/slots.py`), so that the next one sees it.
+    Code that changes a module's behaviour fills a slot (`models/slots.py`), so that other code can see it.
     """
     imported = {
         alias.asname or alias.name.split(".")[0]
@@ -278,7 +278,7 @@ def assignments(node: ast.AST) -> Iterator[tuple[ast.expr, ast.expr]]:
 
 
 def test_nothing_built_elsewhere_is_overridden() -> None:
-    """`tests/test_slots.py` looks at what is built."""
+    """`tests/test_slots.py` checks the built objects."""
     found = {f"{file} {what}" for file, tree in modules().items() for what in overrides(tree)}
     assert found == set(OVERRIDES)
 
@@ -300,7 +300,7 @@ import torch.nn.functional as F
 
 
 def test_every_module_says_what_it_is_for() -> None:
-    """A file of nothing (an empty `__init__.py`) has nothing to say."""
+    """An empty file (`__init__.py`) needs no docstring."""
     assert not [file for file, tree in modules().items() if tree.body and ast.get_docstring(tree) is None]
 
 

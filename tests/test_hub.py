@@ -1,4 +1,4 @@
-"""Models of the Hugging Face hub are found in the local cache by their ids, and nothing connects."""
+"""Models of the Hugging Face hub are found in the local cache by their ids, without a connection."""
 
 import json
 import shutil
@@ -27,7 +27,7 @@ device: cpu
 
 @pytest.fixture
 def snapshot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The only model of a cache, with a recipe beside it."""
+    """The only model of a cache, with a recipe next to it."""
     fields = ModelFields(family="llama", hidden=16, num_layers=1, num_heads=2, ffn=32, vocab=300, max_positions=32)
     model = build_model(spec := resolve_model(fields, base_dir=tmp_path), device="cpu")
     initialize(model, parameter_table(spec), seed=0)

@@ -1,4 +1,4 @@
-"""Configuration files of other systems: nothing is dropped in silence, and the recipe says the same training."""
+"""Configuration files of other systems: no key is dropped silently, and the recipe describes the same training."""
 
 import json
 import re
@@ -213,7 +213,7 @@ def test_files_become_the_same_training(tmp_path, case):
 
 @pytest.mark.parametrize("case", CASES)
 def test_every_key_is_an_origin_or_has_no_counterpart(tmp_path, case):
-    """Read from the text: what is on is named in the recipe, as the origin of a line or at its top."""
+    """Read from the text: every enabled key is in the recipe, as the origin of a line or at its top."""
     paths, words = written(tmp_path, case)
     text, _ = import_files(paths, **words)
     off = {"fp16", "loss_scale", "compute_environment", "gradient_accumulation_steps", "distributed_type"}
@@ -295,7 +295,7 @@ def test_python_is_read_and_never_run(tmp_path):
 
 LISTS = (f"a{n}: &a{n} [*a{n - 1}, *a{n - 1}]" for n in range(1, 40))
 DOUBLED = "\n".join(["base_model: x", "a0: &a0 [1, 1]", *LISTS])
-"""A hundred lines of YAML that mean 2^40 values."""
+"""A hundred lines of YAML that expand to 2^40 values."""
 
 HOSTILE = {
     "aliases.yaml": (DOUBLED, "more than 20000 values"),
@@ -337,7 +337,7 @@ def test_hostile_files_are_one_sentence_at_once(tmp_path, monkeypatch, capsys, n
 
 
 def test_words_of_a_file_cannot_become_settings(tmp_path):
-    """What has no counterpart is a comment of the recipe, on one line whatever it holds."""
+    """A key without a counterpart becomes a one-line comment in the recipe, whatever it contains."""
     lines = "x\\nrun_dir: /etc\\u2028run_dir: /etc\\u0085run_dir: /etc"
     path = tmp_path / "ds\nrun_dir: here\n.json"
     path.write_text(f'{{"train_batch_size": 8, "odd\\nrun_dir: there": "{lines}", "gradient_clipping": "auto"}}')

@@ -1,4 +1,4 @@
-"""Weights of other systems: the same numbers as in their files, and nothing run on the way."""
+"""Weights of other systems: the same numbers as in their files, without running code."""
 
 import contextlib
 import json
@@ -130,14 +130,14 @@ def test_other_models_of_litgpt_are_refused_by_their_setting(right, capsys):
 
 
 class LossScaler:
-    """Stands for DeepSpeed's."""
+    """A stand-in for DeepSpeed's class."""
 
     def __init__(self) -> None:
         self.cur_scale = 1
 
 
 def zero(right: Tensors, monkeypatch, *, stage: int, ranks: int = 2) -> None:
-    """A checkpoint as DeepSpeed writes it, an object of its own in it."""
+    """A checkpoint as DeepSpeed writes it, with one of its own objects."""
     with monkeypatch.context() as patch:
         words = ["deepspeed", "runtime", "fp16", "loss_scaler"]
         for count in range(1, len(words) + 1):
@@ -202,12 +202,12 @@ def test_checkpoints_of_deepspeed_that_are_incomplete_or_of_another_model(right,
 
 def save_dcp(state: Tensors, folder: str) -> None:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that it saves in one process
+        warnings.simplefilter("ignore")  # it warns about saving in one process
         dcp.save(state, checkpoint_id=folder, no_dist=True)
 
 
 def torchtitan(right: Tensors, *, newer: bool) -> Tensors:
-    """The tensors as torchtitan has them: rows of a head that rotate together are neighbours."""
+    """The tensors in torchtitan's layout: rows of a head that rotate together are adjacent."""
     names = {
         **{f"self_attn.{one}_proj": f"attention.{'qkv_linear.' if newer else ''}w{one}" for one in "qkv"},
         "self_attn.o_proj": "attention.wo",
@@ -243,7 +243,7 @@ def test_a_folder_of_another_model_is_one_sentence(right, capsys):
 
 
 def test_megatron(right, capsys):
-    """Layers stacked, and the vocabulary padded."""
+    """Layers are stacked, and the vocabulary is padded."""
     found: dict[str, list[torch.Tensor]] = {}
     for number in range(2):
         layer = f"model.layers.{number}."
@@ -289,7 +289,7 @@ MAKERS = Path(__file__).parent / "makers"
 
 
 def made(name: str, *words: str) -> None:
-    """Let another system write a checkpoint of `model/` on two ranks."""
+    """Make another system write a checkpoint of `model/` on two ranks."""
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", str(MAKERS / name), *words]
     with Path("maker.log").open("w") as log:
         maker = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)

@@ -1,4 +1,4 @@
-"""Configurations of each system, modelled on its published ones: the same training, and no key lost in silence."""
+"""Configurations of each system, modelled on its published ones: the same training, and no key dropped silently."""
 
 import json
 import re
@@ -372,7 +372,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], list[str]]] = {
         [],
     ),
 }
-"""A file -> what is said beside it, settings of the recipe, and keys without a counterpart."""
+"""A file -> messages about it, settings of the recipe, and keys without a counterpart."""
 
 
 DEFAULTS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -415,7 +415,7 @@ DEFAULTS: dict[str, tuple[str, dict[str, Any]]] = {
         {"training.optimizer.weight_decay": 0.0, "training.lr_schedule.warmup": 0, "training.precision": "fp32"},
     ),
 }
-"""A file that says little -> what the system trains then, where it differs from a recipe that says as little."""
+"""A minimal file -> the system's training with it, where it differs from a minimal recipe."""
 
 
 @pytest.mark.parametrize("name", DEFAULTS)
@@ -464,7 +464,7 @@ def test_a_configuration_becomes_the_same_training(name):
 
 @pytest.mark.parametrize("name", CASES)
 def test_no_key_is_lost_in_silence(name):
-    """Every one is an origin, or is listed."""
+    """Every key is an origin, or is listed."""
     text, _ = import_files([FILES / name], **CASES[name][0])
     content = (FILES / name).read_text()
     if name.endswith((".sh", ".py")):
@@ -488,7 +488,7 @@ device: cpu
 @pytest.mark.parametrize("layout", ["single", "ddp", "zero3"])
 @pytest.mark.parametrize("engine", [name for name in ENGINES if name != "meshwright"])
 def test_an_exported_program_is_the_same_recipe_again(tmp_path, engine, layout):
-    """What its program leaves out, too."""
+    """Including settings that its program omits."""
     run = parse_spec(RECIPE, Run).model_copy(update={"layout": layout_called(layout)})
     try:
         path = ENGINES[engine].translate(resolve_run(run, base_dir=tmp_path)).write(tmp_path)
@@ -684,7 +684,7 @@ RATES: dict[str, tuple[str, dict[str, Any], int]] = {
 
 @pytest.mark.parametrize("case", RATES)
 def test_a_schedule_of_transformers_is_the_recipe_s_at_every_step(tmp_path, case):
-    """A step later, as transformers counts."""
+    """One step later, as transformers counts."""
     name, options, warmup = RATES[case]
     arguments = {"per_device_train_batch_size": 1, "learning_rate": 1e-4, "max_steps": 60, "warmup_steps": warmup}
     arguments |= {"lr_scheduler_type": name} | ({"lr_scheduler_kwargs": options} if options else {})

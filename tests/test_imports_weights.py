@@ -1,4 +1,4 @@
-"""Weights of nanoGPT: the same numbers as in its file, and nothing run on the way."""
+"""Weights of nanoGPT: the same numbers as in its file, without running code."""
 
 import math
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""`judge`: positions swapped, ties, intervals, ratings, cost; continued where it stopped; a stub and our own server."""
+"""`judge`: swapped positions, ties, intervals, ratings, cost; resumption; with a stub and with our own server."""
 
 import json
 import re
@@ -26,7 +26,7 @@ Said = Callable[[str, int], tuple[int, str]]
 
 
 class Stub(ThreadingHTTPServer):
-    """A server with OpenAI's API that says what a function says."""
+    """A server with OpenAI's API whose replies come from a function."""
 
     daemon_threads = True
 
@@ -68,7 +68,7 @@ class Handler(BaseHTTPRequestHandler):
         self.wfile.write(content)
 
     def log_message(self, *_: object) -> None:
-        """Say nothing."""
+        """Log nothing."""
 
 
 @contextmanager
@@ -84,12 +84,12 @@ def judging(said: Said) -> Iterator[Stub]:
 
 
 def answers_in(prompt: str) -> list[str]:
-    """The assistants' answers that a prompt shows."""
+    """The assistants' answers in a prompt."""
     return re.findall(r"### Assistant(?: [AB])?:\n(.*)", prompt)
 
 
 def judged_answers(prompt: str) -> tuple[str, str]:
-    """The two answers to the last message: those that the judge compares."""
+    """The two answers to the last message, which the judge compares."""
     answers = answers_in(prompt)
     return answers[len(answers) // 2 - 1], answers[-1]
 
@@ -274,7 +274,7 @@ def test_people_vote_the_same_way(tmp_path, capsys):
 
 
 def test_ratings_are_the_likeliest_strengths():
-    """Of two models the odds; of several, the strengths that made the games, and the equations of the maximum."""
+    """For two models, the odds; for several, the strengths that made the games, and the equations of the maximum."""
     assert np.diff(bradley_terry(np.array([[0, 30.0], [10, 0]])))[0] == pytest.approx(-400 * np.log10(3))
     true = np.array([2.0, 1.0, 0.25])
     wins = 600 * true[:, None] / (true[:, None] + true)
@@ -302,7 +302,7 @@ def test_intervals_hold_the_truth_and_narrow_with_more_questions():
 
 
 def test_models_answer_first_and_our_own_server_judges(files, capsys):
-    """Random weights: they answer, and the judge's replies hold no verdict."""
+    """Random weights: they answer, and the judge's replies contain no verdict."""
     from test_serve import running
 
     for name in ("one", "two"):

@@ -1,4 +1,4 @@
-"""How a rank finds its place, and what happens when processes are started: torchrun's, Slurm's, Kubeflow's, our own."""
+"""How a rank finds its place, and how processes behave when started by torchrun, Slurm, Kubeflow or our launcher."""
 
 import contextlib
 import json
@@ -55,7 +55,7 @@ def test_whose_end_ends_a_worker() -> None:
         assert worker is not None
         return worker.parent
 
-    assert parent() == 0  # somebody's own script, which may end before its ranks
+    assert parent() == 0  # a user's script, which may end before its ranks
     assert parent(TORCHELASTIC_RUN_ID="none") == os.getppid()
     assert parent(**{LAUNCHER: "1234"}) == 1234
 
@@ -140,7 +140,7 @@ def test_a_wrong_number_of_processes_is_told() -> None:
         join_group(Worker(world_size=2), Run.model_validate(RECIPE), torch.device("cpu"))
 
 
-# From here on whole programs run, as a user starts them. They share a folder and with it the prepared tokens.
+# From here on, whole programs run as a user starts them. They share a folder and its prepared tokens.
 
 RECIPE: dict[str, Any] = {
     "model": {"family": "llama", "hidden": 32, "num_layers": 2, "num_heads": 2, "ffn": 64},
@@ -177,7 +177,7 @@ def here(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture(scope="module")
 def losses(folder: Path) -> list[float]:
-    """Of the first four steps of one process, which is this one."""
+    """The first four steps' losses on one process, this one."""
     with contextlib.chdir(folder):
         assert main(["train", "run.yaml", "training.steps=4", "run_dir=alone"]) == 0
     return [record["loss"] for record in records(folder / "alone", "step")]
@@ -188,14 +188,14 @@ def records(run: Path, kind: str) -> list[dict[str, Any]]:
 
 
 def check_losses(run: Path, expected: list[float]) -> None:
-    """The first four steps are those of one process, but for fp32 sums in another order."""
+    """The first four steps equal one process's, except for the order of fp32 sums."""
     found = [record["loss"] for record in records(run, "step")][:4]
     assert found == [pytest.approx(loss, rel=1e-5) for loss in expected]
 
 
 @contextlib.contextmanager
 def started(*words: str, launcher: tuple[str, ...] = ()) -> Iterator[Program | subprocess.Popen[str]]:
-    """`meshwright train run.yaml`, in a process group of its own, as a shell starts it; nothing of it is left after."""
+    """`meshwright train run.yaml` in its own process group, as a shell starts it; no process of it remains."""
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
     environment = {k: v for k, v in os.environ.items() if k not in names}
     command = [sys.executable, *launcher, "-m", "meshwright", "train", "run.yaml", *words]
@@ -225,7 +225,7 @@ def wait_for(condition: Callable[[], Any]) -> Any:
 
 
 def wait_for_step(run: Path, step: int, *, starts: int = 1) -> None:
-    """Until the run has been started so often and has since made this step."""
+    """Wait until the run has been started this often and has since made this step."""
 
     def there() -> bool:
         seen = read_journal(run / "metrics.jsonl")
@@ -238,7 +238,7 @@ def wait_for_step(run: Path, step: int, *, starts: int = 1) -> None:
 
 
 def ends(process: Program | subprocess.Popen[str], status: int) -> tuple[str, str]:
-    """Output and errors of a program that ends now, with this status."""
+    """Output and errors of a program that now ends with this status."""
     out, errors = process.communicate(timeout=120)
     assert process.returncode == status, errors
     return out, errors
@@ -252,8 +252,8 @@ def newest(run: Path) -> int:
 def test_two_processes_train_as_one_stop_at_ctrl_c_and_continue(
     here: Path, losses: list[float], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Ctrl-C signals the launcher and its workers alike. Then the run goes on, into a mistake that every rank sees: a
-    learning rate that destroys the model is told in one line, with no stack trace."""
+    """Ctrl-C signals the launcher and its workers. Then the run resumes, into an error that every rank sees: a learning
+    rate that destroys the model is reported in one line, without a stack trace."""
     run, words = here / "ours", ("run_dir=ours", "layout.dp_shard=2")
     with started(*words) as process:
         wait_for_step(run, 4)
@@ -279,7 +279,7 @@ def test_two_processes_train_as_one_stop_at_ctrl_c_and_continue(
 
 @pytest.mark.slow
 def test_a_killed_worker_is_started_again_and_none_outlives_the_launcher(here: Path) -> None:
-    """kill -9 of one worker: all start again from the newest checkpoint. Of the launcher: all end. Nothing is lost."""
+    """kill -9 of one worker: all restart from the newest checkpoint. Of the launcher: all end. Nothing is lost."""
     run = here / "killed"
     with started("run_dir=killed", "layout.dp_shard=2") as process:
         wait_for_step(run, 5)
@@ -299,9 +299,9 @@ def test_a_killed_worker_is_started_again_and_none_outlives_the_launcher(here: P
     assert "passed over" not in errors
     assert f"the launcher (process {process.pid}) has ended" in errors
     reached = records(run, "step")[-1]["step"]
-    assert newest(run) >= reached - 2 * RECIPE["checkpoint"]["every"]  # the last one may have been on its way
+    assert newest(run) >= reached - 2 * RECIPE["checkpoint"]["every"]  # the last one may have been in progress
     last = f"training.steps={newest(run) + 1}"
-    assert main(["train", "run.yaml", "run_dir=killed", "--resume", last]) == 0  # one process goes on with it
+    assert main(["train", "run.yaml", "run_dir=killed", "--resume", last]) == 0  # one process continues from it
 
 
 @pytest.mark.slow
@@ -318,7 +318,7 @@ def test_a_signal_while_workers_start_leaves_nothing(here: Path) -> None:
 
 @pytest.mark.slow
 def test_torchrun_passes_signals_on(here: Path, losses: list[float]) -> None:
-    """SIGUSR1 to torchrun itself, which is told to hand it to its workers."""
+    """SIGUSR1 to torchrun itself, which is configured to forward it to its workers."""
     run, words = here / "torchrun", ("run_dir=torchrun", "layout.dp_replicate=2", "--resume", "auto")
     handling = (*TORCHRUN_PROGRAM, "--signals-to-handle", "SIGTERM,SIGINT,SIGUSR1")
     with started(*words, launcher=handling) as process:
@@ -359,7 +359,7 @@ def test_programs_end_with_the_process_that_started_them(tmp_path: Path, number:
 
 
 def is_running(pid: int) -> bool:
-    """Whether a process computes: one that has ended and waits to be read does not."""
+    """Whether a process is running; a zombie is not."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except FileNotFoundError:

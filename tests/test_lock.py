@@ -1,4 +1,4 @@
-"""One owner at a time, whatever dies, stops or comes back, also where file locks do not reach other machines."""
+"""One owner at a time, whatever dies, stops or returns, even if file locks do not reach other machines."""
 
 import json
 import os
@@ -28,14 +28,14 @@ if not flock:
 def lost(text): print("lost", text, flush=True); os._exit(3)
 def owning(wait=float("inf")): return lock.Lock(path, wait=wait, say=lambda text: print(text, flush=True), lost=lost)
 """
-"""A process on a machine of that name, whose file system has locks that reach its own processes, or none."""
+"""A process on a machine of this name, whose file locks reach its own processes, or do not exist."""
 
 OWN = PROGRAM + "with owning(): print('mine', flush=True); sys.stdin.read()"
 
 
 @pytest.fixture
 def start() -> Iterator[Callable[..., subprocess.Popen[str]]]:
-    """Start programs, of which none outlives the test."""
+    """Start programs; all end with the test."""
     started: list[subprocess.Popen[str]] = []
 
     def start(code: str, *words: object, **options: Any) -> subprocess.Popen[str]:
@@ -93,7 +93,7 @@ def test_a_dead_owner_is_followed_at_once_on_its_machine_and_after_a_lease_elsew
     taken = max(path.stat().st_ctime for path in tmp_path.glob(".lock-*"))
     assert [path.name for path in tmp_path.iterdir()] == [".lock-2"]
     if (machine, flock) != ("m", "flock"):
-        assert taken - killed > 0.8  # it may have given its last sign a beat before
+        assert taken - killed > 0.8  # its last heartbeat may be up to one interval old
 
 
 def test_a_lock_is_not_free_before_the_owners_workers_have_ended(
@@ -123,7 +123,7 @@ def test_a_lock_is_not_free_before_the_owners_workers_have_ended(
 def test_an_owner_that_lives_is_not_waited_for_unless_told(
     tmp_path: Path, start: Callable[..., subprocess.Popen[str]], machine: str
 ) -> None:
-    """On another machine it is known to live by its next sign of life, without file locks."""
+    """Without file locks, a process on another machine is known to be alive by its next heartbeat."""
     first = start(OWN, tmp_path / ".lock", "m", "flock" if machine == "m" else "none")
     assert said(first) == "mine"
     code = PROGRAM + "try:\n    with owning(0): pass\nexcept lock.LockedError as error: print(error, flush=True)"
@@ -149,7 +149,7 @@ def test_an_owner_that_was_taken_for_dead_is_told_that_it_has_lost(
 
 @pytest.mark.parametrize("flock", ["flock", "none"])
 def test_never_two(tmp_path: Path, start: Callable[..., subprocess.Popen[str]], flock: str) -> None:
-    """Six processes on two machines take turns, some are killed; each notes when it had the lock."""
+    """Six processes on two machines take turns, some are killed; each records when it had the lock."""
     code = PROGRAM + (
         "notes, draw = open(sys.argv[4], 'a', buffering=1), random.Random(os.getpid())\n"
         "for _ in range(5):\n"

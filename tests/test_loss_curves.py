@@ -1,4 +1,4 @@
-"""The picture of ten loss curves is drawn from the numbers beside it, and they say what its page says."""
+"""The picture of ten loss curves matches the numbers next to it, and the numbers match the page's text."""
 
 import json
 import runpy

@@ -1,5 +1,5 @@
-"""Low precision on one process: scales and codes by the published formulas, written out here once more; products by
-torchao's, bit for bit where it is installed; what a recipe may say."""
+"""Low precision on one process: scales and codes by the published formulas, written out here independently; products
+equal to torchao's bit for bit, if it is installed; the recipe's settings."""
 
 import dataclasses
 from math import floor, log2
@@ -33,7 +33,7 @@ E2M1_NUMBERS = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
 def matrix(*shape: int, seed: int = 0, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
-    """Numbers of many sizes, a row of zeros among them."""
+    """Numbers of many sizes, with a row of zeros."""
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(shape, generator=generator) * torch.exp(2 * torch.randn(shape, generator=generator))
     x.view(-1, shape[-1])[3] = 0
@@ -51,7 +51,7 @@ def blocks_of(x: torch.Tensor, rows: int, columns: int) -> list[tuple[slice, sli
 @pytest.mark.parametrize("number", [E4M3, E5M2])
 @pytest.mark.parametrize(("rows", "columns"), [(None, None), (1, None), (1, 128), (128, 128)])
 def test_a_block_is_scaled_so_that_its_largest_number_fits(number: Any, rows: int | None, columns: int | None) -> None:
-    """s = largest / amax; the last blocks are smaller where the sizes do not divide."""
+    """s = largest / amax; the last blocks are smaller if the sizes do not divide."""
     x = matrix(200, 150).float()
     ours = encode(x, Scaling(number, rows, columns), HERE).decode()
     for part in blocks_of(x, rows or 200, columns or 150):
@@ -69,7 +69,7 @@ def test_rows_are_scaled_by_powers_of_two_that_are_not_too_large() -> None:
 
 
 def test_mx_blocks_have_the_exponent_of_the_standard() -> None:
-    """OCP MX 1.0, section 6.3: X = 2^(floor(log2 amax) - emax); what is beyond the largest number becomes it."""
+    """OCP MX 1.0, section 6.3: X = 2^(floor(log2 amax) - emax); numbers above the largest saturate."""
     x = matrix(M, D).float()
     x[5, :32] = 0.999 * 2.0**-3 * 2  # between 448 and 512 times the scale
     ours = encode(x, Scaling(E4M3, 1, 32, "e8m0"), HERE).decode()
@@ -81,7 +81,7 @@ def test_mx_blocks_have_the_exponent_of_the_standard() -> None:
 
 @pytest.mark.parametrize("rows", [1, 16])
 def test_nvfp4_has_two_scales(rows: int) -> None:
-    """t = amax / (6 * 448), in fp32; a block's is amax / 6 / t, in e4m3; numbers the nearest of the format."""
+    """t = amax / (6 * 448), in fp32; a block's is amax / 6 / t, in e4m3; numbers are the nearest of the format."""
     x = matrix(M, D).float()
     ours = encode(x, Scaling(E2M1, rows, 16, "nvfp4"), HERE).decode()
     tensor = x.abs().max() / (6 * 448)
@@ -122,7 +122,7 @@ def test_the_hadamard_transform_changes_no_product_and_spreads_one_number_over_s
 
 
 def test_delayed_scales_are_those_of_transformer_engine() -> None:
-    """scale = largest / amax of the history / 2^margin; 1 at first; not finite values are not kept."""
+    """scale = largest / amax of the history / 2^margin; 1 at first; non-finite values are not recorded."""
     history = AmaxHistory(2, 1, 0).to_empty(device="cpu")
     history.amax_history.zero_()
     history.current.zero_()
@@ -160,7 +160,7 @@ def gradients_of(layer: Linear, x: torch.Tensor, dy: torch.Tensor, *, deferred: 
     y.backward(dy)
     if weights is not None:
         draws = layer.product.draws  # type: ignore[attr-defined]
-        draws.numbers = None  # another microbatch may have been computed since
+        draws.numbers = None  # another microbatch may have been computed since then
         add_weight_gradients(weights.take())
     assert x.grad is not None
     return [y.detach(), x.grad, *(parameter.grad for parameter in layer.parameters())]  # type: ignore[list-item]
@@ -168,7 +168,7 @@ def gradients_of(layer: Linear, x: torch.Tensor, dy: torch.Tensor, *, deferred: 
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_each_product_is_near_and_not_equal_to_the_plain_one(recipe: str) -> None:
-    """Near: by what the last bit is worth, at most; and weight gradients that wait are the same bit for bit."""
+    """Near: within the format's precision; deferred weight gradients are equal bit for bit."""
     generator = torch.Generator().manual_seed(2)
     x, dy = (torch.randn(2, M // 2, size, generator=generator).bfloat16() for size in (D, N))
     ours, plain = gradients_of(layer_of(recipe), x, dy), layer_of(recipe)
@@ -246,7 +246,7 @@ def test_gradients_are_rounded_by_the_numbers_of_tokens_alone() -> None:
 @pytest.mark.skipif(torch.__version__ < "2.13", reason="torch._scaled_mm is not on CPUs")
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "delayed"])
 def test_kernels_multiply_what_is_emulated(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch's kernel on a CPU stands for a GPU's: the same codes and scales, in the layout that it asks for."""
+    """torch's kernel on a CPU replaces a GPU's: the same codes and scales, in the layout that it requires."""
     x, dy = matrix(2, M // 2, D), matrix(2, M // 2, N, seed=5)
     emulated = gradients_of(layer_of(recipe, bias=False), x, dy)
     calls = []
@@ -378,7 +378,7 @@ def test_compiled_products_are_the_same_bit_for_bit(recipe: str) -> None:
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "rowwise_with_gw_hp"])
 @pytest.mark.parametrize("bias", [False, True])
 def test_fp8_is_torchaos_bit_for_bit(recipe: str, bias: bool) -> None:
-    """Output and all gradients, emulated there as here."""
+    """Output and all gradients, emulated by both."""
     config_module = pytest.importorskip("torchao.float8.config")
     linear_module = pytest.importorskip("torchao.float8.float8_linear")
     config = config_module.Float8LinearConfig.from_recipe_name(recipe)

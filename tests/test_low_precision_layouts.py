@@ -1,7 +1,7 @@
-"""Low precision on every kind of layout against low precision on one process: loss, every gradient, every weight after
-one step, and the state that delayed scales are made of, in float64 beside products in few bits.
+"""Low precision on every kind of layout, compared with low precision on one process: loss, every gradient, every weight
+after one step, and the state of delayed scales, in float64 apart from the low-precision products.
 
-A scale that differed anywhere would show: it moves a tenth of a percent of numbers to another code, by percents.
+A wrong scale anywhere would be detected: it moves a tenth of a percent of numbers to another code, by percents.
 """
 
 import dataclasses
@@ -67,11 +67,11 @@ EXPERTS = {
     "cp-tp-ep": (LayoutSpec(cp=2, tp=2, ep=2, cp_method="ulysses"), ("tensorwise", "rowwise", "rowwise_with_gw_hp")),
     "zero-3-tp-ep": (LayoutSpec(dp_shard=2, tp=2, ep=4), ("tensorwise", "rowwise", "delayed")),
 }
-"""Layouts of a model of experts: ranks that have their own rows of an expert, or share those of one microbatch."""
+"""Layouts of a model of experts: ranks have separate rows of an expert, or share those of one microbatch."""
 
 
 def run_of_experts(layout: LayoutSpec, recipe: str, **options: Any) -> ResolvedRun:
-    """Four experts, of which each token uses two."""
+    """Four experts; each token uses two."""
     model = {"family": "mixtral", "num_experts": 4, "experts_per_token": 2}
     return narrow_run(layout, recipe, model=model, **options)
 
@@ -130,7 +130,7 @@ def narrow_run(layout: LayoutSpec, recipe: str, *, batch: int = 0, **options: An
 
 
 def drawn(row: Parameter, start: int, stop: int) -> torch.Tensor:
-    """Fresh weights, and histories as steps before would have left them: the largest values of gradients are small."""
+    """Fresh weights, and histories as after earlier steps: the largest values of gradients are small."""
     if row.adapter:  # as if it had been trained
         row = dataclasses.replace(row, init="normal", init_std=0.2)
     if not row.name.endswith("amax_history"):
@@ -168,8 +168,8 @@ def expected(run: ResolvedRun) -> Outcome:
 
 
 def assert_equal(ours: Outcome, other: Outcome) -> None:
-    """Up to the order of summation, which moves no number to another code: a gradient has gone through a sum over
-    tokens and, in each of two layers, one over the width."""
+    """Up to the order of summation, which moves no number to another code: a gradient has passed one sum over tokens
+    and, in each of two layers, one over the width."""
     tolerance = 3 * MOST * LENGTH * torch.finfo(torch.float64).eps
     largest = max(gradient.abs().max().item() for gradient in other.gradients.values())
     assert abs(ours.loss - other.loss) <= tolerance * other.loss
@@ -199,7 +199,7 @@ def test_some_recipes_on_layouts_like_those(ranks: RankPool, layout: str) -> Non
 @pytest.mark.slow
 @pytest.mark.parametrize("name", EXPERTS)
 def test_experts_in_few_bits(ranks: RankPool, name: str) -> None:
-    """Every expert has scales of its own, over its rows of a microbatch, wherever they are."""
+    """Every expert has its own scales, over its rows of a microbatch, on any rank."""
     layout, recipes = EXPERTS[name]
     for recipe in recipes:
         run = run_of_experts(layout, recipe, recompute="full" if name == "cp-tp-ep" else "none")
@@ -223,7 +223,7 @@ def test_adapters_beside_frozen_matrices_in_few_bits(ranks: RankPool, layout: st
 
 
 def continued(run: ResolvedRun, root: Path) -> list[float]:
-    """Losses of the steps from the checkpoint below `root` on. Collective."""
+    """Losses of the steps after the checkpoint below `root`. Collective."""
     trainer = build_here(run)
     restore(trainer, root / checkpoint_name(2))
     return train(trainer, 4)
@@ -239,7 +239,7 @@ def train(trainer: Trainer, last: int) -> list[float]:
 
 
 def saved_at(trainer: Trainer, root: Path, step: int = 2) -> list[float]:
-    """Losses of the steps up to `step`, and a checkpoint behind them."""
+    """Losses of the steps up to `step`, and a checkpoint after them."""
     losses, writer = train(trainer, step), CheckpointWriter(root, CheckpointSpec())
     writer.begin(step, state_tensors(trainer), state_values(trainer))
     outcome = writer.finish()
@@ -267,7 +267,8 @@ def test_delayed_scales_continue_from_a_checkpoint_on_another_layout(ranks: Rank
 
 
 def handed_on(run: ResolvedRun, root: Path, begin: int, end: int) -> list[float]:
-    """Losses of the steps from checkpoint `begin`, or from the start, to `end`, where another is saved. Collective."""
+    """Losses of the steps from checkpoint `begin`, or from the start, to `end`, after which another is saved.
+    Collective."""
     trainer = build_here(run)
     if begin:
         restore(trainer, root / checkpoint_name(begin))
@@ -276,7 +277,7 @@ def handed_on(run: ResolvedRun, root: Path, begin: int, end: int) -> list[float]
 
 @pytest.mark.slow
 def test_experts_histories_go_from_layout_to_layout(ranks: RankPool, tmp_path: Path) -> None:
-    """Expert parallelism, one process, tensor parallelism: as if one process had trained all along."""
+    """Expert parallelism, one process, tensor parallelism: as if one process had trained the whole run."""
     short: dict[str, Any] = {"low_precision": {"amax_history": 2}}
     plain, shared, split = (
         run_of_experts(layout, "delayed", **short)
@@ -312,14 +313,14 @@ GATHERED: list[tuple[dict[str, Any], bool]] = [
 
 
 def gathered_in_fp8(run: ResolvedRun) -> tuple[Outcome | None, Any]:
-    """The first step, and the traffic as it was counted and predicted. Collective."""
+    """The first step, and the counted and predicted traffic. Collective."""
     return one_step(run), counted_and_predicted(run)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", range(len(GATHERED)))
 def test_weights_gathered_in_fp8_are_the_codes_that_products_multiply(ranks: RankPool, number: int) -> None:
-    """Nothing but the bytes changes, which are those predicted."""
+    """Only the bytes change, and they equal the prediction."""
     layout, experts = GATHERED[number]
     fields = LayoutSpec.model_validate(layout | {"quantized_weights": "fp8"})
     make = run_of_experts if experts else narrow_run
@@ -333,7 +334,7 @@ def test_weights_gathered_in_fp8_are_the_codes_that_products_multiply(ranks: Ran
     for (_, (counted, predicted)), (usual, _) in zip(found, plain, strict=True):
         assert counted[gathers] == predicted[gathers]
         assert counted[gathers] < 0.4 * usual[gathers]
-        if fields.tp == 1:  # else maxima of activations are agreed on too, which plans leave out
+        if fields.tp == 1:  # else maxima of activations are reduced too, which plans omit
             assert counted["all-reduce", "shard"] == predicted["all-reduce", "shard"] > 0
 
 

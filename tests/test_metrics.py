@@ -1,4 +1,4 @@
-"""Every printed figure has one definition, checked with a clock that the test moves."""
+"""Every printed figure has one definition, checked with a clock that the test controls."""
 
 import io
 import json
@@ -29,7 +29,7 @@ def clock_after(seconds: list[float], *, ranks: int = 4, peak: float | None = 1e
         clock.begin()
         fake.now += length
         clock.end()
-        fake.now += 7  # evaluation and saving between steps are nobody's step time
+        fake.now += 7  # evaluation and saving between steps are not step time
     return clock
 
 
@@ -150,7 +150,7 @@ def test_the_journal_survives_a_line_cut_short(tmp_path: Path) -> None:
     assert [record["loss"] for record in records] == [2.0, 1.0]
     assert records == written
     assert json.loads(path.read_text().splitlines()[0])["kind"] == "step"
-    with Journal(path) as journal:  # a run that continues
+    with Journal(path) as journal:  # a resumed run
         journal.write(new_record("step", step=3, loss=0.5))
     assert [record["step"] for record in read_journal(path)] == [1, 2, 3]
 
@@ -161,7 +161,7 @@ def test_a_full_disk_costs_no_line(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         really, room = journal._file, 10
 
         class Full:
-            """A disk with room for a few more bytes, then none."""
+            """A disk with space for a few more bytes, then none."""
 
             def write(self, data: bytes) -> int:
                 if not room:

@@ -1,5 +1,5 @@
-"""Models' files, read and written as transformers does, or refused: what stands beside parameters, heads, the special
-tokens' ids, and models that are not causal."""
+"""Models' files, read and written as transformers does, or refused: state besides parameters, heads, special tokens'
+ids, and models that are not causal."""
 
 import contextlib
 import json
@@ -92,8 +92,8 @@ def ours(directory: Path, family: str | None = None) -> Any:
 @torch.no_grad()
 @pytest.mark.parametrize("name", MODELS)
 def test_what_stands_beside_parameters_is_read_and_written(directories: Path, tmp_path: Path, name: str) -> None:
-    """Biases of routers, constants of activations, experts under other names: the same logits from the files and from
-    those that are written of them, in which every tensor is there again; few numbers are kept wide."""
+    """Router biases, activation constants, renamed experts: the same logits from the files and from our export of them,
+    which has every tensor; short tensors stay in wide formats."""
     model = ours(directories / name, "transformers")
     assert (logits_of(model, tokens()) - theirs(directories / name)).abs().max() < 1e-6
     export_hf(named_tensors(model).items(), model.spec, tmp_path / "out", tokenizer_dir=None, dtype=torch.bfloat16)
@@ -114,7 +114,7 @@ def test_what_stands_beside_parameters_is_read_and_written(directories: Path, tm
 
 @pytest.mark.parametrize("name", ["ernie4_5_moe", "gpt_oss"])
 def test_it_trains_in_fp64(directories: Path, name: str) -> None:
-    """As proofs do; and what is no parameter is not trained (Ernie's module has the biases as frozen parameters)."""
+    """As in proofs; state is not trained (Ernie's module has the biases as frozen parameters)."""
     trainer = build_here(foreign_run(directories / name, LayoutSpec()))
     with loader_for(trainer) as loader:
         trainer.train_step.gradients(loader.microbatches(0))
@@ -123,7 +123,7 @@ def test_it_trains_in_fp64(directories: Path, name: str) -> None:
 
 
 def test_groups_of_experts_whose_scores_are_negative(directories: Path) -> None:
-    """Our own deepseek_v3: an expert of a group that is left out is never chosen, however low the others' scores."""
+    """Our own deepseek_v3: an expert of an excluded group is never chosen, however low the others' scores."""
     model = ours(directories / "deepseek_v3")
     assert not isinstance(model, ForeignDecoder)
     assert all((bias < -1).all() for bias in named_state(model).values())
@@ -183,7 +183,7 @@ def test_a_model_that_is_not_causal_is_refused_before_its_first_step(
 
 
 def test_other_documents_than_equal_ones_are_kept_apart(directories: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A module that lets a row's first token through to all behind it: two equal documents show no difference."""
+    """A module that leaks a row's first token to all later ones: two equal documents show no difference."""
     model = ours(directories / "llama", "transformers")
     model.check_causal()
     model.check_documents()
@@ -200,7 +200,7 @@ def test_other_documents_than_equal_ones_are_kept_apart(directories: Path, monke
 
 
 def test_no_export_loses_a_special_token(directories: Path, tmp_path: Path) -> None:
-    """Beginning, padding and every end: of our families, of others, and after training."""
+    """Beginning, padding and every end token: of our families, of others, and after training."""
     end = train_tokenizer(TEXTS, 280).eos_id
     ids = {"bos_token_id": 1, "eos_token_id": [end, 3], "pad_token_id": 2}
     for number, (name, family) in enumerate({"llama": None, "glm4_moe": None, "mixtral": "transformers"}.items()):
@@ -217,7 +217,7 @@ def test_no_export_loses_a_special_token(directories: Path, tmp_path: Path) -> N
     export_trained(open_trained(tmp_path / "run", device="cpu", dtype="fp32"), tmp_path / "out")
     written = json.loads((tmp_path / "out/config.json").read_text())
     assert {key: written[key] for key in ids} == ids
-    # Of a tokenizer that the model was not made with its config.json says nothing.
+    # config.json says nothing about a tokenizer that the model was not trained with.
     tokenizer = train_tokenizer(TEXTS, 280)
     assert token_ids(tokenizer, ids | {"eos_token_id": [7, 8]}) == {
         "eos_token_id": end,
@@ -245,5 +245,5 @@ def test_what_our_family_refuses_transformers_may_compute(
         capsys.readouterr()
     assert (theirs(tmp_path / "out") - theirs(directory)).abs().max() == 0
     (directory / "model.safetensors").unlink()
-    with pytest.raises(ValueError, match=r"only 'silu'$"):  # without weights transformers would not serve either
+    with pytest.raises(ValueError, match=r"only 'silu'$"):  # without weights transformers cannot compute it either
         read_hf_directory(directory)

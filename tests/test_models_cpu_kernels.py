@@ -1,4 +1,4 @@
-"""The kernels chosen for CPUs compute what torch's own do, and are really the ones that run."""
+"""The kernels chosen for CPUs compute the same as torch's, and are actually used."""
 
 import subprocess
 import sys
@@ -19,7 +19,7 @@ def random(*shape: int) -> torch.Tensor:
 
 
 def assert_product(found: torch.Tensor, a: torch.Tensor, b: torch.Tensor, start: torch.Tensor | float = 0) -> None:
-    """`start + a @ b` in fp32: n + 1 rounded operations a sum are off by (n + 1) eps of the sum of absolute terms."""
+    """`start + a @ b` in fp32: n + 1 rounded operations per sum err by (n + 1) eps of the sum of absolute terms."""
     exact, terms = start + a.double() @ b.double(), abs(start) + a.double().abs() @ b.double().abs()
     bound = (a.shape[-1] + 1) * torch.finfo(torch.float32).eps * terms
     assert found.dtype == torch.float32
@@ -28,7 +28,7 @@ def assert_product(found: torch.Tensor, a: torch.Tensor, b: torch.Tensor, start:
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[torch.dtype]:
-    """The dtypes of the products that oneDNN was asked for."""
+    """The dtypes of the products computed by oneDNN."""
     if not cpu_kernels.ONEDNN:
         pytest.skip("this torch was built without oneDNN")
     seen: list[torch.dtype] = []
@@ -40,7 +40,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[torch.dtype]:
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("turned", [False, True])
 def test_linear(calls: list[torch.dtype], bias: bool, turned: bool) -> None:
-    """Forward and both gradients, for rows that lie together and for rows that do not."""
+    """Forward and both gradients, for contiguous and for strided rows."""
     layer, shape = Linear(33, 70, bias=bias), (20, 3) if turned else (3, 20)
     x = random(*shape, 33).requires_grad_()
     rows, grad = x.transpose(0, 1) if turned else x, random(3, 20, 70)
@@ -84,10 +84,11 @@ def test_other_dtypes_are_torchs(calls: list[torch.dtype], dtype: torch.dtype) -
 @pytest.mark.parametrize("groups", [1, 2, 4])
 @pytest.mark.parametrize("length", [5, 64, 300, 700])
 def test_attention(monkeypatch: pytest.MonkeyPatch, groups: int, length: int) -> None:
-    """As near to float64 as torch's own bf16 kernels, over several blocks of queries and several pairs of heads.
+    """As close to float64 as torch's own bf16 kernels, over several blocks of queries and several pairs of heads.
 
-    Both round every probability and every result to bf16, torch before it divides by the row's sum, where the largest
-    is exactly 1, ours after. So ours has at most a second error of the size of the result's own rounding.
+    Both round every probability and every result to bf16. torch rounds before it divides by the row's sum, when the
+    largest is exactly 1; ours rounds after. So ours has at most a second error of the size of the result's own
+    rounding.
     """
     monkeypatch.setattr(cpu_kernels, "SCORES", 3 * 128 * length)
     q, k, v, grad = (random(3, length, heads, 16).bfloat16().transpose(1, 2) for heads in (4, groups, groups, 4))
@@ -138,8 +139,8 @@ def test_own_kernels_serve_training_in_bf16_only() -> None:
 
 @pytest.mark.slow
 def test_freed_memory_is_kept() -> None:
-    """Without it each of the forty tensors is mapped anew, 10,240 pages each. With it the heap moves a few times at
-    first, where a small block has settled behind a tensor (five times at most in 150 heaps made at random)."""
+    """Without it, each of the forty tensors is mapped separately, 10,240 pages each. With it, the heap moves a few
+    times at first, when a small block follows a tensor (at most five times in 150 random heaps)."""
     code = """if True:
         import resource, torch
         from meshwright.trainer.device import keep_freed_memory

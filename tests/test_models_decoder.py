@@ -1,4 +1,4 @@
-"""The module is the table, and computes what it says."""
+"""The module equals its table, and computes what the table says."""
 
 import functools
 from pathlib import Path
@@ -66,7 +66,7 @@ def test_loss_is_the_cross_entropy_of_the_logits(family):
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_model_in_parts_is_the_model(family, tied):
-    """Each part has the parameters it needs and no others; one after the other they compute the same, bit for bit."""
+    """Each part has only the parameters it needs; in sequence they compute the same, bit for bit."""
     spec = tiny(family, num_layers=5, tied_embeddings=tied)
     tokens = torch.randint(97, (2, 9), generator=torch.Generator().manual_seed(1))
     documents = torch.tensor([[0, 0, 0, 1, 1, 1, 1, 2, 2], [0] * 9])
@@ -88,7 +88,7 @@ def test_a_model_in_parts_is_the_model(family, tied):
 
 
 def windowed(family: str, **more):
-    """The family with grouped heads and a window where it has them."""
+    """The family with grouped heads and, if it has one, a window."""
     grouped = {} if family in ("gpt2", "deepseek_v3") else {"num_kv_heads": 2}
     window = {} if family in ("gpt2", "llama", "deepseek_v3") else {"sliding_window": 5}
     return tiny(family, init_std=0.2, max_positions=32, **grouped, **window, **more)
@@ -99,7 +99,7 @@ def random_tokens(*shape: int) -> torch.Tensor:
 
 
 def continued(model, cache: Cache, new: list[tuple[int, torch.Tensor]]) -> list[torch.Tensor]:
-    """The logits of the new tokens of some rows, each behind those that the cache has of its row."""
+    """The logits of the new tokens of some rows, each after the tokens that the cache holds of its row."""
     batch = cache.append([(row, tokens.tolist()) for row, tokens in new])
     logits = model(batch, lambda x, head, _: head.logits(x), cache=cache)[0]
     return list(logits.split([len(tokens) for _, tokens in new]))
@@ -120,13 +120,13 @@ def test_cached_equals_uncached(family, pieces):
 @torch.no_grad()
 @pytest.mark.parametrize("family", FAMILIES)
 def test_rows_of_any_length_are_read_side_by_side(family):
-    """As rows come, grow, move and go, each has the logits that it has alone."""
+    """As rows arrive, grow, move and leave, each has the same logits as alone."""
     model, tokens = built(windowed(family)), random_tokens(4, 30)
     cache, read = Cache(model), dict.fromkeys(range(4), 0)
     alone = logits_of(model, tokens)
 
     def read_on(*counts: tuple[int, int, int]) -> None:
-        """(place, sequence, tokens)..."""
+        """(slot, sequence, tokens)..."""
         new = [(place, tokens[row, read[row] : read[row] + count]) for place, row, count in counts]
         for (_, row, count), found in zip(counts, continued(model, cache, new), strict=True):
             expected = alone[row, read[row] : read[row] + count]
@@ -148,12 +148,12 @@ def test_rows_of_any_length_are_read_side_by_side(family):
 @torch.no_grad()
 @pytest.mark.parametrize("family", FAMILIES)
 def test_no_token_sees_what_it_must_not(family):
-    """Later tokens never matter; under a window of 5 in 2 layers, nor does what lies 9 or more back."""
+    """Later tokens never matter; with a window of 5 in 2 layers, neither do tokens 9 or more back."""
     spec = windowed(family)
     model, tokens = built(spec), random_tokens(1, 24)
     changed = tokens.clone()
     changed[0, 10] = (changed[0, 10] + 1) % 97
-    # More than rounding, for an expert's products may be summed in another order beside other tokens.
+    # More than rounding, because an expert's products may be summed in another order with other tokens.
     moved = (logits_of(model, tokens) - logits_of(model, changed)).abs().amax(-1)[0] > 1e-12
     assert not moved[:10].any()
     assert moved[10]
@@ -172,10 +172,10 @@ def test_low_precision_stays_near_fp64(family, dtype):
     assert logits_of(model, tokens).dtype == dtype
     loss.backward()
     reference.backward()
-    # A dozen roundings of the residual stream lie on every path; their errors add up at worst.
+    # A dozen roundings of the residual stream are on every path; in the worst case their errors add up.
     bound = 24 * torch.finfo(dtype).eps
     assert abs(loss.item() / reference.item() - 1) < bound
-    # Of all gradients together, because some are zero but for rounding (a key's bias moves no attention).
+    # Relative to all gradients together, because some are zero except for rounding (a key's bias moves no attention).
     scale = sum(parameter.grad.norm() ** 2 for parameter in exact.parameters()) ** 0.5
     for (name, parameter), expected in zip(model.named_parameters(), exact.parameters(), strict=True):
         assert parameter.grad.dtype == dtype
@@ -204,7 +204,7 @@ def test_recomputing_blocks_changes_no_bit(family):
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # torch's compiler asks for it, and hides it elsewhere
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_block_compiles_without_graph_breaks(family):
-    """But for experts, whose loads decide the shapes: there a compiled block has a break."""
+    """Except experts, whose loads decide the shapes: there a compiled block has a break."""
     spec, tokens = windowed(family), random_tokens(2, 12)
     plain, compiled = built(spec), built(spec)
     torch._dynamo.reset()

@@ -1,4 +1,4 @@
-"""Packed documents: a row of several is worth as much as each alone, by every path that attention has for it."""
+"""Packed documents: a row of several equals each one alone, on every attention path."""
 
 import functools
 import itertools
@@ -21,7 +21,7 @@ from meshwright.spec.model import ModelFields
 
 FAMILIES = ("gpt2", "llama", "mistral", "qwen3")
 ROWS = ((200, 3, 1, 40, 12), (5, 70, 80, 90, 11))
-"""Lengths of the documents of two rows: alone, merged with neighbours, and merged over the border of the rows."""
+"""Lengths of the documents of two rows: alone, merged with neighbours, and merged across rows."""
 T = sum(ROWS[0])
 
 
@@ -57,7 +57,7 @@ def outcome(model, *batches):
 
 
 def alone(tokens, labels):
-    """The same documents, each a batch of its own."""
+    """The same documents, each in its own batch."""
     for row, lengths in enumerate(ROWS):
         yield from zip(*(x[row : row + 1].split(lengths, 1) for x in (tokens, labels)), strict=True)
 
@@ -87,7 +87,7 @@ def test_logits_are_as_if_alone():
 
 
 def reference_varlen(q_NHK, k_NGK, v_NGK, cu_seq_q, cu_seq_k, max_q, max_k, *, window_size, enable_gqa=False):
-    """What `varlen_attn` says it computes."""
+    """`varlen_attn` according to its documentation."""
     assert enable_gqa == (q_NHK.shape[1] != k_NGK.shape[1])
     assert cu_seq_q.dtype == torch.int32
     assert torch.equal(cu_seq_q, cu_seq_k)
@@ -106,7 +106,7 @@ def reference_varlen(q_NHK, k_NGK, v_NGK, cu_seq_q, cu_seq_k, max_q, max_k, *, w
 
 
 def traceable_varlen(q_NHK, k_NGK, v_NGK, cu_seq_q, cu_seq_k, max_q, max_k, *, window_size, enable_gqa):
-    """The same by a mask, in operations that can be compiled."""
+    """The same with a mask, in operations that can be compiled."""
     assert window_size == (-1, 0)
     tokens = torch.arange(len(q_NHK))
     document = torch.searchsorted(cu_seq_q, tokens, right=True)
@@ -116,14 +116,14 @@ def traceable_varlen(q_NHK, k_NGK, v_NGK, cu_seq_q, cu_seq_k, max_q, max_k, *, w
 
 
 def no_groups(*arguments, window_size, max_q, max_k):
-    """A kernel that is not told of groups, as in some versions."""
+    """A kernel without a parameter for groups, as in some versions."""
     return reference_varlen(*arguments, max_q, max_k, window_size=window_size)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("kernel", [reference_varlen, no_groups])
 def test_the_gpu_kernel_is_told_the_same(family, kernel, monkeypatch):
-    """The call of the flash kernel, which no CPU has, against its own documentation."""
+    """The call of the flash kernel, which CPUs lack, checked against its documentation."""
     model, batch = build(family), packed()
     expected = outcome(model, batch)
     told = {"window_size", "enable_gqa"} if kernel is reference_varlen else {"window_size"}
@@ -143,11 +143,11 @@ def test_the_full_mask_says_the_same(family, monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")  # how dynamo looks at tensors
+@pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")  # from dynamo's inspection of tensors
 @pytest.mark.parametrize("policies", [("selective", "selective"), ("full", "full"), ("selective", "none")])
 @pytest.mark.parametrize("varlen", [False, True])
 def test_compiled_and_recomputed_blocks(policies, varlen, monkeypatch):
-    """Compiled once, whatever the number of documents, and as fast a path as there is inside."""
+    """Compiled once for any number of documents, with the fastest available path inside."""
     if varlen:
         monkeypatch.setattr(attention, "VARLEN", frozenset(["window_size", "enable_gqa"]))
         monkeypatch.setattr(attention, "varlen_attn", traceable_varlen)

@@ -22,14 +22,14 @@ BATCH, LENGTH = 2, 24
 def test_equals_torchs_counter(family, tied):
     sizes = {"hidden": 32, "num_layers": 3, "num_heads": 4, "vocab": 61, "ffn": 40, "tied_embeddings": tied}
     kv = {} if family in ("gpt2", "deepseek_v3") else {"num_kv_heads": 2}
-    if family == "deepseek_v3":  # values as wide as keys, to whose width they are padded
+    if family == "deepseek_v3":  # values are padded to the keys' width
         sizes |= {"kv_rank": 12, "q_rank": 16, "nope_head_dim": 6, "rope_head_dim": 4, "v_head_dim": 10}
         sizes |= {"num_experts": 16, "expert_ffn": 12, "dense_layers": 1}
     spec = resolve_model(ModelFields(family=family, **sizes, **kv), base_dir=Path())
     model = build_model(spec, device="cpu", dtype=torch.float64)
     initialize(model, parameter_table(spec), 0)
     tokens = torch.zeros(BATCH, LENGTH, dtype=torch.int64)
-    # The math kernel computes all T x T scores by matrix products that the counter knows.
+    # The math kernel computes all T x T scores by matrix products that the counter counts.
     with sdpa_kernel(SDPBackend.MATH):
         with FlopCounterMode(display=False) as forward, torch.no_grad():
             summed_loss(model, tokens, tokens)

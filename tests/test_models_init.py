@@ -1,4 +1,4 @@
-"""Fresh weights are a pure function of seed, name and position, whoever draws them."""
+"""Fresh weights are a pure function of seed, name and position, on any rank."""
 
 import math
 from itertools import pairwise
@@ -19,7 +19,7 @@ def matrix(rows: int, columns: int, name: str = "w", std: float = 0.5) -> Parame
 
 @pytest.mark.parametrize(("rows", "columns"), [(700, 1000), (3, BLOCK_ELEMENTS + 5), (1, 7), (BLOCK_ELEMENTS + 3, 1)])
 def test_rows_do_not_depend_on_the_slice(rows, columns):
-    """Seams of blocks included: 700 rows of 1000 are drawn in blocks of 262."""
+    """Across block boundaries too: 700 rows of 1000 are drawn in blocks of 262."""
     parameter = matrix(rows, columns)
     whole = draw_rows(parameter, 3, 0, rows)
     assert whole.shape == (rows, columns)
@@ -35,7 +35,7 @@ def test_every_number_of_every_tensor_is_its_own():
         draw_rows(matrix(600, 1000, name), seed, 0, 600).flatten() for name, seed in (("w", 0), ("w", 1), ("v", 0))
     ]
     numbers = torch.cat(drawn)
-    # Of 1.8 million fp32 normal numbers some are equal by chance; a repeated block of 262,000 is not chance.
+    # Of 1.8 million fp32 normal numbers some are equal by chance; a repeated block of 262,000 is not.
     assert numbers.unique().numel() > 0.9 * numbers.numel()
     for left, right in ((0, 1), (0, 2), (1, 2)):
         assert abs(torch.corrcoef(torch.stack((drawn[left], drawn[right])))[0, 1]) < 5 / math.sqrt(600_000)
@@ -61,7 +61,7 @@ def test_rows_that_do_not_exist(start, stop):
 
 
 def test_the_numbers_never_change():
-    """A run's seed names its weights: these are those of the first version."""
+    """A run's seed determines its weights: these are those of the first version."""
     drawn = draw_rows(matrix(4, 8, "tok_embeddings.weight", std=1.0), 0, 0, 2)
     first = torch.tensor([-0.14454484, -0.26064152, -0.19685926, -0.25886974])
     torch.testing.assert_close(drawn[1, :4], first, rtol=1e-5, atol=1e-6)

@@ -12,7 +12,7 @@ N, D, V = 23, 8, 37
 
 @pytest.fixture(autouse=True)
 def _small_chunks(monkeypatch):
-    """Several chunks, and several pieces of each, so that every seam is crossed."""
+    """Several chunks, and several pieces of each, so that every boundary is crossed."""
     monkeypatch.setattr(loss_module, "CHUNK_BYTES", {"cpu": 64 * 8 * 7})
     monkeypatch.setattr(loss_module, "WIDE_BYTES", {"cpu": V * 8 * 3})
 
@@ -43,7 +43,7 @@ def test_equals_torch_in_fp64(scale):
 
 
 def test_terms_one_by_one():
-    """What flows back into each is known only in the backward pass."""
+    """Each term's gradient is known only in the backward pass."""
     factors = torch.randn(N, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
 
     def ours(hidden, weight, labels):
@@ -74,7 +74,7 @@ def test_tied_weight_sums_both_uses():
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_low_precision_rounds_only_its_own_products(dtype):
-    """Against fp64 on the same rounded inputs: logits, their gradient and each product are rounded once."""
+    """Compared with fp64 on the same rounded inputs: logits, their gradient and each product are rounded once."""
     hidden, weight, labels = case(dtype)
     loss, grad_hidden, grad_weight = gradients(linear_cross_entropy, hidden, weight, labels)
     assert (loss.dtype, grad_hidden.dtype, grad_weight.dtype) == (torch.float32, dtype, dtype)
@@ -143,7 +143,7 @@ def test_backward_twice():
 
 
 def test_never_holds_all_logits():
-    """The largest tensor made on the way has no more rows of logits than the budget allows."""
+    """The largest intermediate tensor has no more rows of logits than the budget allows."""
 
     class Largest(torch.utils._python_dispatch.TorchDispatchMode):
         seen = 0

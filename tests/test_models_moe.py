@@ -1,4 +1,4 @@
-"""Experts compute what their formula says, however unevenly they are loaded; loads are counted, and balanced."""
+"""Experts compute their formula under any load; loads are counted and balanced."""
 
 import functools
 from pathlib import Path
@@ -38,7 +38,7 @@ def weigh(model, sequence_weight: float) -> None:
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-14), (torch.float32, 1e-6)])
 def test_every_token_alone(dtype, tolerance):
-    """Against the formula, token by token: the loop of fp64 and the kernel of fp32."""
+    """Compared with the formula, token by token: the loop of fp64 and the kernel of fp32."""
     layer = layers(built(dtype=dtype))[0]
     x = torch.randn(2, 7, 16, dtype=dtype, generator=torch.Generator().manual_seed(2))
     experts = layer.experts
@@ -56,7 +56,7 @@ def test_every_token_alone(dtype, tolerance):
 @pytest.mark.parametrize("width", [8, 12, 7])
 @pytest.mark.parametrize("counts", [[5, 0, 4, 0], [0, 0, 0, 9], [0, 0, 0, 0]])
 def test_grouped_products_equal_a_loop(dtype, width, counts):
-    """Whatever torch's kernel takes or not, experts without tokens included: they have a gradient, and it is zero."""
+    """Whether torch's kernel applies or not, also with experts without tokens: their gradient is zero."""
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(sum(counts), width, generator=generator).to(dtype).requires_grad_()
     weight = torch.randn(4, 16, width, generator=generator).to(dtype).requires_grad_()
@@ -79,7 +79,7 @@ def test_a_wrong_number_of_experts_is_refused():
 
 
 def recorded(model, monkeypatch) -> list[torch.Tensor]:
-    """The balance losses of the forward passes to come, a scalar for each layer."""
+    """The balance losses of the following forward passes, a scalar for each layer."""
     losses = []
     formula = Router._balance_loss
 
@@ -114,7 +114,7 @@ def test_the_balance_loss_joins_the_gradient_with_its_weight(monkeypatch):
     losses = recorded(model, monkeypatch)
     model.zero_grad()
     loss = summed_loss(model, TOKENS, TOKENS)
-    weigh(model, 0.0)  # or each loss would be joined by those below it
+    weigh(model, 0.0)  # else each loss would include those below it
     balance = torch.autograd.grad(sum(losses), list(model.parameters()), allow_unused=True, retain_graph=True)
     weigh(model, 0.125)
     loss.backward()
@@ -136,7 +136,7 @@ def test_no_loss_joins_where_none_is_asked_for():
 
 @pytest.mark.parametrize("recomputed", [False, True])
 def test_loads_are_counted_once(recomputed):
-    """Once for every microbatch that has a backward pass, also where blocks are computed again for it."""
+    """Once for every microbatch that has a backward pass, even if blocks are recomputed for it."""
     model = built()
     for block in model.layers.values() if recomputed else ():
         block.wrap(lambda compute: functools.partial(checkpoint, compute, use_reentrant=False))
@@ -169,7 +169,7 @@ DEEPSEEK = {"kv_rank": 8, "nope_head_dim": 6, "rope_head_dim": 2, "v_head_dim": 
 
 
 def test_groups_limit_the_choice():
-    """Of 4 groups of 3 experts only 2 take part: no token is sent to more."""
+    """Of 4 groups of 3 experts only 2 are used: no token goes to more."""
     groups = {"num_experts": 12, "experts_per_token": 4, "router_groups": 4, "router_top_groups": 2}
     router = layers(built("deepseek_v3", **DEEPSEEK, **groups))[0].router
     _, experts, _ = router(torch.randn(3, 10, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(3)))
@@ -180,7 +180,7 @@ def test_groups_limit_the_choice():
 
 @pytest.mark.slow
 def test_biases_move_loads_towards_the_mean():
-    """A bias decides who is chosen and weighs nothing; step by step it makes loads that begin uneven even."""
+    """A bias affects the choice but not the weights; step by step it makes uneven loads even."""
     options = {"router_groups": 1, "router_top_groups": 1, "balance_rate": 0.01, "balance_loss": 0.0}
     model = built("deepseek_v3", **DEEPSEEK, **options)
     tokens = torch.randint(40, (8, 32), generator=torch.Generator().manual_seed(1))
@@ -215,7 +215,7 @@ def test_biases_stay_in_fp32():
     options = {"router_groups": 1, "router_top_groups": 1}
     model = built("deepseek_v3", dtype=torch.float32, **DEEPSEEK, **options)
     layer = layers(model)[0]
-    layer.router.bias[0] = 1.001  # which bf16 cannot say
+    layer.router.bias[0] = 1.001  # which bf16 cannot represent
     model.bfloat16()
     assert layer.router.weight.dtype == torch.bfloat16
     assert layer.router.bias.dtype == torch.float32

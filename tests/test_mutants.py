@@ -1,4 +1,4 @@
-"""The campaign of mutants (`make mutants`) fits the source as it is; its layouts are legal and drawn by a seed."""
+"""The campaign of mutants (`make mutants`) fits the current source; its layouts are legal and drawn by a seed."""
 
 import re
 
@@ -20,7 +20,7 @@ def test_there_are_many_and_none_twice() -> None:
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.fault)
 def test_a_mutant_changes_one_place(mutant: Mutant) -> None:
-    """Where the source has changed: change the mutant with it."""
+    """If the source has changed, change the mutant with it."""
     text = (SOURCE / "meshwright" / mutant.file).read_text()
     assert text.count(mutant.old) == 1
     compile(text.replace(mutant.old, mutant.new), mutant.file, "exec")

@@ -1,4 +1,4 @@
-"""Objectives of one's own: a file that knows no rank is right on every layout."""
+"""Users' objectives: a file without ranks is right on every layout."""
 
 from typing import Any
 
@@ -67,7 +67,7 @@ def by_whole_logits(trainer: Any, batch: Any) -> torch.Tensor:
 
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In this process logits are made in several chunks."""
+    """In this process, logits are computed in several chunks."""
     monkeypatch.setattr(loss_module, "CHUNK_BYTES", {"cpu": 128 * 8 * 7})
 
 

@@ -1,4 +1,4 @@
-"""Optimizers, schedules and the gradient norm, against torch's own and against formulas."""
+"""Optimizers, schedules and the gradient norm, compared with torch's own and with formulas."""
 
 import math
 
@@ -130,12 +130,12 @@ def bytes_kept(name: str) -> int:
 
 @pytest.mark.parametrize("name", [name for name in STRATEGIES if name != "zero-3-uneven"])
 def test_ranks_keep_between_steps_what_the_table_predicts(ranks: RankPool, name: str) -> None:
-    """Weights and AdamW's two moments; where rows do not divide one rank keeps more and another less."""
+    """Weights and AdamW's two moments; if rows do not divide evenly, ranks keep different numbers."""
     layout = STRATEGIES[name]
     run = tiny_run(layout, precision="fp32")
     job = engine_job(run.run, blueprint(run.model), global_batch=run.global_batch, micro_batch=1, device="cpu")
     predicted = predict_memory(
         job.with_layout(offload="none")
-    )  # kept somewhere: on the device or, offloaded, beside it
+    )  # stored on the device or, if offloaded, in another place
     kept = ranks.run(layout.world_size, bytes_kept, name)
     assert sum(kept) / len(kept) == pytest.approx(predicted.optimizer, rel=1e-4)

@@ -1,4 +1,4 @@
-"""AdamW in eight bits: bitsandbytes' step to the bit, the same under every layout, continued from a checkpoint."""
+"""AdamW in eight bits: bitsandbytes' step bit for bit, the same under every layout, resumed from a checkpoint."""
 
 import logging
 import sys
@@ -24,7 +24,7 @@ from test_blockwise import portable_quantize_blockwise
 from test_resume import differences, on_ranks, resumed, tiny
 from tiny import tiny_run
 
-logging.disable(logging.WARNING)  # bitsandbytes warns of a kernel for CPUs that it does not find
+logging.disable(logging.WARNING)  # bitsandbytes warns that it finds no CPU kernel
 bitsandbytes = pytest.importorskip("bitsandbytes")
 logging.disable(logging.NOTSET)
 

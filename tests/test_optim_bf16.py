@@ -56,7 +56,7 @@ def test_updates_smaller_than_a_weights_last_bit(rounding: Any, expected: float,
 
 
 def test_moments_do_not_stall() -> None:
-    """With beta2 of 0.999 a second moment falls by less than half the distance to the next number of bf16 a step."""
+    """With beta2 of 0.999, a second moment falls per step by less than half the gap between bf16 numbers."""
     weight = torch.nn.Parameter(torch.ones(64, 64))
     optimizer = AdamWBf16([weight], **{**CONSTANTS, "betas": (0.9, 0.999)})
     optimizer.bf16 = Bf16(moments=True, names={id(weight): "weight"})
@@ -115,7 +115,7 @@ LAYOUT_CASES = [
     ],
 )
 def test_every_layout_rounds_alike(ranks: RankPool, layout: str, options: dict[str, Any]) -> None:
-    """Weights, moments and compensation after three steps, to the bit, given the same gradients."""
+    """Weights, moments and compensation after three steps, bit for bit, given the same gradients."""
     width = 512 if options["optimizer"].get("name") == "adamw_8bit" else 24
     family = "mixtral" if layout == "zero-3" else "llama"
     expected = three_steps(tiny_run(LayoutSpec(), width=width, num_layers=2, family=family, **options))

@@ -1,4 +1,4 @@
-"""A run that has no memory left says what it expected, what it held, where, and what would fit; and that fits."""
+"""A run out of memory reports the expected and the held memory, the place, and a change that would fit; it does fit."""
 
 import functools
 import gc
@@ -46,8 +46,8 @@ GB = 1e9
 
 
 class Device(Ledger):
-    """A device that refuses tensors made while it is entered: those beyond so many bytes, or from the so-manieth on of
-    a backward pass."""
+    """A device that refuses tensors made while it is entered: those beyond a number of bytes, or from a given tensor of
+    a backward pass on."""
 
     def __init__(self, limit: float = inf, *, backward: float = inf) -> None:
         super().__init__(dict)
@@ -56,7 +56,7 @@ class Device(Ledger):
     def changed(self, key: int, size: int) -> None:
         self.backward -= size > 0 and in_backward_pass()
         if size and (self.now > self.limit or self.backward < 0):
-            self.limit = self.backward = inf  # whoever explains it needs some
+            self.limit = self.backward = inf  # the explanation needs memory
             raise torch.OutOfMemoryError(f"CUDA out of memory. Tried to allocate {size / 2**20:.6f} MiB. GPU 0 has")
 
 
@@ -75,7 +75,7 @@ STEPS: list[tuple[str, dict[str, Any], Device]] = [
 
 @pytest.mark.parametrize(("phase", "settings", "device"), STEPS)
 def test_the_moment_names_the_phase_and_nearly_every_byte(phase: str, settings: dict[str, Any], device: Device) -> None:
-    """The fake device counts what is made in the step; what is held must be of a known kind and layer."""
+    """The fake device counts tensors of the step; all held memory must be of a known kind and layer."""
     trainer = build_here(tiny_run(LayoutSpec(), num_layers=3, **settings))
     trainer.step = 1
     moment = None
@@ -88,7 +88,7 @@ def test_the_moment_names_the_phase_and_nearly_every_byte(phase: str, settings: 
     assert (moment.phase, moment.step) == (phase, 1)
     found = moment.held.kinds
     named = found[kinds.ACTIVATIONS] + found[kinds.TEMPORARIES] + found[kinds.GRADIENTS] + found[kinds.COMMUNICATION]
-    # What was refused is made already, and some temporaries of the operation that was refused are in no variable.
+    # The refused tensor is already made, and some temporaries of the refused operation are in no variable.
     assert named >= 0.75 * (device.now - moment.asked)
     layers = set(moment.held.layers) - {OUTSIDE}
     assert layers <= {"layers.0", "layers.1", "layers.2"}
@@ -105,7 +105,7 @@ def test_activations_are_of_their_layers_and_names_are_those_of_parameters() -> 
     found = held(trainer)
     layers = {name: size for name, size in found.layers.items() if name != OUTSIDE}
     assert list(layers) == ["layers.0", "layers.1", "layers.2"]
-    assert layers["layers.0"] == pytest.approx(layers["layers.1"], rel=0.01)  # rope tables are the first one's
+    assert layers["layers.0"] == pytest.approx(layers["layers.1"], rel=0.01)  # rope tables count for the first layer
     weights = sum(p.nbytes for p in trainer.model.parameters())
     assert found.kinds[kinds.OPTIMIZER] == weights
     assert found.kinds[kinds.GRADIENTS] == 0
@@ -122,7 +122,7 @@ def test_activations_are_of_their_layers_and_names_are_those_of_parameters() -> 
 
 
 def test_a_step_that_has_no_room_for_moments_says_so() -> None:
-    """Beside weights packed for decoding, which have no storage that could be asked for."""
+    """With weights packed for decoding, which have no storage to inspect."""
     run = tiny_run(LayoutSpec(), **FP32)
     trainer = build_here(run)
     packed = torch.ones(64, 64).to_mkldnn()
@@ -164,7 +164,7 @@ def test_a_timeline_counts_what_the_ledger_counts_and_knows_phases_kinds_and_lay
             trainer.train_step(1, loader.microbatches(0))
             ledger = make(trainer)
             before = torch.empty(1000)
-            ledger.watch([before])  # of which nobody knows when it was made
+            ledger.watch([before])  # its time of allocation is unknown
             with ledger:
                 trainer.train_step(2, loader.microbatches(1))
         reports.append(ledger)
@@ -199,7 +199,7 @@ MOE = {**LLAMA, "family": "qwen3_moe", "num_experts": 8, "experts_per_token": 2,
 NARROW = {**LLAMA, "hidden": 256, "num_heads": 4, "ffn": 1024, "vocab": 1000}
 LORA = {"method": "lora", "rank": 16}
 SITUATIONS: dict[str, tuple[Machine, float, dict[str, Any], str]] = {
-    # name: (machine, the limit as a part of what is predicted, the recipe, the kind that is most of it)
+    # name: (machine, the limit relative to the prediction, the recipe, the largest kind of memory)
     "large micro batch": (GPU, 0.6, {"training": {"micro_batch": 16}}, "activations"),
     "long sequence": (GPU, 0.7, {"data": {"sequence_length": 16384}}, "activations"),
     "large vocabulary": (GPU, 0.8, {"model": {**LLAMA, "vocab": 256000}}, "optimizer"),
@@ -255,14 +255,13 @@ def apart() -> Iterator[RankPool]:
 
 
 def rehearsed_apart(runs: list[tuple[ResolvedRun, bool]]) -> list[dict[str, Any]]:
-    """The reports of the runs' last ranks' peers: rank 0 of each, in forks of this process, for a process can be only
-    one rank."""
+    """The reports of rank 0 of each run, in forks of this process, because a process can be only one rank."""
     reports = []
     for run, on_gpu in runs:
         reading, writing = os.pipe()
         if (child := os.fork()) == 0:
             os.close(reading)
-            torch.set_num_threads(1)  # in a fork, threads that make the lost pool anew at once end the process (2.15)
+            torch.set_num_threads(1)  # in a fork, threads that rebuild the lost pool at the same time crash (2.15)
             with os.fdopen(writing, "w") as file:
                 try:
                     json.dump(rehearse_rank(run, 0, on_gpu=on_gpu), file)
@@ -293,7 +292,7 @@ def test_the_first_remedy_of_each_situation_fits_when_it_is_rehearsed(
     assert after.run.layout.world_size == before.run.layout.world_size
     ((too_much, fits),) = apart.run(1, rehearsed_apart, [(run, machine is GPU) for run in (before, after)])
     assert too_much["peak"] + cost.context > limit
-    # A rehearsal has one kind of memory: what offloading keeps in the host's is counted too.
+    # A rehearsal has one kind of memory: offloaded state in host memory is counted too.
     assert fits["peak"] - first.found.memory.host + cost.context <= limit
     assert max(too_much["peak_by_kind"], key=lambda kind: too_much["peak_by_kind"][kind]) == most
     monkeypatch.setattr(out_of_memory, "find_machine", lambda device: machine)
@@ -366,7 +365,7 @@ def test_two_ranks_under_a_limit_of_addresses_start_again_and_end(folder: Path) 
 
 
 def test_nothing_is_named_while_a_storage_is_released() -> None:
-    """To read a gradient that is being released ends the process."""
+    """Reading a gradient during its release crashes the process."""
     releases, named_then = False, []
 
     def name_storages() -> Storages:
@@ -415,12 +414,12 @@ def test_it_never_starts_again_for_ever(tmp_path: Path, capfd: pytest.CaptureFix
     tried.clear()
     assert train_again(functools.partial(train, same=True), run, "newest", retry=False) == OUT_OF_MEMORY
     assert tried == [("auto", "newest")]
-    # A page of an earlier run says nothing of this one.
+    # A page of an earlier run does not apply to this one.
     assert train_again(lambda run, resume: OUT_OF_MEMORY, run, None, retry=True) == OUT_OF_MEMORY
 
 
 def test_a_checkpoint_that_has_no_room_is_written_without_a_copy(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The copy is what a save takes beside the state: the remedy does without, and so it fits."""
+    """A save needs memory for a copy of the state: the remedy avoids the copy, and so the run fits."""
     run = tiny_run(LayoutSpec(), **FP32)
     page = page_of(run, Moment(0, out_of_memory.SAVING, limit=0.9 * GB), folder)
     assert "  checkpoint.asynchronous=false  " in str(page)

@@ -1,6 +1,6 @@
-"""The chat page and the arena in a real browser (headless Chromium): what a person does, and what the page may do.
+"""The chat page and the arena in a real browser (headless Chromium): a user's actions, and the page's permissions.
 
-Needs `playwright` and a Chromium, playwright's own or the system's; skipped where one is missing.
+Needs `playwright` and a Chromium, playwright's own or the system's; skipped if one is missing.
 """
 
 import importlib.util
@@ -65,7 +65,7 @@ def page(browser: Any) -> Iterator[Any]:
 
 
 def kept(page: Any, name: str, tmp_path: Path) -> None:
-    """A screenshot, for people to look at."""
+    """A screenshot, to look at."""
     page.screenshot(path=tmp_path / f"{name}.png")
     assert (tmp_path / f"{name}.png").stat().st_size > 5000
 

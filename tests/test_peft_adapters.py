@@ -1,5 +1,5 @@
-"""Adapters that peft has made compute here what they compute there, or are refused by the name of what they ask for;
-ours are proved in peft before their directory appears."""
+"""Adapters made by peft compute the same here, or are refused by the name of the unsupported feature; ours are proved
+in peft before their directory appears."""
 
 import json
 from dataclasses import fields
@@ -81,8 +81,7 @@ def tokens() -> torch.Tensor:
 
 @torch.no_grad()
 def made(base: Path, directory: Path, *, init: Any = True, convert: bool = False, **config: Any) -> torch.Tensor:
-    """Write an adapter that peft has made and that was moved as training moves it; returns peft's logits with it, as
-    the saved one is loaded."""
+    """Write an adapter made by peft, moved as by training; returns peft's logits with the saved adapter."""
     torch.manual_seed(3)
     lora = peft.LoraConfig(**{**MADE, **config}, init_lora_weights=init, task_type="CAUSAL_LM")
     model: Any = peft.get_peft_model(AutoModelForCausalLM.from_pretrained(base), lora)
@@ -162,10 +161,10 @@ def test_adapters_of_a_base_that_peft_changes_are_refused_and_the_converted_read
         assert f"init_lora_weights is '{init}', so the adapter belongs to a base that peft changed" in said
         changed = json.loads((folder / "adapter" / CONFIG).read_text()) | {"init_lora_weights": True}
         (folder / "adapter" / CONFIG).write_text(json.dumps(changed))
-        assert not close(ours(bases / "llama", folder / "adapter"), expected)  # as it would be read unseen
+        assert not close(ours(bases / "llama", folder / "adapter"), expected)  # as if it were read without the check
         made(bases / "llama", folder / "converted", init=init, convert=True)
         wide = {"rank": 8, "alpha": 16.0}
-        if init != "pissa_niter_2":  # whose beginning is drawn anew
+        if init != "pissa_niter_2":  # whose initialization is random each time
             assert close(ours(bases / "llama", folder / "converted", **wide), expected)
 
 
@@ -199,7 +198,7 @@ EMBEDDING = {"train": ["tok_embeddings"]}
 
 
 def test_a_tied_embedding_trained_in_peft(bases: Path, tmp_path: Path) -> None:
-    """With its head it is read; beside a head that stays, or trains by itself, it is another model, and refused."""
+    """With its head it is read; with a fixed head, or one trained separately, it is another model, and is refused."""
     for name, saved, config in (
         ("with", ["embed_tokens"], {"ensure_weight_tying": True}),
         ("beside", ["embed_tokens"], {}),
@@ -244,13 +243,13 @@ def test_a_tied_embedding_that_trained_here_is_exported_as_peft_computes_it(
         assert close(read(tokens()).logits, expected)
     assert close(ours(bases / "tied", tmp_path / "adapter", **EMBEDDING), expected)
 
-    for module in (written, peft_config):  # a writer that gives the matrix one name alone
+    for module in (written, peft_config):  # a writer that stores the matrix under one name only
         monkeypatch.setattr(module, "tied_head", lambda model, finetune: None)
     with pytest.raises(ValueError, match="the adapter was refused: read by peft, its logits differ"):
         export_adapter(trained, tmp_path / "wrong")
     assert not [path for path in tmp_path.iterdir() if "wrong" in path.name]
 
-    # Earlier versions wrote such files, and meant both.
+    # Earlier versions wrote such files, with both names meant.
     monkeypatch.setattr("meshwright.checkpoint.peft_proof.find_spec", lambda name: None)
     export_adapter(trained, tmp_path / "old")
     monkeypatch.undo()
@@ -259,7 +258,7 @@ def test_a_tied_embedding_that_trained_here_is_exported_as_peft_computes_it(
 
 @pytest.mark.parametrize("base", ["nf4", "plain"])
 def test_every_export_is_proved(bases: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, base: str) -> None:
-    """On the base as files have it, in however few bits the run has kept it; and by our own reading without peft."""
+    """On the base in its files' precision, however the run quantized it; and by our own reading without peft."""
     train(recipe(tmp_path, bases / "llama", base=base, dora=base == "plain"))
     trained = open_trained(tmp_path / "run", device="cpu", dtype="fp32")
     assert export_adapter(trained, tmp_path / "adapter")[1].largest_difference < 1e-4
@@ -272,7 +271,7 @@ def test_every_export_is_proved(bases: Path, tmp_path: Path, monkeypatch: pytest
         return found
 
     told = "read by peft"
-    if base == "nf4":  # a mistake of the writer alone
+    if base == "nf4":  # a fault only of the writer
         monkeypatch.setattr("meshwright.checkpoint.peft_proof.find_spec", lambda name: None)
         write = written.Stored.to_file
         monkeypatch.setattr(written.Stored, "to_file", lambda place, tensor: 2 * write(place, tensor))
@@ -284,7 +283,7 @@ def test_every_export_is_proved(bases: Path, tmp_path: Path, monkeypatch: pytest
 
 
 def test_a_model_with_state_begins_from_an_adapter(bases: Path, tmp_path: Path) -> None:
-    """deepseek_v3's routers have biases, which no adapter holds: they are the base's."""
+    """deepseek_v3's routers have biases, which no adapter contains: the base's are used."""
     targets = ["q_b_proj", "o_proj"]
     expected = made(bases / "deepseek_v3", tmp_path / "adapter", target_modules=targets)
     assert close(ours(bases / "deepseek_v3", tmp_path / "adapter", targets=["wq_b", "wo"]), expected)

@@ -1,4 +1,4 @@
-"""Asynchronous pipelines against the training that they are said to be: one process whose gradients are a step late."""
+"""Asynchronous pipelines compared with their definition: one process whose gradients are a step late."""
 
 import json
 from collections.abc import Sequence
@@ -44,8 +44,8 @@ def layout_of(**degrees: Any) -> LayoutSpec:
 
 
 def late(run: ResolvedRun) -> Trajectory:
-    """(loss, gradient norm) of every step and an evaluation after them, and the weights after the last update, of one
-    process that makes each step with the gradient of the batch before."""
+    """(loss, gradient norm) of every step and an evaluation after them, and the weights after the last update, for one
+    process that makes each step with the previous batch's gradient."""
     trainer = build_here(run)
     step, seen, before = trainer.train_step, [], None
     with loader_for(trainer) as loader:
@@ -72,7 +72,7 @@ def _late_step(trainer: Trainer, number: int, gradients: dict[str, Any] | None) 
 
 
 def trained(run: ResolvedRun) -> Trajectory:
-    """The same of an asynchronous pipeline, emptied at the end. Collective."""
+    """The same for an asynchronous pipeline, emptied at the end. Collective."""
     trainer = build_here(run)
     with loader_for(trainer) as loader:
         results = [trainer.train_step(step, loader.microbatches(step - 1)) for step in range(1, STEPS + 1)]
@@ -83,7 +83,7 @@ def trained(run: ResolvedRun) -> Trajectory:
 
 
 def evaluated(trainer: Trainer, microbatches: Sequence[HostBatch]) -> tuple[float, float]:
-    """An evaluation while a batch is under way, which must have the optimizer's weights and leave the batch alone."""
+    """An evaluation while a batch is in flight: it must use the optimizer's weights and leave the batch unchanged."""
     step = trainer.train_step
     loss = evaluate(step.passes, microbatches, trainer.device, repeats_loss=step.repeats_loss).loss
     return loss, 0.0
@@ -100,8 +100,8 @@ def evaluated(trainer: Trainer, microbatches: Sequence[HostBatch]) -> tuple[floa
     ],
 )
 def test_gradients_are_a_step_late_and_nothing_else(ranks: RankPool, degrees: Any, options: Any) -> None:
-    """On all stages alike: were any backward pass made with other weights than its forward pass, or any stage's update
-    earlier or later, losses would differ."""
+    """On all stages: if a backward pass used other weights than its forward pass, or a stage's update came earlier or
+    later, losses would differ."""
     layout = layout_of(**degrees)
     options = {"num_layers": 5, "lr_schedule": {"name": "cosine", "warmup": 2}, "steps": STEPS} | options
     run = tiny_run(layout, accumulation=6, **options)
@@ -114,7 +114,7 @@ def test_gradients_are_a_step_late_and_nothing_else(ranks: RankPool, degrees: An
 
 @pytest.mark.slow
 def test_low_precision(ranks: RankPool) -> None:
-    """Gradients are added up in fp32: with a sequence a microbatch, as one process adds up the same numbers."""
+    """Gradients are summed in fp32: with one sequence per microbatch, one process sums the same numbers."""
     options: dict[str, Any] = {"accumulation": 12, "precision": "bf16", "steps": STEPS}
     losses, weights = ranks.run(2, trained, tiny_run(layout_of(), **options))[0]
     expected, expected_weights = late(tiny_run(LayoutSpec(), **options))
@@ -124,9 +124,9 @@ def test_low_precision(ranks: RankPool) -> None:
 
 
 def weights_of_passes(run: ResolvedRun) -> tuple[list[float], list[float], list[int], int, int]:
-    """Of this rank: for all forward passes in turn a figure that tells the weights they are made with, the same for all
-    backward passes, with how many of the latter the newest weights were others; and bytes of the weights to compute
-    with, and of one version of them. Collective."""
+    """On this rank: a figure that identifies the weights of each forward pass, in order; the same for the backward
+    passes; the number of backward passes that did not use the newest weights; and bytes of the weights for computation,
+    and of one version of them. Collective."""
     seen: dict[str, list[float]] = {"F": [], "B": []}
     stale = [0]
 
@@ -156,21 +156,21 @@ def weights_of_passes(run: ResolvedRun) -> tuple[list[float], list[float], list[
 
 
 def test_every_backward_pass_has_the_weights_of_its_forward_pass(ranks: RankPool) -> None:
-    """HostBatches come back in the order in which they went. Rank r makes 3 - r backward passes a step with weights
-    that are not the newest; two versions are all that it holds."""
+    """Microbatches return in the order in which they were sent. Rank r makes 3 - r backward passes per step with
+    weights that are not the newest; it holds only two versions."""
     answers = ranks.run(4, weights_of_passes, tiny_run(layout_of(pp=4), accumulation=6, num_layers=4, steps=3))
     for rank, (forward, backward, stale, held, one) in enumerate(answers):
         assert forward == backward
         assert len(forward) == 18
         assert [len(set(forward[start : start + 6])) for start in (0, 6, 12)] == [1, 1, 1]
-        assert len(set(forward)) == 2  # the first two batches meet the same weights, for the first gradient is late
+        assert len(set(forward)) == 2  # the first two batches use the same weights, because the first gradient is late
         assert stale == [0, 0, 3 - rank, 0]
         assert held == 2 * one
 
 
 @pytest.mark.slow
 def test_it_trains_to_the_same_region(ranks: RankPool) -> None:
-    """A step behind, and no worse."""
+    """A step late, and no worse."""
     options: dict[str, Any] = {"precision": "fp32", "optimizer": {"lr": 1e-2, "eps": 1e-2}, "steps": 60}
 
     def curve(layout: LayoutSpec) -> list[float]:
@@ -187,13 +187,13 @@ def test_it_trains_to_the_same_region(ranks: RankPool) -> None:
 
 
 def saver_of(trainer: Trainer, run_dir: Path) -> Saver:
-    """What saves the trainer's steps, of a run that shows and records nothing."""
+    """The `Saver` of a run that displays and records nothing."""
     display = Display(steps=STEPS, memory_bytes=1, device="cpu", enabled=False)
     return Saver(Session(trainer, mock.MagicMock(), run_dir, mock.MagicMock(), journal=None, display=display))
 
 
 def saved(run: ResolvedRun, root: Path, *, resume: bool = False) -> Trajectory:
-    """As `trained`, of a run that saves its third step, or continues from there. Collective."""
+    """`trained`, for a run that saves its third step, or continues from there. Collective."""
     trainer, results = build_here(run), []
     if resume:
         restore(trainer, root / "checkpoints" / checkpoint_name(3))
@@ -215,7 +215,7 @@ def continued(run: ResolvedRun, root: Path) -> Trajectory:
 
 @pytest.mark.slow
 def test_checkpoints_are_plain_and_continue_anywhere(ranks: RankPool, tmp_path: Path) -> None:
-    """The pipeline is emptied before each, so what continues is what would have gone on."""
+    """The pipeline is emptied before each save, so a resumed run equals the continued one."""
     options: dict[str, Any] = {"tied": True, "steps": STEPS}
     run = tiny_run(layout_of(dp_replicate=2), accumulation=6, **options)
     losses, weights = ranks.run(4, saved, run, tmp_path)[0]
@@ -227,7 +227,7 @@ def test_checkpoints_are_plain_and_continue_anywhere(ranks: RankPool, tmp_path: 
 
 
 def is_emptied(run: ResolvedRun, root: Path) -> bool:
-    """Whether nothing is under way once a run has saved its step. Collective."""
+    """Whether nothing is in flight after a run has saved its step. Collective."""
     trainer = build_here(run)
     with loader_for(trainer) as loader:
         trainer.step = 1

@@ -1,6 +1,6 @@
-"""Pipelines against one process, in float64: every schedule, tied and untied, with every sharding.
+"""Pipelines compared with one process, in float64: every schedule, tied and untied, with every sharding.
 
-`tests/test_equivalence.py` has pipelines beside the other strategies and mixed with them.
+`tests/test_equivalence.py` has pipelines combined with the other strategies.
 """
 
 import functools
@@ -33,14 +33,14 @@ SYNCHRONOUS = [name for name, kind in SCHEDULES.items() if not kind.asynchronous
 
 
 def layers_of(layout: LayoutSpec) -> int:
-    """So many that stages are of unequal length."""
+    """A number for which stages have unequal lengths."""
     return 3 if layout.schedule in ("afab", "1f1b") else 5
 
 
 def check(
     ranks: RankPool, layout: LayoutSpec, *, microbatches: int = 6, recompute: str = "none", **options: Any
 ) -> None:
-    """A pipeline's outcome against one process that has the whole batch at once."""
+    """A pipeline's outcome, compared with one process that has the whole batch at once."""
     run = tiny_run(layout, accumulation=microbatches, num_layers=layers_of(layout), recompute=recompute, **options)
     outcome = ranks.run(layout.world_size, one_step, run)[0]
     assert_equal(outcome, alone(num_layers=layers_of(layout), **options))
@@ -49,7 +49,7 @@ def check(
 @pytest.mark.parametrize("schedule", SYNCHRONOUS)
 @pytest.mark.parametrize("tied", [False, True])
 def test_every_schedule(ranks: RankPool, schedule: str, tied: bool) -> None:
-    """Numbers of microbatches that the ranks divide and do not; recomputation alternates."""
+    """Numbers of microbatches that the ranks divide, and that they do not; recomputation alternates."""
     for microbatches, recompute in ((4, "full"), (12, "selective")) if tied else ((6, "none"),):
         check(ranks, LayoutSpec(pp=2, schedule=schedule), microbatches=microbatches, recompute=recompute, tied=tied)
 
@@ -57,14 +57,14 @@ def test_every_schedule(ranks: RankPool, schedule: str, tied: bool) -> None:
 @pytest.mark.parametrize("name", PIPELINE_SHARDED)
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved-1f1b", "interleaved-zero-bubble", "dualpipev"])
 def test_every_sharding(ranks: RankPool, schedule: str, name: str) -> None:
-    """One stage or several, backward passes whole, in two parts, or some so and some so: what sharding asks about."""
+    """One stage or several; backward passes whole, split, or mixed: the cases that matter to sharding."""
     layout = PIPELINE_SHARDED[name].model_copy(update={"schedule": schedule})
     check(ranks, layout, tied=layout.zero_stage % 2 == 0)
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved-1f1b", "zbv"])
 def test_four_ranks(ranks: RankPool, schedule: str) -> None:
-    """Ranks in the middle have neither embedding nor head; ten layers in stages of one to three, of which the first
+    """Middle ranks have neither embedding nor head; ten layers in stages of one to three; their first layers
     recompute."""
     layout = LayoutSpec(pp=4, schedule=schedule)
     some = {"full": [1, 2, 0, 1], "selective": 0} if schedule == "1f1b" else {"full": 1}
@@ -76,13 +76,14 @@ def test_four_ranks(ranks: RankPool, schedule: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["gpt2", "mixtral", "qwen2"])
 def test_families(ranks: RankPool, family: str) -> None:
-    """Learned positions only enter the first stage; experts' balance loss joins on every stage; biases wait as well."""
+    """Learned positions enter only the first stage; experts' balance loss joins on every stage; biases are deferred
+    too."""
     for schedule in ("1f1b", "zbv"):
         check(ranks, LayoutSpec(pp=2, schedule=schedule), family=family)
 
 
 def test_stages_cut_by_hand_and_a_schedule_of_ones_own(ranks: RankPool, tmp_path: Path) -> None:
-    """Stage 0 and the last one on rank 1, so that rank 0 has neither end; backward passes split in places."""
+    """Stage 0 and the last one are on rank 1, so rank 0 has neither end; some backward passes are split."""
     path = tmp_path / "mine.csv"
     path.write_text("1F0,1F1,2F0,2F1,2B1,2I0,1B1,1I0,1W0,2W0\n0F0,0F1,3F1,3B1,3F0,3I0,0B1,3W0,0I0,0W0\n")
     layout = LayoutSpec(pp=2, schedule=str(path), stage_layers=(1, 2, 1, 1))
@@ -107,7 +108,7 @@ def evaluated(run: ResolvedRun) -> tuple[float, int, float]:
 @pytest.mark.slow
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved-1f1b", "zbv"])
 def test_evaluation_between_steps(ranks: RankPool, schedule: str) -> None:
-    """More microbatches than a step has, and sequences of another length; the next step is what it would have been."""
+    """More microbatches than a step has, and sequences of another length; the next step is unchanged."""
     layout = LayoutSpec.model_validate({"pp": 2, "schedule": schedule, "dp_shard": 1})
     answers = ranks.run(2, evaluated, tiny_run(layout, accumulation=4, num_layers=5))
     expected = evaluated(tiny_run(LayoutSpec(), accumulation=4, num_layers=5))
@@ -160,8 +161,8 @@ def losses_alone(**options: Any) -> list[tuple[float, float, bool]]:
 @pytest.mark.parametrize("sharding", [{"dp_replicate": 2}, {"dp_shard": 2}], ids=["ddp", "zero-3"])
 @pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
 def test_low_precision(ranks: RankPool, schedule: str, sharding: dict[str, Any], precision: str) -> None:
-    """Stages exchange the residual stream in the compute dtype, in which one process keeps it, too: so losses are as
-    near to one process's as those of other strategies, and both skip the same steps."""
+    """Stages exchange the residual stream in the compute dtype, in which one process stores it too: so losses are as
+    close to one process's as those of other strategies, and both skip the same steps."""
     layout = LayoutSpec.model_validate({"pp": 2, "schedule": schedule, **sharding})
     answers = ranks.run(4, losses_of, tiny_run(layout, accumulation=6, num_layers=5, precision=precision))
     expected = losses_alone(accumulation=12, precision=precision)
@@ -176,7 +177,7 @@ def test_low_precision(ranks: RankPool, schedule: str, sharding: dict[str, Any],
 
 
 def test_clipping_and_muon(ranks: RankPool) -> None:
-    """The norm goes over all stages, a tied embedding counted once, and every rank clips by it."""
+    """The norm covers all stages, with a tied embedding counted once, and every rank clips by it."""
     options = {"num_layers": 5, "tied": True, "clip": 0.01, "optimizer": {"name": "muon", "muon_lr": 0.02, "eps": 0.1}}
     expected = losses_of(tiny_run(LayoutSpec(), **options))
     for schedule in ("1f1b", "zbv"):
@@ -188,7 +189,7 @@ def test_clipping_and_muon(ranks: RankPool) -> None:
 
 
 def test_weight_gradients_that_are_put_off_are_the_same() -> None:
-    """Of a layer with a bias, twice; nothing is there before they are added, and all is afterwards."""
+    """For a layer with a bias, twice; gradients are absent before they are added, and complete afterwards."""
     torch.manual_seed(0)
     model = torch.nn.Sequential(Linear(5, 7), torch.nn.Tanh(), Linear(7, 3, bias=False)).double()
     x = torch.randn(2, 4, 5, dtype=torch.float64, requires_grad=True)
@@ -212,7 +213,7 @@ def resolved(recipe: str, tmp_path: Path) -> ResolvedRun:
 
 
 def test_what_is_decided_for_a_pipeline(tmp_path: Path) -> None:
-    """Stages by cost, and the largest microbatch of which there are enough."""
+    """Stages by cost, and the largest microbatch that leaves enough microbatches."""
     run = resolved("layout: {pp: 4}\ntraining: {global_batch: 24}\ndata: {sequence_length: 128}", tmp_path)
     assert run.stage_layers == (2, 2, 2, 2)
     assert (run.micro_batch, run.accumulation) == (1, 24)

@@ -51,7 +51,7 @@ def test_names_join_groups_and_refuse_what_contradicts() -> None:
 
 @pytest.mark.slow
 def test_a_change_is_searched_as_if_it_were_alone(recipe: Path) -> None:
-    """The best layout of a change beside others is the best of a search of that recipe by itself."""
+    """The best layout of a change among others is the best of a separate search with that recipe."""
     run = load_recipe(recipe)
     changes = asked_changes("activations,8bit_states,int8_weights,fp8")
     plan, facts = plan_recipe(run, base_dir=recipe.parent, consider=changes)
@@ -114,7 +114,7 @@ def test_what_says_nothing_on_a_cluster_is_refused(recipe: Path, capsys: pytest.
 
 
 def test_where_nothing_fits_an_exact_change_is_taken_and_said(recipe: Path) -> None:
-    """One GPU with room for the weights, not for optimizer state and activations."""
+    """One GPU with room for the weights, but not for optimizer state and activations."""
     words = ["model=llama-3.2-1b", "training.global_batch=4", "data.sequence_length=8192", "cluster=card.yaml"]
     (recipe.parent / "card.yaml").write_text(
         "{name: ours, device: card, devices: 1, per_node: 1, domain: 1, memory_gb: 9, memory_gb_s: 900, "

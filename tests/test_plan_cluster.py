@@ -1,4 +1,4 @@
-"""Clusters by name, file and machine; devices found as people write them; collectives as measured."""
+"""Clusters by name, file and machine; devices by users' spellings; collectives as measured."""
 
 import csv
 from dataclasses import replace

@@ -27,7 +27,7 @@ DEEPSPEED = replace(PAPER, state_bytes=16)
 
 
 def square(parameters: int, layers: int = 1) -> Blueprint:
-    """A model of that many parameters and nothing else to count."""
+    """A model with this many parameters and nothing else to count."""
     block = Block((Matrix("w", parameters // layers, 1, split=True),), 0)
     return Blueprint(
         hidden=1, num_heads=1, num_kv_heads=1, head_dim=1, vocab=0, gated=False, tied=True, kinds=(block,),
@@ -164,7 +164,7 @@ def test_sharding_recomputation_and_smaller_microbatches_need_less() -> None:
 
 
 def test_the_planner_agrees_with_what_was_rehearsed() -> None:
-    """The table of docs/rehearsal.md: memory within 3 %, traffic to the byte, but for counts, loss and norm."""
+    """The table of docs/rehearsal.md: memory within 3 %, traffic to the byte, except counts, loss and norm."""
     rehearsal = SimpleNamespace(**runpy.run_path(str(DOCS / "make_rehearsal_md.py")))
     rows = json.loads((DOCS / "rehearsal.json").read_text())
     assert {tuple(row["cell"]) for row in rows} == set(rehearsal.cells())

@@ -1,4 +1,4 @@
-"""The search: what brute force finds, at any size; reasons, reliefs, and recipes that train."""
+"""The search: equal to brute force, at any size; reasons, reliefs, and recipes that train."""
 
 import json
 import random
@@ -52,7 +52,7 @@ layout: auto
 cluster: 8xh100
 """
 SMALL = ["model=gpt2", "data.sequence_length=512", "training.micro_batch=1", "cluster=2xh100"]
-"""What is planned ten times as fast."""
+"""Settings that are planned ten times as fast."""
 
 
 @pytest.fixture
@@ -86,13 +86,13 @@ def instance(seed: int) -> tuple[Job, ClusterSpec, Limits]:
         recompute=rng.choice(["none", "full"]),
     )  # fmt: skip
     cluster = device_cluster(rng.choice(["a100", "h100", "v100"]), rng.choice([1, 2, 4, 6]))
-    share = rng.choice([0.02, 0.05, 0.1, 1.0])  # so that for some everything fits, for some nothing
+    share = rng.choice([0.02, 0.05, 0.1, 1.0])  # so that for some all layouts fit, for some none
     limits = Limits(recompute=rng.random() < 0.7, offload=rng.random() < 0.3)
     return job, cluster.model_copy(update={"memory_gb": cluster.memory_gb * share}), limits
 
 
 def every_recomputation(model: StepModel, enough: Enough, *_: object) -> Recompute:
-    """What `least_recompute` finds, by trying all numbers of layers of every rank."""
+    """The result of `least_recompute`, by trying all numbers of layers of every rank."""
     job, counts = model.job, [(0, 0)] * len(model.job.cut)
     for rank, stages in enumerate(job.stages):
         layers = range(max(job.cut[stage] for stage in stages) + 1)
@@ -105,7 +105,7 @@ def every_recomputation(model: StepModel, enough: Enough, *_: object) -> Recompu
 
 
 def simplest(every: Sequence[Candidate], runs: Callable[[Job], bool]) -> Candidate | None:
-    """Of the layouts that run and cost 3 % more than the best at most, what is to be chosen."""
+    """The right choice among the layouts that run and cost at most 3 % more than the best."""
     running = [candidate for candidate in every if runs(candidate.job)]
     limit = 1.03 * min((candidate.cost for candidate in running), default=0.0)
     return min(
@@ -117,8 +117,8 @@ def simplest(every: Sequence[Candidate], runs: Callable[[Job], bool]) -> Candida
 
 @pytest.mark.slow
 def test_the_pruned_search_is_brute_force(monkeypatch: pytest.MonkeyPatch) -> None:
-    """80 random instances: the same ranking, recomputation included, the same best of every strategy, and the same
-    choice, which is the simplest layout of those that are about as fast."""
+    """80 random instances: the same ranking, including recomputation, the same best of every strategy, and the same
+    choice, the simplest of the layouts that are about as fast."""
     skipped, found, simpler = 0, Counter(), 0
     for seed in range(80):
         job, cluster, limits = instance(seed)
@@ -142,7 +142,7 @@ def test_the_pruned_search_is_brute_force(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_ranks_may_be_looked_at_alone() -> None:
-    """No mix of what the ranks of a pipeline recompute is faster than each with its own least."""
+    """No mix of ranks' recomputation in a pipeline is faster than each rank with its own least."""
     model = blueprint(resolve_model(PRESETS["llama-3-8b"], base_dir=Path()))
     job = Job(
         model=replace(model, pattern=(0,) * 10), sequence=8192, global_batch=64, micro_batch=4, layout=LayoutSpec(pp=2)
@@ -161,7 +161,7 @@ def test_ranks_may_be_looked_at_alone() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("precision", ["bf16", "fp8"])
 def test_what_layouts_share_is_the_same_for_each(precision: str) -> None:
-    """In the search and alone a layout takes as long; weights that are quantized once a step included."""
+    """A layout takes the same time in the search and alone, including weights that are quantized once a step."""
     for seed in range(6):
         job, _, _ = instance(seed)
         job = replace(job, precision=Precision.of(precision), global_batch=16)
@@ -188,7 +188,7 @@ def test_every_layout_is_legal_and_different() -> None:
 
 @pytest.mark.slow
 def test_a_large_job_is_planned_in_the_time_of_a_keystroke() -> None:
-    """405B on 1024 devices: all layouts ordered, most never looked at. Time is measured in docs/plan.md."""
+    """405B on 1024 devices: all layouts ordered, most never evaluated. docs/plan.md measures the time."""
     model = blueprint(resolve_model(PRESETS["llama-3.1-405b"], base_dir=Path()))
     base = Job(model=model, sequence=8192, global_batch=2048, micro_batch=1)
     found = search(base, device_cluster("h100", 1024), top=5)
@@ -214,8 +214,8 @@ def test_reasons_name_the_memory_that_lacks_or_the_time_that_is_lost() -> None:
 
 @pytest.mark.slow
 def test_no_reason_contradicts_itself() -> None:
-    """What a slower layout is said to lose time to takes longer than in the other one, in the figures that are shown,
-    whichever of all layouts is held against whichever."""
+    """The cost that a slower layout is said to have is larger than in the other layout, in the displayed figures, for
+    any pair of layouts."""
     model = blueprint(resolve_model(PRESETS["llama-3-70b"], base_dir=Path()))
     base = Job(model=model, sequence=4096, global_batch=64, micro_batch=1)
     found = search(base, resolve_cluster("16xh100@100Gb/s", base_dir=Path()), top=40)
@@ -236,8 +236,8 @@ def test_no_reason_contradicts_itself() -> None:
 
 @pytest.mark.slow
 def test_speed_outranks_what_stays_free() -> None:
-    """70B over 25 Gb/s: what offloads is taken before what fits and takes an hour, and, where a node has no memory to
-    offload to, what is tight."""
+    """70B over 25 Gb/s: an offloading layout is chosen before one that fits and takes an hour; if nodes have no memory
+    for offloading, a tight layout is chosen."""
     model = blueprint(resolve_model(PRESETS["llama-3-70b"], base_dir=Path()))
     base = Job(model=model, sequence=4096, global_batch=64, micro_batch=1)
     slow = resolve_cluster("16xh100@25Gb/s", base_dir=Path())
@@ -335,7 +335,7 @@ def test_a_plan_for_people(recipe: Path, capsys: pytest.CaptureFixture) -> None:
 
 @pytest.mark.parametrize("method", ["lora", "qlora", "ia3"])
 def test_what_fine_tuning_counts_and_explains(recipe: Path, method: str) -> None:
-    """One count of operations for plans and training; notes that say what is kept of frozen weights."""
+    """The same count of operations for plans and training; notes that say how frozen weights are stored."""
     tuned = f"finetune={{method: {method}}}"
     run = load_recipe(recipe, ["model=llama-3-8b", "data.sequence_length=1024", tuned])
     plan, facts = plan_recipe(run, base_dir=recipe.parent, cluster="1xrtx3090")
@@ -385,7 +385,7 @@ def test_a_plan_for_machines_and_a_recipe_that_trains(recipe: Path, capsys: pyte
 
 @pytest.mark.slow
 def test_some_layers_recompute_where_that_suffices(recipe: Path) -> None:
-    """And the recipe written trains with it."""
+    """The written recipe trains with it."""
     run = load_recipe(recipe, ["model=llama-3-70b", "cluster=64xh100"])
     plan, facts = plan_recipe(run, base_dir=recipe.parent, limits=Limits(micro_batch=False))
     assert re.search(r"recompute=\w+:\d+", facts["chosen"]["text"])
@@ -415,7 +415,7 @@ def test_a_layout_that_fits_only_by_offloading_says_so(recipe: Path, capsys: pyt
 
 
 def test_a_host_too_small_to_offload_to_is_the_reason(recipe: Path, capsys: pytest.CaptureFixture) -> None:
-    """A machine with a GeForce card has not the memory that a server has."""
+    """A machine with a GeForce card has less memory than a server."""
     assert main(["plan", str(recipe), "training.global_batch=8", "data.sequence_length=512", "--cluster", "rtx5090"])
     shown = capsys.readouterr().out
     assert re.search(r"  CPU offload +does not fit needs 128 GB of host memory per node, 57.6 avail", shown)
@@ -425,7 +425,7 @@ def test_a_host_too_small_to_offload_to_is_the_reason(recipe: Path, capsys: pyte
 
 
 def test_what_takes_most_binds() -> None:
-    """Computation where it does, the optimizer where offloading makes it; then the next."""
+    """Computation if it is largest, the optimizer if offloading makes it largest; then the next."""
     model = blueprint(resolve_model(PRESETS["llama-3-8b"], base_dir=Path()))
     job = Job(
         model=model,
@@ -487,7 +487,7 @@ def test_a_tight_choice_is_called_tight(recipe: Path, capsys: pytest.CaptureFixt
 
 @pytest.mark.slow
 def test_a_refused_layout_has_no_row(recipe: Path, capsys: pytest.CaptureFixture) -> None:
-    """The recipe's own: why it is refused is said, and no figures that nothing can reach."""
+    """The recipe's own layout: the reason for its refusal is shown, without unreachable figures."""
     assert main(["plan", str(recipe), *SMALL, "cluster=6xh100", "layout={dp_shard: 6}"]) == 0
     shown = capsys.readouterr().out
     assert not re.search(r"^>", shown, re.MULTILINE)
@@ -496,7 +496,7 @@ def test_a_refused_layout_has_no_row(recipe: Path, capsys: pytest.CaptureFixture
 
 @pytest.mark.slow
 def test_the_layout_that_is_asked_about_is_explained(recipe: Path, capsys: pytest.CaptureFixture) -> None:
-    """The recipe's own, where it says one, not the one that would be chosen."""
+    """The recipe's own layout, if it gives one, not the one that would be chosen."""
     words = ["plan", str(recipe), "--explain", "memory", "cluster=4xh100", "training.micro_batch=1"]
     assert main([*words, "layout={dp_shard: 2, tp: 2}"]) == 0
     shown = capsys.readouterr().out
@@ -621,7 +621,7 @@ def test_what_plan_chooses_check_accepts(recipe: Path, words: str) -> None:
     ],
 )
 def test_whatever_the_search_calls_runnable_is_not_refused(recipe: Path, words: str) -> None:
-    """Every layout of four devices, fine-tuned; some are refused, and the search knows which."""
+    """Every layout of four devices, fine-tuned; some are refused, and the search knows them."""
     short = ["training.global_batch=4", "training.micro_batch=1", "data.sequence_length=1024", "model=gpt2", words]
     run, machine = load_recipe(recipe, short), Machine("cuda", "H100", 8, 80 * 2**30)
     spec = resolve_model(run.model, base_dir=recipe.parent)
@@ -638,7 +638,7 @@ def test_whatever_the_search_calls_runnable_is_not_refused(recipe: Path, words: 
 
 
 def test_a_batch_too_small_for_the_devices_is_the_reason(recipe: Path, capsys: pytest.CaptureFixture) -> None:
-    """Nobody looked at memory, so nothing is said to lack it; and the remedies named are remedies."""
+    """Memory was not computed, so no layout is reported to lack it; the named remedies do help."""
     words = ["training.global_batch=8", "data.sequence_length=256", "layout={dp_shard: 2}", "model=gpt2"]
     assert main(["plan", str(recipe), *words, "--cluster", "832xh100"]) == 1
     text = capsys.readouterr().out

@@ -1,4 +1,4 @@
-"""Step time: the pipeline against its schedule, parts that add up, and what must cost more costing more."""
+"""Step time: the pipeline equals its schedule, parts add up, and costlier settings cost more."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -90,7 +90,7 @@ def test_tensor_parallelism_pays_where_it_leaves_the_node() -> None:
 
 
 def test_what_the_host_cannot_issue_in_time_hides_messages() -> None:
-    """Of a small model: the device sends while it waits, so faster wires save nothing."""
+    """With a small model: the device sends while it waits, so faster links save nothing."""
     gpt2 = blueprint(resolve_model(PRESETS["gpt2"], base_dir=Path()))
     small = replace(JOB.with_layout(tp=4, dp_shard=16, zero=0), model=gpt2, sequence=512)
     fast = H100.model_copy(update={"link_gb_s": 2 * H100.link_gb_s})
@@ -124,7 +124,7 @@ def test_adapters_read_and_write_beside_their_matrices() -> None:
     times = [seconds(job, one) for job in (bare, few, none)]
     assert times == sorted(times)
     assert times[0] < 0.98 * times[1] < 0.95 * times[2]
-    assert times[2] < seconds(whole, one)  # no gradients of the matrices: a third of the arithmetic is saved
+    assert times[2] < seconds(whole, one)  # no gradients of the matrices: saves a third of the arithmetic
 
 
 def test_intervals_hold_their_value_and_widen_with_what_is_unsure() -> None:

@@ -111,7 +111,7 @@ def test_networks_are_read_in_every_spelling(text: str, per_gpu: float) -> None:
     run = read_row(row(interconnect=text))
     assert run.cluster.network_gb_s == pytest.approx(per_gpu)
     assert ("interconnect" in run.completed) == (not text)
-    assert run.cluster.link_gb_s == (16 if "PCIe" in text else 300)  # 150 is NVLink's, counted in another way
+    assert run.cluster.link_gb_s == (16 if "PCIe" in text else 300)  # 150 is NVLink's rate, counted in another way
 
 
 def test_gaps_are_filled_by_rule_and_counted() -> None:
@@ -191,7 +191,7 @@ def test_every_row_is_predicted_or_refused_with_its_reason(tmp_path: Path, capsy
 
 
 def test_no_row_is_so_odd_that_it_ends_the_program() -> None:
-    """Five hundred rows with cells that are blank, misprinted, or of devices, models and words that nobody knows."""
+    """Five hundred rows with cells that are blank or misprinted, or name unknown devices, models and words."""
     rng, predicted = random.Random(0), 0
     for _ in range(500):
         odd = row(model_name=rng.choice(["Mixtral-8x7B", "DeepSeek-V3", "GPT3-175B", "nobody-7B", "nobody", ""]))
@@ -202,7 +202,7 @@ def test_no_row_is_so_odd_that_it_ends_the_program() -> None:
         try:
             run = read_row(odd)
             (judged,) = judge([run])
-        except ValueError:  # neither a size nor a name that says one
+        except ValueError:  # neither a size nor a name with a size
             continue
         predicted += 1
         assert all(made for _, _, made in cell_doubts(odd, run))
@@ -369,7 +369,7 @@ def test_a_cell_that_is_not_understood_is_named(column: str, value: str, made: s
 
 
 def test_lines_that_do_not_follow_their_header_are_named(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    """Semicolons, a column that nobody reads, cells too many and too few, an id twice, rows without a size."""
+    """Semicolons, an unused column, too many and too few cells, a repeated id, rows without a size."""
     path = tmp_path / "runs.csv"
     lines = [
         "id;Source;gpu;gpus;params_b;layer;tp",
@@ -436,7 +436,8 @@ def test_rank_correlation() -> None:
 
 
 def test_repeats_of_a_layout_are_one_layout(tmp_path: Path) -> None:
-    """Three times FSDP2 and once with recomputation: two layouts, no rank correlation, the median against the other."""
+    """Three times FSDP2 and once with recomputation: two layouts, no rank correlation, the median compared with the
+    other."""
     speeds = {"a-1": "2900", "a-2": "3000", "a-3": "1000"}
     rows = [row(id=name, tokens_per_s_per_gpu=speed) for name, speed in speeds.items()]
     rows.append(row(id="a-4", recompute="full", tokens_per_s_per_gpu="3190"))
@@ -444,6 +445,6 @@ def test_repeats_of_a_layout_are_one_layout(tmp_path: Path) -> None:
     (sweep,) = regret(judged)
     assert (sweep["layouts"], sweep["chosen"]) == (2, "a-1")
     assert sweep["regret"] == pytest.approx(3190 / 2900 - 1)
-    rows[-1]["gpu"] = "H200"  # another device's speed says nothing of a layout
+    rows[-1]["gpu"] = "H200"  # another device's speed does not count for a layout
     assert not regret(judge(read_table(write(tmp_path / "runs.csv", *rows)).runs))
     assert sweep_correlation(judged, "step_time") is None

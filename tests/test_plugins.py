@@ -1,4 +1,4 @@
-"""What users plug into a run: equal under layouts and across a stop, or refused in one sentence."""
+"""Users' plug-ins in a run: equal under layouts and after resuming, or refused in one sentence."""
 
 import functools
 import json
@@ -51,11 +51,11 @@ SPLIT = {
     "zero-3-tp": LayoutSpec(dp_shard=2, tp=2),
 }
 EXACT = 1e-9
-"""Of weights after four steps: sums in another order, in float64."""
+"""For weights after four steps: sums in another order, in float64."""
 
 
 def plugged_run(plugins: Plugins, layout: LayoutSpec = ALONE, **training: Any) -> ResolvedRun:
-    """A tiny run whose recipe names what is plugged in, with a checkpoint of step 2."""
+    """A tiny run whose recipe names the plug-ins, with a checkpoint of step 2."""
     run = tiny_run(layout, steps=STEPS, optimizer={"lr": 1e-2}, evaluation={"batches": 0}, **training)
     named, model = plugins.named_in(run.run), run.model
     if plugins.model is not None:
@@ -87,7 +87,7 @@ def trained(run: ResolvedRun, plugins: Plugins, root: Path, resume: Path | None 
 
 
 def as_one_process(ranks: RankPool, root: Path, plugins: Plugins, layouts: Sequence[str], **training: Any) -> Trained:
-    """Hold every layout to one process, and one that continues from the checkpoint of the layout before it."""
+    """Compare every layout with one process, and with a run that resumes from the previous layout's checkpoint."""
     alone = ranks.run(1, trained, plugged_run(plugins, **training), plugins, root / "alone")[0]
     checkpoint = root / "alone/checkpoints/step-00000002"
     assert len(alone[0]) == STEPS
@@ -162,7 +162,7 @@ class Lion(torch.optim.Optimizer):
 
 
 class Whitened(torch.optim.Optimizer):
-    """A one-sided Shampoo (Gupta et al., 2018): it keeps a matrix beside each, and looks at whole gradients."""
+    """A one-sided Shampoo (Gupta et al., 2018): it stores a further matrix for each, and reads whole gradients."""
 
     elementwise = False
 
@@ -182,7 +182,7 @@ class Whitened(torch.optim.Optimizer):
 
 
 class Silent(torch.optim.SGD):
-    """Says nothing of what it looks at, and is no class of torch's."""
+    """Does not say which tensors it reads, and is not one of torch's classes."""
 
 
 class Counts(Lion):
@@ -248,7 +248,7 @@ def test_an_optimizer_steps_under_every_layout_as_in_one_process(ranks: RankPool
 
 
 def test_torch_s_adamw_plugged_in_is_the_recipe_s(tmp_path: Path) -> None:
-    """Peak, schedule, weight decay and what it is spared on are the recipe's."""
+    """Peak, schedule, weight decay and its exceptions are the recipe's."""
     adamw = functools.partial(torch.optim.AdamW, betas=(0.9, 0.95))
     ours, theirs = Plugins(lr_schedule=staircase), Plugins(lr_schedule=staircase, optimizer=adamw)
     expected, found = (trained(plugged_run(each), each, tmp_path / str(each is ours)) for each in (ours, theirs))
@@ -297,7 +297,7 @@ def test_the_recipe_s_weight_decay_is_not_lost(tmp_path: Path) -> None:
     plugins, run = Plugins(optimizer=Whitened), tiny_run(LayoutSpec(), optimizer={"weight_decay": 0.2})
     run = run.model_copy(update={"run": plugins.named_in(run.run)})
     assert "weight_decay=0.2: test_plugins.Whitened has no weight_decay" in refusal(run, plugins, tmp_path)
-    # The default's value, in so many words: a run that is written down gives it too, so the recipe itself is asked.
+    # The default's value, given explicitly: a saved run gives it too, so the recipe itself is checked.
     asked = Run.model_validate({"model": "gpt2", "training": {"optimizer": {"weight_decay": 0.1}}})
     with plugged_in(plugins.objects()):
         with pytest.raises(UserError, match=r"weight_decay=0.1: test_plugins.Whitened has no weight_decay"):
@@ -390,7 +390,7 @@ def numbers() -> Iterator[list[int]]:
 
 
 def data_run(root: Path, dataset: Any, steps: int = 3, **data: Any) -> Run:
-    """A recipe of three steps of four samples, with files in the place of the dataset."""
+    """A recipe of three steps of four samples, with files in place of the dataset."""
     fields = {"sequence_length": 8, "cache_dir": str(root / "cache"), "held_out": 0.0, **data}
     model = {"family": "llama", "hidden": 16, "num_layers": 1, "num_heads": 2, "vocab": 50}
     run = Run.model_validate({"model": model, "data": fields, "training": {"steps": steps, "global_batch": 4}})
@@ -410,15 +410,15 @@ def test_a_dataset_is_seen_in_its_own_order_and_read_no_further(tmp_path: Path) 
     stream, expected = numbers(), list(chain.from_iterable(islice(numbers(), 99)))
     assert seen(data_run(tmp_path, stream)).ravel().tolist() == expected[: 12 * 8]
     assert next(stream) != next(numbers())
-    assert len(next(stream)) < 99  # it has not come to an end either
+    assert len(next(stream)) < 99  # it has not ended either
     shuffled = seen(data_run(tmp_path, numbers(), order="shuffled"))
     assert sorted(map(tuple, shuffled)) != list(map(tuple, shuffled))
     padded = seen(data_run(tmp_path, [np.arange(1, 5), torch.arange(7, 12)], packing="padded"))
-    assert padded[:3, :4].tolist() == [[1, 2, 3, 0], [7, 8, 9, 10], [1, 2, 3, 0]]  # it ran out, and began again
+    assert padded[:3, :4].tolist() == [[1, 2, 3, 0], [7, 8, 9, 10], [1, 2, 3, 0]]  # it ended, and started again
 
 
 def test_a_dataset_is_the_same_file_where_it_is_the_same(tmp_path: Path) -> None:
-    """So a run that continues finds the position where it was."""
+    """So a resumed run finds its position."""
     paths = [data_run(tmp_path, numbers()).data.sources[0].path for _ in range(2)]
     assert paths[0] == paths[1]
     assert len(list((tmp_path / "cache/datasets").glob("*.idx"))) == 1
@@ -485,7 +485,7 @@ class SquaredReLU(FeedForward):
 
 
 class GatedBlock(Block):
-    """Squared ReLUs (So et al., 2021), and a gate of the attention's output from what it reads."""
+    """Squared ReLUs (So et al., 2021), and a gate on the attention's output, computed from its input."""
 
     def __init__(self, spec: ModelSpec, layer: int) -> None:
         super().__init__(spec, layer)
@@ -533,7 +533,7 @@ class ScaledBlock(GatedBlock):
 
 
 class Scaled(Gated):
-    """A layer of torch's own: data-parallel ranks and pipelines train it, tensor parallelism cannot."""
+    """One of torch's own layers: data-parallel ranks and pipelines train it, tensor parallelism cannot."""
 
     def block(self, spec: ModelSpec, layer: int) -> Block:
         return ScaledBlock(spec, layer)
@@ -634,7 +634,7 @@ class ZLoss(meshwright.Objective):
 
 @pytest.fixture
 def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A package that declares plug-ins, as pip leaves it in a folder of sys.path."""
+    """A package that declares plug-ins, as pip installs it in a folder of sys.path."""
     (tmp_path / "plugged_mine.py").write_text(MINE)
     folder = tmp_path / "mine-1.0.dist-info"
     folder.mkdir()

@@ -1,4 +1,4 @@
-"""The dtypes of a run are one value, and nothing else knows what a name of a dtype means."""
+"""The dtypes of a run are one value, and no other code interprets a dtype's name."""
 
 import ast
 from typing import get_args
@@ -12,13 +12,13 @@ from meshwright.spec.training import TrainingSpec
 from test_house import FILES, tree_of
 
 FLOATS = {name for name, dtype in DTYPES.items() if dtype.epsilon}
-"""int8 is also a word for a base kept in eight bits."""
+"""int8 is also the name of an eight-bit base."""
 RATES = "plan/hardware.py"
 """Measurements by dtype."""
 WORDS = {"spec/synonyms.py", "validate/words.py"}
-"""What people write for a dtype."""
+"""Users' names for a dtype."""
 OTHERS = {file for file in FILES if file.startswith("imports/")} | {"engines/deepspeed.py", "serve/gguf.py"}
-"""What other systems call it in their configuration files, which are read and written there."""
+"""Names in the configuration files of other systems, which are read and written there."""
 OWNERS = {"spec/precision.py", "models/dtypes.py", RATES, *WORDS, *OTHERS}
 
 
@@ -57,7 +57,7 @@ def test_torch_agrees_about_bytes_and_rounding(name: str) -> None:
 
 
 def test_no_other_file_says_what_a_dtypes_name_means() -> None:
-    """No table by dtype, no comparison with the name of one; a recipe's field may have one as its default."""
+    """No table by dtype, no comparison with a dtype's name; a recipe's field may have one as its default."""
     found = []
     for file in set(FILES) - OWNERS:
         for node in ast.walk(tree_of(file)):

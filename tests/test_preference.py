@@ -1,4 +1,4 @@
-"""Preference tuning: the loss is the formula's, on every layout; the reference is the model as it started."""
+"""Preference tuning: the loss equals the formula on every layout; the reference is the model at its start."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -37,7 +37,7 @@ PREFERENCE = {"beta": 0.7, "label_smoothing": 0.1}
 
 
 def rewards(trainer, batch) -> torch.Tensor:
-    """beta (r - r_ref) of every pair, each answer through the model by itself, with whole logits."""
+    """beta (r - r_ref) of every pair, each answer computed separately, with whole logits."""
     found = []
     margins = batch.pairs.reference_margins
     for inputs, labels, documents, references in zip(
@@ -122,7 +122,7 @@ def test_with_adapters(ranks: RankPool, name: str):
 
 
 def references_of(run: ResolvedRun, folder: Path) -> np.ndarray:
-    """What the reference makes of 24 pairs, and of four that are held out. Collective."""
+    """The reference's margins for 24 pairs, and for four that are held out. Collective."""
     generator = np.random.default_rng(0)
     answers = [generator.integers(0, 50, generator.integers(3, 9)) for _ in range(56)]
     train, held_out = (replace(file_in_memory(part), is_pairs=True) for part in (answers[8:], answers[:8]))
@@ -152,7 +152,7 @@ def test_the_reference_is_the_same_on_every_layout(ranks: RankPool, tmp_path: Pa
 
 
 def test_a_pair_counts_once_however_many_share_its_tokens():
-    """A rank that does not count it has the same gradient, and sums of zero."""
+    """A rank that does not count the pair has the same gradient, and sums of zero."""
     trainer = build_here(tiny_run(LayoutSpec(), preference=PREFERENCE))
     passes = trainer.train_step.passes
     with loader_for(trainer) as loader:

@@ -1,4 +1,4 @@
-"""A base in few bits: ranks keep parts of the quantization of the whole, and every layout computes what one process
+"""A quantized base: ranks keep parts of the quantization of the whole, and every layout computes what one process
 does."""
 
 from pathlib import Path
@@ -49,7 +49,7 @@ METHODS: dict[str, dict[str, Any]] = {
 }
 
 WIDE = 128
-"""A width of which tensor-parallel ranks get whole blocks; the other, 24, makes blocks span rows."""
+"""A width that gives tensor-parallel ranks whole blocks; with the other, 24, blocks span rows."""
 
 
 def test_qlora_is_lora_on_a_base_in_few_bits() -> None:
@@ -80,7 +80,7 @@ def storage_of(parameter: torch.Tensor) -> str:
 
 
 def kept_here(run: ResolvedRun) -> dict[str, torch.Tensor]:
-    """What this rank's model keeps of quantized matrices, put together over all ranks; collective."""
+    """This rank's part of quantized matrices, combined over all ranks; collective."""
     model = build_here(run).model
     return {name: whole(tensor) for name, tensor in model.named_parameters() if not tensor.is_floating_point()}
 
@@ -176,7 +176,7 @@ def test_a_layer_with_a_bias_computes_with_it() -> None:
 
 
 def test_nothing_decoded_waits_for_the_backward_pass() -> None:
-    """The only tensors that a layer saves are those that it keeps anyway."""
+    """A layer saves only tensors that it keeps anyway."""
     run = tiny_run(LayoutSpec(), finetune=METHODS["nf4"] | {"train": [], "targets": ["wk"]}, width=WIDE)
     model = build_here(run).model
     layer = model.get_submodule("layers.0.attention.wq")

@@ -1,4 +1,4 @@
-"""QLoRA is that of peft and bitsandbytes: the same bits in the base, the same losses and gradients for twenty steps."""
+"""QLoRA equals peft and bitsandbytes: the same bits in the base, the same losses and gradients for twenty steps."""
 
 import logging
 from pathlib import Path
@@ -20,12 +20,12 @@ from test_blockwise import portable_quantize_blockwise
 from tiny import GLOBAL_BATCH, SEQUENCE_LENGTH
 
 peft = pytest.importorskip("peft")
-logging.disable(logging.WARNING)  # bitsandbytes warns of a kernel for CPUs that it does not find
+logging.disable(logging.WARNING)  # bitsandbytes warns that it finds no CPU kernel
 functional = pytest.importorskip("bitsandbytes.functional")
 logging.disable(logging.NOTSET)
 
 pytestmark = [
-    pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning"),  # what peft asks of transformers
+    pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning"),  # from peft's call of transformers
     pytest.mark.filterwarnings("ignore::UserWarning"),
 ]
 
@@ -59,7 +59,8 @@ def run_on(base: Path, *, double: bool) -> ResolvedRun:
 
 
 def their_model(base: Path, *, double: bool, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """peft on transformers on bitsandbytes, whose CPU kernel for scales gives way to what its CUDA kernel computes."""
+    """peft on transformers on bitsandbytes, with its CPU kernel for scales replaced by its CUDA kernel's
+    computation."""
 
     def quantize_blockwise(values: torch.Tensor, blocksize: int) -> tuple[torch.Tensor, Any]:
         book = functional.create_dynamic_map()
@@ -108,7 +109,7 @@ def test_twenty_steps_are_those_of_peft_and_bitsandbytes(
 
 
 def check_bits(layer: Linear, their: Any, *, double: bool) -> None:
-    """What we keep of a matrix is what bitsandbytes keeps, and comes back as the same numbers."""
+    """Our stored form of a matrix is bitsandbytes', and decodes to the same numbers."""
     state, ours = their.quant_state, layer.view.read(layer)
     assert torch.equal(ours["codes"].flatten(), their.data.flatten())
     if double:

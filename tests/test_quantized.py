@@ -118,7 +118,7 @@ def test_bytes_are_those_predicted_and_training_is_near(ranks: RankPool, how: di
             assert ours != losses
             assert ours == pytest.approx(losses, rel=2e-3)
             for name, gradient in gradients.items():
-                if gradient.dim() < 2:  # sent as it is; a key's bias has no gradient but rounding
+                if gradient.dim() < 2:  # not quantized; a key's bias has only rounding as gradient
                     continue
                 off = (theirs[name] - gradient).norm() / gradient.norm()
                 assert off < (0.08 if how is INT8 else 0.4), name
@@ -137,7 +137,7 @@ def test_layouts_that_send_nothing_are_refused(layout: dict[str, Any], message: 
 
 
 def too_small() -> Any:
-    """A rank that decodes what it has gathered with scales that are a hundredth too small."""
+    """A rank that decodes gathered weights with scales that are one percent too small."""
     scales = Coded.scales.fget
     assert scales is not None
     return mock.patch.object(Coded, "scales", property(lambda coded: 0.99 * scales(coded)))
@@ -183,7 +183,7 @@ def test_a_wrong_scale_is_found(ranks: RankPool, tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_rehearsed_rank_sends_what_a_real_one_sends(ranks: RankPool) -> None:
     run = tiny_run(LayoutSpec.model_validate({"dp_shard": 2, **INT4}), precision="bf16", accumulation=3)
-    outcomes, apart = ranks.run(2, real, run), RankPool()  # a process can be one rank only
+    outcomes, apart = ranks.run(2, real, run), RankPool()  # a process can be only one rank
     try:
         (fake,) = apart.run(1, rehearsed, run, 1)
     finally:
@@ -192,7 +192,7 @@ def test_a_rehearsed_rank_sends_what_a_real_one_sends(ranks: RankPool) -> None:
 
 
 def peaks(layout: dict[str, Any]) -> tuple[float, float]:
-    """The peak of rank 0 of four as it is rehearsed, and as the planner has it."""
+    """The peak of rank 0 of four in a rehearsal, and in the planner."""
     sizes = {"family": "llama", "hidden": 512, "num_layers": 2, "num_heads": 8, "ffn": 1024, "vocab": 32000}
     sections = {
         "model": {**sizes, "max_positions": 128},
@@ -209,8 +209,8 @@ def peaks(layout: dict[str, Any]) -> tuple[float, float]:
 
 @pytest.mark.slow
 def test_the_planner_knows_the_peak_of_a_reduction_in_codes() -> None:
-    """Codes sent and received, beside the gradients that they were made from; of these, FSDP2 of 2.15 has already
-    released the embeddings'."""
+    """Codes sent and received, with the gradients that they were computed from; FSDP2 of 2.15 has already released the
+    embeddings' gradients."""
     apart = RankPool()
     try:
         ((rehearsed_peak, predicted),) = apart.run(1, peaks, {"zero": 2, "quantized_gradients": "int8"})
@@ -234,7 +234,7 @@ def test_what_cannot_be_combined_is_refused() -> None:
 
 
 def test_plans_count_a_quarter_and_an_eighth() -> None:
-    """Of fp32's bytes, and the scales: 4 bytes for 256 numbers."""
+    """Relative to fp32's bytes, plus the scales: 4 bytes for 256 numbers."""
     layout = LayoutSpec(dp_shard=2)
     plain, rounded = (
         predict_traffic(tiny_run(LayoutSpec.model_validate({"dp_shard": 2, **how}), precision="fp32", width=1024))

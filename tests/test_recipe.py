@@ -1,4 +1,4 @@
-"""Reading recipes: what is accepted, and for all else one line that says where it is wrong and what works."""
+"""Reading recipes: valid ones are accepted; for all others, one line says what is wrong, where, and what works."""
 
 import random
 import re

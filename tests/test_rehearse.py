@@ -1,4 +1,4 @@
-"""A rehearsed rank holds and sends exactly what the same rank of a real run holds and sends."""
+"""A rehearsed rank holds and sends exactly the same as that rank of a real run."""
 
 import json
 from contextlib import closing
@@ -36,7 +36,7 @@ Sent = dict[tuple[str, str], tuple[int, int]]
 
 
 def real(run: ResolvedRun) -> tuple[dict[str, int], Sent]:
-    """What this rank keeps between steps, in bytes, and what it sends in a step."""
+    """The bytes that this rank keeps between steps, and the bytes that it sends in a step."""
     trainer = build_here(run)
     with pytest.MonkeyPatch.context() as patch, loader_for(trainer) as loader:
         patch.setattr(Router, "_choose", evenly)
@@ -56,7 +56,7 @@ def _bytes(tensor: torch.Tensor) -> int:
 
 
 def rehearsed(run: ResolvedRun, rank: int) -> tuple[dict[str, int], Sent]:
-    """The same figures of a rank that is only rehearsed."""
+    """The same figures from a rehearsed rank."""
     report = rehearse_rank(run, rank, on_gpu=False)
     sent = {(entry["kind"], entry["axis"]): (entry["calls"], entry["bytes"]) for entry in report["traffic"]}
     return {kind: size for kind, size in report["at_rest"].items() if size}, sent
@@ -64,11 +64,11 @@ def rehearsed(run: ResolvedRun, rank: int) -> tuple[dict[str, int], Sent]:
 
 DENSE = "zero-3-uneven cp-ring-tp cp-ulysses-tp pp-hybrid-3 pp-zero-bubble-tp"
 SPARSE = "zero-1-ep cp-tp-ep pp-zero-3-ep"
-"""Every kind of parallelism, and mixes of them."""
+"""Every kind of parallelism, and combinations of them."""
 
 
 def evenly(router: Router, scores_BTE: torch.Tensor) -> torch.Tensor:
-    """Experts in turn, as a rehearsal has it."""
+    """Experts in rotation, as in a rehearsal."""
     chosen = (*scores_BTE.shape[:2], router.spec.experts_per_token)
     return (torch.arange(prod(chosen)) % scores_BTE.shape[-1]).view(chosen)
 
@@ -83,11 +83,11 @@ LORA = {"method": "lora", "rank": 4}
 def test_a_rehearsed_rank_is_as_a_real_one(ranks: RankPool, name: str, finetune: dict[str, Any] | None) -> None:
     layout = (LAYOUTS | EXPERT_PARALLEL)[name]
     family = "qwen3_moe" if name in EXPERT_PARALLEL else "llama"
-    accumulation = 4 if layout.data_parallel % 2 else 3  # so many divide the share of any of 1 to 4 ranks
-    accumulation = 12 if name == "cp-ring-tp" else accumulation  # of which three are rehearsed
+    accumulation = 4 if layout.data_parallel % 2 else 3  # divides the share of any of 1 to 4 ranks
+    accumulation = 12 if name == "cp-ring-tp" else accumulation  # three of these are rehearsed
     run = tiny_run(layout, family=family, precision="bf16", accumulation=accumulation, finetune=finetune)
     outcomes = ranks.run(layout.world_size, real, run)
-    last, apart = layout.world_size - 1, RankPool()  # a process can be one rank only
+    last, apart = layout.world_size - 1, RankPool()  # a process can be only one rank
     try:
         (fake,) = apart.run(1, rehearsed, run, last)
     finally:
@@ -96,8 +96,8 @@ def test_a_rehearsed_rank_is_as_a_real_one(ranks: RankPool, name: str, finetune:
 
 
 def counted_peak(run: ResolvedRun) -> int:
-    """The most bytes that a real process alone holds at once in its second step, by PyTorch's own allocator; with the
-    operations of a GPU: those made for CPUs keep other tensors."""
+    """The most bytes that a single real process holds at once in its second step, by PyTorch's own allocator; with a
+    GPU's operations, because CPU kernels save other tensors."""
     with (
         pytest.MonkeyPatch.context() as patch,
         profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled,
@@ -131,7 +131,7 @@ ALONE: list[dict[str, Any]] = [
 
 @pytest.mark.slow
 def test_the_peak_is_a_real_processs() -> None:
-    """To 2 %: the order in which a real backward pass frees what it has used is not told to the last tensor."""
+    """Within 2 %: the exact order in which a real backward pass frees tensors is not known."""
     runs = [tiny_run(LayoutSpec(), width=64, **options) for options in ALONE]
     apart = RankPool()
     try:
@@ -144,17 +144,17 @@ def test_the_peak_is_a_real_processs() -> None:
 
 
 def counted_peaks(runs: list[ResolvedRun]) -> list[int]:
-    """Of each run, one after the other."""
+    """For each run, in order."""
     return [counted_peak(run) for run in runs]
 
 
 ONCE, TWICE = (Observed(n, n + 5, {("all-reduce", "tp"): (n, 10 * n)}) for n in (1, 2))
-"""What a rank does in steps of which the second does as much again."""
+"""A rank's counters in two steps, with 1 and 2 microbatches."""
 
 
 @pytest.mark.slow
 def test_of_many_microbatches_few_tell() -> None:
-    """Peak, operations and traffic of a step are those of the whole step, rehearsed."""
+    """Peak, operations and traffic of a step equal those of the whole step, rehearsed."""
     run = tiny_run(LAYOUTS["pp-cp"], accumulation=12)
     assert enough_microbatches(run) == (3, 4)
     assert enough_microbatches(tiny_run(LAYOUTS["single"], accumulation=12)) == (2, 3)
@@ -176,7 +176,7 @@ def test_of_many_microbatches_few_tell() -> None:
 
 
 def rehearse_all(run: ResolvedRun, whole: bool) -> dict[str, Any]:
-    """The report of the first rank, less how long it took; of every microbatch where `whole`."""
+    """The report of the first rank, without its duration; with every microbatch if `whole`."""
     if whole:
         rehearse_module.enough_microbatches = lambda resolved: (resolved.accumulation,)
     report = rehearse_rank(run, 0, on_gpu=False)
@@ -185,7 +185,7 @@ def rehearse_all(run: ResolvedRun, whole: bool) -> dict[str, Any]:
 
 @pytest.mark.slow
 def test_memory_falls_with_every_layer_that_recomputes() -> None:
-    """On a stage with two microbatches in flight, so that the last layer's recomputation saves memory as well."""
+    """On a stage with two microbatches in flight, so that recomputing the last layer saves memory too."""
     falling = [{"selective": n} for n in range(3)] + [{"full": n, "selective": 2 - n} for n in range(1, 3)]
     layout = LayoutSpec(pp=2)
     runs = [tiny_run(layout, num_layers=4, recompute={"full": 0} | some, accumulation=2) for some in falling]
@@ -198,7 +198,7 @@ def test_memory_falls_with_every_layer_that_recomputes() -> None:
 
 
 def rehearsed_peaks(runs: list[ResolvedRun]) -> list[int]:
-    """Of the first rank."""
+    """The first rank's peaks."""
     return [rehearse_rank(run, 0, on_gpu=False)["peak"] for run in runs]
 
 
@@ -230,7 +230,7 @@ def test_worlds() -> None:
 
 @pytest.mark.slow
 def test_the_verb(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    """A rank of 16 in a process of its own, through the command line; memory that does not suffice is a finding."""
+    """A rank of 16 in its own process, through the command line; insufficient memory is a finding."""
     recipe = tmp_path / "run.yaml"
     recipe.write_text("model: {family: llama, hidden: 32, num_layers: 2, num_heads: 4, vocab: 64}\nlayout: {tp: 2}\n")
     words = ["rehearse", str(recipe), "--world", "16", "--cluster", "16xh100", "--json"]

@@ -1,4 +1,4 @@
-"""A run that does not fit is told what would: overrides that are accepted as they stand, and that fit."""
+"""A run that does not fit is shown remedies: overrides that are accepted unchanged, and that fit."""
 
 import json
 import shlex

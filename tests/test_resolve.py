@@ -46,7 +46,7 @@ LONG: dict[str, Any] = {"data": {"sequence_length": 8192}, "layout": {"dp_shard"
 
 
 def test_where_no_microbatch_fits_the_least_recomputation_that_would_is_taken() -> None:
-    """Unless the recipe says what to recompute and where activations are: then it is named."""
+    """Unless the recipe sets recomputation and the place of activations; then the error names it."""
     taken = resolve_run(run(**LONG, training={"global_batch": 16}), base_dir=Path(), machine=SMALL)
     assert isinstance(taken.run.training.recompute, RecomputeSpec)
     assert "without it, the smallest microbatch would need" in taken.reasons["training.recompute"]

@@ -1,4 +1,4 @@
-"""A run that stops and continues is the run that never stopped: bits on the same layout, float tolerance on others."""
+"""A resumed run equals the run that never stopped: bit for bit on the same layout, within float tolerance on others."""
 
 import itertools
 import json
@@ -32,7 +32,7 @@ STOPS = range(1, STEPS)
 
 @dataclass
 class Trajectory:
-    """What one rank saw of a run from some step to its last."""
+    """One rank's record of a run from some step to its last."""
 
     losses: list[tuple[float, float]]
     """Loss and gradient norm of every step."""
@@ -72,7 +72,7 @@ def uninterrupted(run: ResolvedRun, root: Path, saves: Sequence[int] = STOPS) ->
 
 
 def resumed(run: ResolvedRun, root: Path, stops: Sequence[int]) -> list[Trajectory]:
-    """Continued from each of these steps: first as a fresh trainer, then as one that was elsewhere. Collective."""
+    """Resumed from each of these steps: first by a new trainer, then by one with a different state. Collective."""
     trainer, found = build_here(run), []
     for stop in stops:
         restore(trainer, root / checkpoint_name(stop))
@@ -82,7 +82,7 @@ def resumed(run: ResolvedRun, root: Path, stops: Sequence[int]) -> list[Trajecto
 
 
 def leg(run: ResolvedRun, saved: Path | None, root: Path, last: int) -> Trajectory:
-    """Continued from a checkpoint, or begun, up to step `last`, and saved there. Collective."""
+    """Resumed from a checkpoint, or started, up to step `last`, and saved there. Collective."""
     trainer = build_here(run)
     if saved is not None:
         restore(trainer, saved)
@@ -99,7 +99,8 @@ def on_ranks(ranks: RankPool, function: Callable[..., Any], run: ResolvedRun, *a
 
 
 def differences(run: ResolvedRun, root: Path, stops: Sequence[int] = STOPS) -> list[str]:
-    """Stop at these steps and continue on the same layout: what differs in any bit from not having stopped."""
+    """Stop at these steps and resume on the same layout: the tensors that differ in any bit from an uninterrupted
+    run."""
     whole = uninterrupted(run, root, stops)
     found = []
     for stop, again in zip(stops, resumed(run, root, stops), strict=True):
@@ -140,8 +141,8 @@ ROUNDS = {
 @pytest.mark.slow
 @pytest.mark.parametrize("case", ROUNDS)
 def test_any_layout_continues_what_any_other_saved(ranks: RankPool, tmp_path: Path, case: str) -> None:
-    """A relay: each layout continues what the one before it saved, trains a step, and saves. In float64 a few steps
-    amplify a summation order's 1e-16 by far less than the 1e-10 allowed here."""
+    """A relay: each layout resumes the previous one's save, trains a step, and saves. In float64 a few steps amplify a
+    summation order's 1e-16 by far less than the 1e-10 allowed here."""
     names = ROUNDS[case]
     options: dict[str, Any] = {"steps": len(names) + 1, "family": case if case == "deepseek_v3" else "llama"}
     if case == "muon-tied":
@@ -158,11 +159,11 @@ def test_any_layout_continues_what_any_other_saved(ranks: RankPool, tmp_path: Pa
     assert largest_difference(parts[0].weights, alone.weights)[0] < 1e-10
 
 
-# ---- one process: what of a checkpoint is believed
+# ---- one process: which parts of a checkpoint are trusted
 
 
 def save_once(root: Path, *steps: int, **options: Any) -> None:
-    """Checkpoints of a fresh run at these steps."""
+    """Checkpoints of a new run at these steps."""
     trainer, writer = build_here(tiny("single", **options)), CheckpointWriter(root, CheckpointSpec(keep_last=9))
     for step in steps:
         trainer.step = step
@@ -180,7 +181,7 @@ def test_every_damaged_file_is_named(tmp_path: Path, damage: str) -> None:
     assert {".metadata", "manifest.json", "trainer.json", "__0_0.distcp"} == {path.name for path in files}
     for path in files:
         if path.name == "manifest.json" and damage == "flip":
-            continue  # a manifest that still parses says what it says; a wrong sum in it shows at the file it names
+            continue  # a manifest may still parse; a wrong sum in it shows at its file
         content = path.read_bytes()
         middle = len(content) // 2
         if damage == "flip":
@@ -207,7 +208,7 @@ def test_a_foreign_file_is_named(tmp_path: Path) -> None:
 
 
 class _Command:
-    """What a crafted pickle runs when it is loaded."""
+    """The code that a crafted pickle runs when loaded."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return (print, ("code from a checkpoint ran",))
@@ -219,7 +220,7 @@ def test_metadata_cannot_run_code(tmp_path: Path, capsys: pytest.CaptureFixture[
     (checkpoint / ".metadata").write_bytes(pickle.dumps(_Command()))
     content = json.loads((checkpoint / "manifest.json").read_text())
     content["files"][".metadata"] = manifest_module.describe_file(checkpoint / ".metadata")
-    (checkpoint / "manifest.json").write_text(json.dumps(content))  # whoever plants a pickle mends the sum as well
+    (checkpoint / "manifest.json").write_text(json.dumps(content))  # an attacker corrects the sum too
     with pytest.raises(CheckpointError, match=r"builtins\.print"):
         restore(build_here(tiny("single")), checkpoint)
     assert "ran" not in capsys.readouterr().out

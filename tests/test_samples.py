@@ -1,4 +1,4 @@
-"""Samples during training: whatever the layout, its ranks write what one process writes with a cache."""
+"""Samples during training: under every layout, ranks write what one process writes with a cache."""
 
 import pytest
 
@@ -30,12 +30,12 @@ CASES = {
     "zero-3-ep": "qwen3_moe",
     "tp-ep": "mixtral",
 }
-"""Layouts, each with a family that it has to serve."""
+"""Layouts, each with a family."""
 PIPEDREAM = LayoutSpec(pp=2, schedule="pipedream-2bw")
 
 
 def write(run, ends=(50,)):
-    """What all ranks continue together."""
+    """The continuation by all ranks together."""
     return continue_together(build_here(run), PROMPTS, NEW, ends)
 
 

@@ -1,4 +1,4 @@
-"""Schedules as data: the published orders, what makes one illegal, and the time, bubble and memory read off them."""
+"""Schedules as data: the published orders, illegal schedules, and the time, bubble and memory computed from them."""
 
 import re
 from pathlib import Path
@@ -32,7 +32,7 @@ TORCH = {
 
 
 def torch_order(name: str, ranks: int, chunks: int, microbatches: int) -> list[str]:
-    """What torch's schedule of this name has each rank do, overlapped pairs one by one."""
+    """Each rank's actions in torch's schedule of this name, with overlapped pairs one by one."""
     rounds = max(1, microbatches // ranks)
     schedule = SimpleNamespace(
         pp_group_size=ranks,
@@ -94,7 +94,7 @@ def test_1f1b_and_afab_are_those_of_their_papers() -> None:
 @pytest.mark.parametrize("name", SCHEDULES)
 @pytest.mark.parametrize("ranks", [1, 2, 4, 7])
 def test_every_schedule_is_legal_wherever_it_says_so(name: str, ranks: int) -> None:
-    """`Schedule` itself refuses what deadlocks or leaves something out."""
+    """`Schedule` itself refuses schedules that deadlock or omit something."""
     for microbatches in range(1, 2 * ranks + 4):
         if SCHEDULES[name].problem(ranks, SCHEDULES[name].stages_per_rank, microbatches) is None:
             schedule = build_schedule(name, ranks=ranks, microbatches=microbatches)
@@ -143,7 +143,7 @@ def test_the_nearest_number_of_microbatches_works() -> None:
         (["0F0 0B0", "0F1 0B1"], "stage 0 is on 2 ranks"),
         (["1F0 1B0"], "stage 0 is on 0 ranks"),
         (["0F1 0B1"], "stage 0, microbatch 0 has 0 F"),
-        # Each rank is legal by itself; together each waits for the other.
+        # Each rank is legal alone; together each waits for the other.
         (["0F0 2F0 2B0 0F1 2F1 2B1 0B0 0B1", "1F1 1F0 1B0 1B1"], "rank 0 deadlocks at 2F0: it waits for 1F0"),
     ],
 )
@@ -158,7 +158,7 @@ def test_own_schedules_come_from_files(tmp_path: Path) -> None:
         published = build_schedule(name, ranks=2, microbatches=4)
         path.write_text(published.csv())
         assert build_schedule(str(path), ranks=2, microbatches=4).ranks == published.ranks
-    path.write_text("0F0,,0F1,0B0,0B1\n\n,1F0,1F1,1B0,1B1\n")  # empty cells and lines mean nothing
+    path.write_text("0F0,,0F1,0B0,0B1\n\n,1F0,1F1,1B0,1B1\n")  # empty cells and lines are ignored
     assert lines(read_schedule(path)) == ["0F0 0F1 0B0 0B1", "1F0 1F1 1B0 1B1"]
     for ranks, microbatches, message in ((4, 2, "is for 2 pipeline ranks, the run has 4"), (2, 6, "2 microbatches")):
         with pytest.raises(ScheduleError, match=message):
@@ -215,11 +215,12 @@ def test_costs_of_stages_and_transfers_decide_the_time() -> None:
     assert timeline.bubbles == pytest.approx((1 - 8 / 19, 1 - 14 / 19))
     assert timeline.bubble == pytest.approx(1 - 22 / 38)
     turn = simulate(schedule_of("0F0 1F0 1B0 0B0"), StageCosts.equal(2, transfer=9))
-    assert turn.duration == 6  # stages on one rank hand over for nothing
+    assert turn.duration == 6  # transfers between stages on one rank are free
 
 
 def test_a_stream_is_cut_where_steps_begin() -> None:
-    """Every microbatch of a step begins in it; what is left of it is done first in the next, and nothing twice."""
+    """Every microbatch of a step begins in it; its remaining passes come first in the next step, and none is
+    repeated."""
     schedule = build_schedule("pipedream-2bw", ranks=3, microbatches=4)
     stream = cut_stream(schedule)
 
@@ -237,7 +238,7 @@ def test_a_stream_is_cut_where_steps_begin() -> None:
         "2F4 2B4 2F5 2B5 2F6 2B6 2F7 2B7",
     ]
     assert actions(stream.drain) == ["0B2 0B3", "1B3", ""]
-    for programs in (stream.fill, stream.steady, stream.drain):  # whatever is sent in a step is received in it
+    for programs in (stream.fill, stream.steady, stream.drain):  # all that is sent in a step is received in it
         ends = [item[:3] for program in programs for item in program if isinstance(item, Transfer)]
         assert all(ends.count(end) == 2 for end in ends)
     assert steady_bubble(schedule, StageCosts.equal(3)) == 0
@@ -254,7 +255,7 @@ def test_picture() -> None:
 
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_transfers_arrive_in_the_order_in_which_they_are_sent(name: str) -> None:
-    """Run each rank's list with links that deliver in order and senders that wait: nobody may wait forever."""
+    """Run each rank's list with links that deliver in order and senders that wait: no rank may wait forever."""
     schedule = build_schedule(name, ranks=4, microbatches=8)
     for one in (schedule, forward_only(schedule.placement, 5)):
         program = [list(items) for items in with_transfers(one)]

@@ -1,4 +1,4 @@
-"""Temporary folders of killed processes go; those of living ones, of others and with other names stay."""
+"""Temporary folders of killed processes are removed; those of live ones, of others and with other names stay."""
 
 import os
 import signal
@@ -30,7 +30,7 @@ def test_it_is_gone_afterwards(temporary: Path) -> None:
         assert folder.parent == temporary
         (folder / "file").write_text("x")
         with scratch_folder("run") as another:
-            assert folder.exists()  # a living one's
+            assert folder.exists()  # the folder of a live process
             assert another != folder
     assert not list(temporary.iterdir())
 
@@ -45,7 +45,7 @@ def test_what_a_killed_process_has_left_is_removed(temporary: Path) -> None:
         holder.send_signal(signal.SIGKILL)
         holder.wait()
     with scratch_folder("verify"):
-        assert left.exists()  # what the killed process has started may still read
+        assert left.exists()  # processes started by the killed one may still read
     minute = (left / ABANDONED).stat().st_mtime - GRACE - 1
     os.utime(left / ABANDONED, (minute, minute))
     with scratch_folder("verify"):

@@ -1,4 +1,4 @@
-"""Objects between ranks are signed with a secret of the run, and what is not is never unpickled."""
+"""Objects between ranks are signed with the run's secret; unsigned ones are never unpickled."""
 
 import os
 import socket
@@ -34,7 +34,7 @@ from test_resume import differences, tiny
 
 
 def exchanged() -> list[object]:
-    """What four collectives give each rank, of messages of different lengths."""
+    """The results of four collectives on each rank, with messages of different lengths."""
     me = dist.get_rank()
     pairs: Any = dist.new_group([0, 1])
     of_pair = objects.gather_everywhere({"rank": me}, pairs) if me < 2 else None
@@ -58,7 +58,7 @@ def test_objects_come_as_they_were_sent(ranks: RankPool) -> None:
 
 
 class Planted:
-    """A pickle that makes a file when it is read."""
+    """A pickle that creates a file when it is read."""
 
     def __init__(self, path: str) -> None:
         self.path = path
@@ -68,7 +68,7 @@ class Planted:
 
 
 def with_a_stranger(collective: str, path: str) -> str:
-    """What each rank says where rank 1 does not know the secret and sends a pickle that runs code."""
+    """Each rank's result if rank 1 does not know the secret and sends a pickle that runs code."""
     me = dist.get_rank()
     objects.sign_with(b"another" if me == 1 else b"ours")
     try:
@@ -115,7 +115,7 @@ def test_a_machine_without_a_name_is_told() -> None:
 
 
 def without_torchs_exchange(run: ResolvedRun, root: Path) -> list[str]:
-    """What differs after a stop, where torch's own exchange of objects raises."""
+    """The differences after a stop, with torch's own exchange of objects disabled."""
     with pytest.MonkeyPatch.context() as patch:
         for name in [
             name for name in vars(distributed_c10d) if "object" in name and callable(getattr(dist, name, None))
@@ -155,7 +155,7 @@ def test_what_a_stranger_writes_where_ranks_meet_is_refused() -> None:
     with pytest.raises(StrangerError):
         ours.get("word")
     ours.set("word", "said")
-    plain.set("second/word", plain.get("first/word"))  # what one attempt wrote is no word of another
+    plain.set("second/word", plain.get("first/word"))  # values of one attempt are not valid in another
     with pytest.raises(StrangerError, match="'second/word'"):
         later.get("word")
 
@@ -201,12 +201,12 @@ def test_ranks_listen_at_the_interface_that_leads_to_the_first() -> None:
 
 
 STRANGE = {"watch-0/stuck": ("0", STUCK), "verdict-0": ('{"again": true}', MISUSE)}
-"""What a stranger may write where ranks and launcher look, and how the run ends."""
+"""Values that a stranger may write where ranks and launcher look, and the run's status."""
 
 
 @pytest.mark.slow
 def test_a_stranger_ends_a_run_with_a_sentence_or_not_at_all(tmp_path: Path) -> None:
-    """Another user of this machine, who speaks to the store: by words that ranks look at, and by noise."""
+    """Another user of this machine, who connects to the store: with keys that ranks read, and with noise."""
     (tmp_path / "run.yaml").write_text(STRANGERS_RECIPE)
     (tmp_path / "a.txt").write_text("one fish two fish\n" * 300)
     for key, (value, status) in STRANGE.items():

@@ -1,4 +1,4 @@
-"""What never runs, and what listens where: docs/security.md, held to what processes do."""
+"""Code that never runs, and listening addresses: docs/security.md, compared with what processes do."""
 
 import subprocess
 import sys
@@ -22,10 +22,10 @@ OTHERS = ("numpy", "torch", "yaml", "pydantic", "tokenizers", "jinja2", "safeten
 
 @pytest.fixture
 def hostile(tmp_path: Path) -> Path:
-    """A working directory with a module of the name of everything that a program might import, each a trap."""
+    """A working directory with a trap module for every name that a program might import."""
     (tmp_path / "run.yaml").write_text(RECIPE)
     (tmp_path / "a.txt").write_text("one fish two fish\n" * 30)
-    # What `python -m` itself imports from there, before anybody could stop it; docs/security.md says so.
+    # `python -m` itself imports these from there, before anything can prevent it; docs/security.md says so.
     code = "import runpy, sys; print(*sys.modules)"
     before_us = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, check=True).stdout
     for name in {*sys.stdlib_module_names, *OTHERS} - {*before_us.split()}:
@@ -44,7 +44,7 @@ def hostile(tmp_path: Path) -> Path:
     ids=" ".join,
 )
 def test_nothing_of_the_working_directory_is_imported(hostile: Path, words: tuple[str, ...]) -> None:
-    """By the program, its workers, proofs, rehearsals and encoders, nor by what these import."""
+    """Neither by the program, its workers, proofs, rehearsals and encoders, nor by their imports."""
     command = [sys.executable, "-m", "meshwright", *words]
     done = subprocess.run(command, cwd=hostile, capture_output=True, text=True, timeout=300)
     assert not (hostile / "ran").exists(), (hostile / "ran").read_text()
@@ -52,7 +52,7 @@ def test_nothing_of_the_working_directory_is_imported(hostile: Path, words: tupl
 
 
 def test_encoders_import_nothing_of_the_working_directory(hostile: Path) -> None:
-    """They start only where there is much text."""
+    """They start only for long text."""
     code = (
         "from meshwright.data.encoders import Encoders, serve, _start\n"
         "process = _start(); out, _ = process.communicate(); assert process.returncode == 0\n"

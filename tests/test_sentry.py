@@ -1,4 +1,4 @@
-"""Ranks notice that another one is stopped, or that they are cut off, in every phase from arrival to leave."""
+"""Ranks notice that another one is stopped, or that they are cut off, in every phase from arrival to exit."""
 
 import json
 import os
@@ -56,7 +56,7 @@ def test_a_machine_that_is_cut_off_says_so(capfd: pytest.CaptureFixture[str]) ->
     cut = threading.Event()
 
     class Cut:
-        """A store whose answers do not come."""
+        """A store that does not answer."""
 
         def set(self, *words: Any) -> None:
             cut.wait(60)

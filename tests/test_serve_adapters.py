@@ -35,7 +35,7 @@ def answer(model: Any, max_tokens: int = 12) -> str:
 
 
 def asked(server: Running, name: str, max_tokens: int = 12) -> str | None:
-    """The same from the server."""
+    """The same answer from the server."""
     settings: dict[str, Any] = {"messages": QUESTION, "max_tokens": max_tokens, "temperature": 0}
     return server.client.chat.completions.create(model=name, **settings).choices[0].message.content
 
@@ -46,7 +46,7 @@ def post(server: Running, path: str, **body: Any) -> httpx.Response:
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> TrainedModel:
-    """A model from a Hugging Face directory, in fp32, with two adapters beside it: `one` and `two`."""
+    """A model from a Hugging Face directory, in fp32, with two adapters next to it: `one` and `two`."""
     folder = tmp_path_factory.mktemp("adapters")
     model = model_of("llama", dtype=torch.float32, max_positions=256)
     source = hf_directory(folder / "base", model, tokenizer_of())

@@ -1,4 +1,4 @@
-"""Answers that must follow a grammar: asked by OpenAI's client, checked by pydantic and by an oracle of the choice."""
+"""Answers that must follow a grammar: requested with OpenAI's client, checked by pydantic and by an oracle."""
 
 import json
 import sys
@@ -70,7 +70,7 @@ def request_of(grammars: Grammars, **more: Any) -> Request:
 
 
 def test_every_drawn_answer_is_valid(server: Running) -> None:
-    """Of both models, in batches with free answers, which stay what they are alone."""
+    """With both models, in batches with free answers, which are the same as alone."""
     free: dict[str, Any] = {"model": "base", "messages": QUESTION, "max_tokens": 40, "seed": 9}
     expected = server.client.chat.completions.create(**free).choices[0].message.content
 
@@ -132,7 +132,7 @@ def test_other_forms_are_kept_too(server: Running) -> None:
 
 
 def test_tokens_are_the_likeliest_that_the_grammar_allows(base: Any, grammars: Grammars) -> None:
-    """Greedily, step by step, against a full sort of the logits; log-probabilities are from before the mask."""
+    """Greedily, step by step, compared with a full sort of the logits; log-probabilities are those before the mask."""
     answer = Engine(base, decode=TOKENIZER.decode_text).run([request_of(grammars, temperature=0, logprobs=VOCAB)])[0]
     matcher = grammars.compile("schema", SCHEMA, PROMPTS.answer_ends).begin()
     special = {TOKENIZER.token_id(token) for token in TOKENIZER.special_tokens}

@@ -1,4 +1,4 @@
-"""The server and strangers: requests at the limits, bytes that are no request, clients that do not go on."""
+"""The server and strangers: requests at the limits, bytes that are not a request, clients that stall."""
 
 import base64
 import contextlib
@@ -39,7 +39,7 @@ def test_the_page_is_served_with_its_headers(server: Running) -> None:
 
 @pytest.mark.parametrize("file", [CHAT, ARENA], ids=lambda file: file.stem)
 def test_a_browser_runs_the_pages_and_nothing_else(file: Path) -> None:
-    """Their script and style are known by their hashes; no other page may show them in a frame."""
+    """Their script and style are allowed by their hashes; no other page may show them in a frame."""
     text, _, headers = page(file)
     policy = dict(rule.split(" ", 1) for rule in headers["content-security-policy"].split("; "))
     assert policy["default-src"] == policy["base-uri"] == policy["form-action"] == policy["frame-ancestors"] == "'none'"
@@ -73,7 +73,7 @@ EXTREME = {
 
 @pytest.mark.parametrize("name", EXTREME)
 def test_extreme_requests_end_alone(server: Running, name: str) -> None:
-    """An answer that is being written to somebody else goes on."""
+    """Another client's answer in progress continues."""
     content, status = EXTREME[name]
     if not isinstance(content, bytes):
         content = json.dumps({"model": "base", "messages": QUESTION, "max_tokens": 4, **content}).encode()
@@ -93,10 +93,10 @@ def test_a_text_has_a_limited_number_of_answers(server: Running) -> None:
 
 
 def raw(server: Running, sent: bytes) -> bytes:
-    """What a client hears that speaks no HTTP worth the name."""
+    """The response to a client that does not speak valid HTTP."""
     with socket.create_connection(("127.0.0.1", server.port), timeout=SECONDS) as client:
         heard = b""
-        with contextlib.suppress(OSError):  # it has heard enough and has gone
+        with contextlib.suppress(OSError):  # the server has closed the connection
             client.sendall(sent)
             client.shutdown(socket.SHUT_WR)
         with contextlib.suppress(ConnectionResetError):
@@ -146,7 +146,7 @@ BEGUN = POST + b" HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\
     "sent", [b"", b"GET / HTTP/1.1\r\nHost: localhost\r\nX-Slow: ", BEGUN], ids=["silent", "headers", "body"]
 )
 def test_who_does_not_go_on_loses_the_connection(server: Running, sent: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
-    """However slowly it goes on: what counts is when the request is complete."""
+    """However slowly it sends: the deadline is for the complete request."""
     monkeypatch.setattr(Connection, "request_seconds", 1.0)
     with socket.create_connection(("127.0.0.1", server.port), timeout=SECONDS) as client:
         client.sendall(sent)

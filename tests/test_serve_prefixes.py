@@ -1,4 +1,4 @@
-"""Prompts that begin as earlier ones: their keys and values are not computed again, and answers stay the same."""
+"""Prompts with the same beginning as earlier ones: keys and values are not recomputed, and answers stay the same."""
 
 from typing import Any
 
@@ -22,7 +22,7 @@ def numbers(length: int, start: int = 3) -> list[int]:
 
 
 def talk(engine: Engine, turns: int = 3) -> list[tuple[list[int], list[float]]]:
-    """A conversation, beside other answers of other lengths that end before and after, so that rows move."""
+    """A conversation, with other answers of other lengths that end before and after it, so that rows move."""
     said, found = numbers(20), []
     for turn in range(turns):
         others = [request(numbers(5 + turn, 90), tokens=3 + 5 * turn), request(numbers(2, 50 + turn), tokens=15)]

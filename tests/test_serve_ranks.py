@@ -38,7 +38,7 @@ TEXT = "def add_1(x):\n    return x + 1\n" * 20
 
 
 def requests() -> list[Request]:
-    """Of several lengths, greedy and drawn, in two waves: some end early, so that others move into their rows."""
+    """Several lengths, greedy and sampled, in two waves: some end early, so that others move into their rows."""
     kinds = [(5, 0.0, 9), (1, 0.9, 3), (17, 0.0, 6), (4, 1.1, 9), (2, 0.0, 1), (33, 0.7, 8)]
     return [
         Request(
@@ -67,7 +67,7 @@ def no_other(error: BaseException) -> NoReturn:
 
 
 def found_on_ranks(folder: Path, text: Path) -> dict[str, Any]:
-    """What this rank computes of a directory's model, split over both."""
+    """This rank's results for a directory's model, split over both."""
     mesh = build_meshes(LayoutSpec(tp=2), "cpu").axis("tp")
     assert mesh is not None
     ranks = Ranks(mesh, no_other)
@@ -164,7 +164,7 @@ def test_quantized_blocks_that_ranks_would_cut_are_refused() -> None:
 
 
 def succeeds(*words: str) -> str:
-    """What `meshwright WORDS...` prints."""
+    """The output of `meshwright WORDS...`."""
     status, out, errors = run_program(*words)
     assert status == 0, errors
     return out
@@ -195,7 +195,7 @@ def test_a_server_over_two_processes_answers_and_ends_with_a_sentence_when_one_d
             body = {"model": "hf", "prompt": "def add", "max_tokens": 8, "temperature": 0}
             return opened("/completions", body)["choices"][0]["text"]
 
-        for _ in range(100):  # the address is told before connections are accepted
+        for _ in range(100):  # the address is printed before connections are accepted
             with contextlib.suppress(urllib.error.URLError):
                 opened("/models")
                 break

@@ -1,4 +1,4 @@
-"""The callbacks that ship: their numbers beside one process in float64, and what they leave of a run: no trace."""
+"""The callbacks that ship: their numbers equal one process's in float64, and they leave no trace in a run."""
 
 import itertools
 import json
@@ -45,7 +45,7 @@ def shipped() -> list[Callback]:
 
 
 def outcome(run: ResolvedRun, root: Path, callbacks: list[Callback], resume: Path | None = None) -> dict[str, Any]:
-    """What a run with these callbacks wrote, its last weights and its averages, whole."""
+    """The records of a run with these callbacks, its last weights and its averages, whole."""
     trainer = train(run, root, callbacks, resume).trainer
     averages = next((each.average for each in callbacks if isinstance(each, EMA)), {})
     records = read_journal(root / "metrics.jsonl") if trainer.worker.rank == 0 else []
@@ -72,7 +72,7 @@ def _by_kind(records: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
 
 
 class Direct(Callback):
-    """The same numbers as the shipped ones, written out for one process."""
+    """The same numbers as the shipped ones, computed directly for one process."""
 
     def __init__(self) -> None:
         self.average: dict[str, torch.Tensor] = {}
@@ -91,7 +91,7 @@ class Direct(Callback):
             self.noise.append(self._paper(training))
 
     def _paper(self, training: Any) -> tuple[float, float]:
-        """McCandlish et al., equation A.2, from each sample's own gradient: small batches are the two halves."""
+        """McCandlish et al., equation A.2, from each sample's own gradient: the small batches are the two halves."""
         passes, gradients = training.trainer.train_step.passes, []
         for batch in training.loader.microbatches(training.step):
             for row in range(len(batch.tokens)):
@@ -111,7 +111,7 @@ class Direct(Callback):
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """One process: with the shipped callbacks beside the direct computation."""
+    """One process: the shipped callbacks and the direct computation."""
     run, direct = tiny("single", evaluate=3, accumulation=4), Direct()
     root = tmp_path_factory.mktemp("alone")
     return outcome(run, root, [*shipped(), direct]) | {"direct": direct, "root": root}
@@ -174,7 +174,7 @@ def test_numbers_equal_one_process_under_layouts(
 
 
 def _continues(straight: dict[str, Any], resumed: dict[str, Any]) -> None:
-    """Averages survive a stop to the last bit, and so do what noise scales are averaged from."""
+    """Averages survive a stop bit for bit, and so do the terms of averaged noise scales."""
     assert "lr_finder" not in resumed  # it has begun already
     for name, average in straight["averages"].items():
         assert torch.equal(resumed["averages"][name], average), name
@@ -183,7 +183,7 @@ def _continues(straight: dict[str, Any], resumed: dict[str, Any]) -> None:
 
 
 def _no_trace(found: dict[str, Any], plain: dict[str, Any]) -> None:
-    """The run was, to the last bit, what it is without callbacks."""
+    """The run was bit-identical to one without callbacks."""
     assert [record["loss"] for record in found["step"]] == [record["loss"] for record in plain["step"]]
     for name, weight in plain["weights"].items():
         assert torch.equal(found["weights"][name], weight), name
@@ -191,7 +191,7 @@ def _no_trace(found: dict[str, Any], plain: dict[str, Any]) -> None:
 
 @pytest.mark.slow
 def test_a_run_with_dropout_goes_on_as_without_callbacks(tmp_path: Path) -> None:
-    """Dropout sees other random numbers where a probe has used some up; under bf16 the model computes with copies."""
+    """Dropout would see other random numbers if a probe used some; under bf16 the model computes with copies."""
     lora = {"method": "lora", "rank": 2, "dropout": 0.5}
     run = tiny("single", evaluate=3, accumulation=2, finetune=lora, precision="bf16")
     found = with_shipped(run, tmp_path / "with")
@@ -200,8 +200,8 @@ def test_a_run_with_dropout_goes_on_as_without_callbacks(tmp_path: Path) -> None
 
 
 def test_estimates_are_unbiased() -> None:
-    """Over all ways to cut a batch in two, the mean estimate of tr(Sigma) is the samples' own variance, exactly; also
-    where the parts are of different sizes."""
+    """Over all ways to cut a batch in two, the mean estimate of tr(Sigma) is exactly the samples' own variance, even if
+    the parts have different sizes."""
     each = np.random.default_rng(0).normal(size=(6, 5)) + 1
     mean = each.mean(0)
     variance = ((each - mean) ** 2).sum() / (len(each) - 1)
@@ -238,7 +238,7 @@ def test_a_sweep_ends_where_the_loss_diverges(tmp_path: Path) -> None:
 
 
 class Asked:
-    """A run in progress, for callbacks that only look."""
+    """A run in progress, for callbacks that only read."""
 
     def __init__(self, step: int = 0, **training: Any) -> None:
         fields = {"steps": 9, "evaluation": {"every": 1}, **training}
@@ -285,7 +285,7 @@ def stopping_early(run: ResolvedRun, root: Path, patience: int, resume: Path | N
 
 @pytest.mark.parametrize("strategy", ["single", "zero-3-tp"])
 def test_a_stopped_run_is_saved_says_why_and_counts_on(ranks: RankPool, tmp_path: Path, strategy: str) -> None:
-    """Tokens only grow, so none but the first step is an improvement."""
+    """Tokens only grow, so only the first step is an improvement."""
     run = tiny(strategy, accumulation=2, checkpoint={"every": 2})
     world = run.run.layout.world_size
     found = ranks.run(world, stopping_early, run, tmp_path / "a", 3)[0]
@@ -360,7 +360,7 @@ def test_what_a_run_cannot_give_is_refused(tmp_path: Path) -> None:
 
 
 class Handle:
-    """A notebook's place for what `display` has shown."""
+    """A notebook's handle for the output of `display`."""
 
     def __init__(self) -> None:
         self.shown: list[str] = []
@@ -400,9 +400,9 @@ def test_a_notebook_shows_a_bar(kernel: Handle, tmp_path: Path, monkeypatch: pyt
         journal.write({"kind": "step", "step": 7, "loss": 1.0, "lr": 0.1, "eta": 3.2})
         journal.write({"kind": "step", "step": 8, "loss": 1.0, "lr": 0.1, "eta": None})
     assert kernel.shown[-1] == "step 8/8  loss 1.0000  lr 1.0e-01"
-    assert not any("step 6/8" in line for line in kernel.shown)  # what was there before is not shown again
+    assert not any("step 6/8" in line for line in kernel.shown)  # earlier records are not shown again
     monkeypatch.setattr(kernel, "update", None)
-    train(tiny("single"), tmp_path / "gone", [])  # the notebook has gone: training goes on
+    train(tiny("single"), tmp_path / "gone", [])  # the notebook is closed: training continues
     ipython: Any = sys.modules["IPython"]
     for other in (None, SimpleNamespace()):  # plain Python, and a terminal's shell
         ipython.get_ipython = lambda other=other: other
@@ -414,7 +414,7 @@ def test_a_notebook_shows_a_bar(kernel: Handle, tmp_path: Path, monkeypatch: pyt
 
 @pytest.fixture(scope="module")
 def run_of_all(tmp_path_factory: pytest.TempPathFactory) -> TrainResult:
-    """A run whose recipe names every one of them."""
+    """A run whose recipe names all of them."""
     folder = tmp_path_factory.mktemp("recipe")
     (folder / "text.txt").write_text("fish number nine swims in the sea\n" * 200)
     run = Run.model_validate(
@@ -440,7 +440,7 @@ def run_of_all(tmp_path_factory: pytest.TempPathFactory) -> TrainResult:
 @pytest.mark.slow
 def test_a_recipe_names_them(run_of_all: TrainResult) -> None:
     history = run_of_all.history
-    assert run_of_all.step == 4  # the loss has fallen, which is no improvement to a largest one
+    assert run_of_all.step == 4  # the loss has fallen, which is no improvement for mode max
     assert history.of("end")[0]["why"].startswith("ema/loss was best at step 2")
     assert len(history.of("lr_finder")) == 4
     assert [record["step"] for record in history.of("noise_scale")] == [1, 2, 3, 4]

@@ -1,5 +1,5 @@
-"""Slots: every stack of ops on a linear layer is its formula, nothing is overridden in what layouts build, and what is
-built shows what stands where."""
+"""Slots: every stack of ops on a linear layer equals its formula, nothing is overridden in the models that layouts
+build, and built models show the contents of their slots."""
 
 import functools
 import inspect
@@ -38,7 +38,7 @@ def rounded(x: torch.Tensor) -> torch.Tensor:
 
 
 class Rounded(Product):
-    """What a product in low precision will be: input, weight and gradient are rounded, each where it is used."""
+    """A stand-in for a low-precision product: input, weight and gradient are rounded where they are used."""
 
     def compute(self, x: torch.Tensor, weights: Weights) -> torch.Tensor:
         return F.linear(rounded(x), rounded(weights["weight"]), weights["bias"])
@@ -76,7 +76,7 @@ def layer_of(product: str, adapter: str) -> Linear:
 
 
 def formula(layer: Linear, product: str, adapter: str, x: torch.Tensor) -> torch.Tensor:
-    """What the layer computes, by autograd alone."""
+    """The layer's output, by autograd alone."""
     weights = dict(layer.named_parameters())
     weight = layer.product.merged(layer.view.read(layer))["weight"].double()
     factors = weights.get("factors")
@@ -103,7 +103,7 @@ WAYS = ("plainly", "deferred", "recomputed", "deferred and recomputed", "compile
 STACKS = [
     (product, adapter, way)
     for product, adapter, way in itertools.product(("plain", "rounded", "nf4", "int8"), ADAPTERS, WAYS)
-    if "deferred" not in way or product in ("plain", "rounded")  # else nothing trains that could wait
+    if "deferred" not in way or product in ("plain", "rounded")  # else there is no gradient to defer
     if way != "compiled" or product == "plain" or adapter in ("none", "dora")  # each product, each adapter, and DoRA,
 ]  # which reads the product's weight
 
@@ -114,7 +114,7 @@ STACKS = [
 @pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`:UserWarning")
 @pytest.mark.parametrize(("product", "adapter", "way"), STACKS)
 def test_every_stack_is_its_formula(product: str, adapter: str, way: str) -> None:
-    """Output, and the gradients of the input and of every parameter; deferred ones come when they are added, not
+    """Output, and the gradients of the input and of every parameter; deferred gradients appear when they are added, not
     before."""
     layer = layer_of(product, adapter)
     x = torch.randn(2, 4, D, dtype=torch.float64, requires_grad=True)
@@ -131,7 +131,7 @@ def test_every_stack_is_its_formula(product: str, adapter: str, way: str) -> Non
     y.backward(dy)
     if weights is not None:
         assert layer.weight.grad is None
-        assert layer.bias.grad is None or adapter == "dora"  # which reads the bias beside the product
+        assert layer.bias.grad is None or adapter == "dora"  # which also reads the bias
         add_weight_gradients(weights.take())
         assert not weights.take()
     # Codes decode to fp32, whose products are those of fp64 numbers; sums of D terms.
@@ -167,7 +167,7 @@ def test_classes_of_transformers_that_are_linear_layers_are_told_from_those_that
 
 
 def compiled_step(run: ResolvedRun) -> Outcome | None:
-    """A first step, what is compiled without code generation, which would take the time. Collective."""
+    """A first step, compiled parts without code generation, which would be slow. Collective."""
     torch._dynamo.reset()
     with mock.patch("torch.compile", functools.partial(torch.compile, backend="aot_eager")):
         return one_step(run)
@@ -210,7 +210,7 @@ COMPOSED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     ),
     "tp ia3 biases compile": ({"tp": 2}, {"family": "gpt2", "finetune": {"method": "ia3"}, "compile": True}),
 }
-"""Pairs of strategies that share a linear layer and that no list of layouts has; a zero-bubble schedule cannot be
+"""Pairs of strategies that share a linear layer and are in no list of layouts; a zero-bubble schedule cannot be
 compiled (`tests/test_pipeline.py`), and torch cannot compile full recomputation of split layers (LOG.md)."""
 
 
@@ -235,12 +235,11 @@ def test_strategies_compose(ranks: RankPool, name: str) -> None:
 
 
 def overridden(run: ResolvedRun) -> list[str]:
-    """Modules of this rank's model that carry a method of their own, or whose class is none that a file defines.
-    Collective."""
+    """Modules of this rank's model with a method of their own, or with a class that no file defines. Collective."""
     found = []
     for path, module in build_here(run).model.named_modules():
         cls = type(module)
-        if isinstance(module, FSDPModule):  # whose class torch makes of ours
+        if isinstance(module, FSDPModule):  # torch derives its class from ours
             cls = next(base for base in cls.__mro__[1:] if base is not FSDPModule)
         if getattr(sys.modules[cls.__module__], cls.__qualname__, None) is not cls:
             found.append(f"{path}: class {cls.__qualname__}")

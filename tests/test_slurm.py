@@ -1,7 +1,7 @@
 """The documented Slurm script on a real Slurm: two machines on one host, stopped and requeued, lose no step.
 
-`make test-slurm` runs it; it needs Debian's slurm-wlm and munge, and root. Everything lives in one folder but munge's
-socket.
+`make test-slurm` runs it; it needs Debian's slurm-wlm and munge, and root. Everything except munge's socket is in one
+folder.
 """
 
 import json
@@ -74,7 +74,7 @@ run_dir: run
 
 @pytest.fixture
 def slurm(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Callable[..., str]]:
-    """Runs one of Slurm's commands on a cluster of two machines, in `tmp_path`."""
+    """Runs Slurm's commands on a cluster of two machines, in `tmp_path`."""
     if not request.config.getoption("--slurm"):
         pytest.skip("make test-slurm runs it")
     listeners = [socket.create_server(("127.0.0.1", 0)) for _ in range(3)]
@@ -116,7 +116,7 @@ def slurm(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Callable[.
 
 
 def wait(condition: Callable[[], bool], seconds: float = 150) -> None:
-    """Until it holds; a command of Slurm's that fails, as before its daemon answers, counts as not yet."""
+    """Wait until it is true; a failing Slurm command, for example before its daemon answers, counts as false."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         try:
@@ -129,7 +129,7 @@ def wait(condition: Callable[[], bool], seconds: float = 150) -> None:
 
 
 def steps(run_dir: Path) -> list[int]:
-    """Those that the journal holds, in its order."""
+    """The steps in the journal, in its order."""
     journal = run_dir / "metrics.jsonl"
     records = map(json.loads, journal.read_text().splitlines()) if journal.exists() else ()
     return [record["step"] for record in records if record["kind"] == "step"]

@@ -1,4 +1,5 @@
-"""The one-file trainer against the modular one: same tokens, same seed, same losses, alone and on two processes."""
+"""The one-file trainer compared with the modular one: same tokens, same seed, same losses, alone and on two
+processes."""
 
 import ast
 import importlib.util
@@ -42,7 +43,7 @@ def solo(folder: Path, *words: str, processes: int = 1) -> list[float]:
 
 @pytest.fixture(scope="module")
 def modular(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, list[float]]:
-    """(folder, token file, losses) of the modular trainer in float64, of which four digits are printed by solo."""
+    """(folder, token file, losses) of the modular trainer in float64; solo prints four digits of the losses."""
     folder = tmp_path_factory.mktemp("solo")
     text = "".join(f"def f{i}(x):\n    return x * {i} + {i * i % 97}\n\n" for i in range(1500))
     (folder / "text.py").write_text(text)
@@ -72,7 +73,7 @@ def losses_of(run_dir: Path) -> list[float]:
 
 @pytest.fixture
 def module() -> ModuleType:
-    """`solo/train.py`, imported, one thread like the modular trainer's ranks."""
+    """`solo/train.py`, imported, with one thread like the modular trainer's ranks."""
     spec = importlib.util.spec_from_file_location("solo_train", SOLO)
     assert spec is not None
     assert spec.loader is not None
@@ -85,13 +86,13 @@ def module() -> ModuleType:
 def test_the_same_losses_in_one_process(
     modular: tuple[Path, Path, list[float]], module: ModuleType, tmp_path: Path
 ) -> None:
-    """Microbatches of two against four: only the order of float64 sums differs, which AdamW, dividing by |gradient| +
-    1e-8, enlarges where a gradient is nearly zero: by at most lr / 1e-8 = 3e5 a step from 1e-16."""
+    """Microbatches of two compared with four: only the order of float64 sums differs. AdamW, dividing by |gradient| +
+    1e-8, enlarges this where a gradient is nearly zero: by at most lr / 1e-8 = 3e5 per step from 1e-16."""
     _, tokens, expected = modular
     words = [*WORDS.split(), "--tokens", str(tokens), "--vocab", "300", "--dtype", "float64"]
     losses = module.train(module.parse([*words, "--steps", str(STEPS), "--save", str(tmp_path / "solo.pt")]))
     assert losses == pytest.approx(expected, rel=1e-8)
-    assert losses[0] - losses[-1] > 0.1  # something was learned, so the steps themselves were compared
+    assert losses[0] - losses[-1] > 0.1  # the loss has fallen, so real steps were compared
 
 
 @pytest.mark.slow
@@ -106,7 +107,7 @@ def test_the_same_losses_on_two_processes(modular: tuple[Path, Path, list[float]
 def test_qlora_has_the_same_losses(
     modular: tuple[Path, Path, list[float]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """float64 but for the adapters' first numbers, which two formulas round to fp32."""
+    """float64 except the adapters' initial numbers, which two formulas round to fp32."""
     folder, tokens, plain = modular
     finetune = {"method": "qlora", "rank": 8, "alpha": 16, "double_quantization": False}
     train(modular_run(folder, "qlora", finetune=finetune), base_dir=folder)
@@ -116,8 +117,8 @@ def test_qlora_has_the_same_losses(
     words = [*WORDS.split(), "--tokens", str(tokens), "--vocab", "300", "--dtype", "float64", "--lr", "3e-3"]
     losses = qlora.main([*words, "--steps", str(STEPS), "--fresh", "--save", str(tmp_path / "adapters.pt")])
     assert losses == pytest.approx(expected, rel=1e-6)
-    assert losses[0] - losses[-1] > 0.01  # something was learned
-    assert losses[0] != pytest.approx(plain[0], rel=1e-6)  # by a base that was rounded
+    assert losses[0] - losses[-1] > 0.01  # the loss has fallen
+    assert losses[0] != pytest.approx(plain[0], rel=1e-6)  # because the base is rounded
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""The one-file fine-tuning against the modular one: same base, same tokens, same losses, and the same adapter."""
+"""The one-file fine-tuning compared with the modular one: same base, same tokens, same losses, and the same adapter."""
 
 import importlib.util
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Layers are cut into pipeline stages as evenly as can be."""
+"""Layers are cut into pipeline stages as evenly as possible."""
 
 from itertools import combinations, pairwise
 from pathlib import Path
@@ -20,7 +20,7 @@ def work(costs: list[float], sizes: tuple[int, ...]) -> tuple[float, float]:
 
 
 def test_no_other_cut_is_better() -> None:
-    """Against every possible cut, on random costs with one heavy end."""
+    """Compared with every possible cut, on random costs with one heavy end."""
     generator = np.random.default_rng(0)
     for layers in (3, 6, 9):
         for stages in range(1, layers + 1):
@@ -43,7 +43,7 @@ def test_equal_layers_are_shared_out_evenly() -> None:
 
 
 def test_the_head_weighs_in() -> None:
-    """Llama 3.2 1B's head is worth more than four of its layers."""
+    """Llama 3.2 1B's head costs more than four of its layers."""
     spec = resolve_model(ModelFields(name="llama-3.2-1b"), base_dir=Path())
     costs = layer_costs(spec, 2048)
     assert sum(costs) == forward_flops_per_token(spec, 2048)

@@ -1,4 +1,4 @@
-"""State has a place: a store hands it out bucket by bucket, and where it lives changes no bit of the training."""
+"""State has a home: a store fetches it bucket by bucket, and its home changes no bit of the training."""
 
 from collections.abc import Iterator
 from itertools import groupby
@@ -30,7 +30,7 @@ Tensors = dict[str, dict[str, torch.Tensor]]
 
 
 class FileStore(MasterWeights):
-    """Optimizer state mapped from files, in memory for a block at a time; the next block's is read ahead."""
+    """Optimizer state mapped from files, in memory one block at a time; the next block's is read ahead."""
 
     folder: Path
 
@@ -72,7 +72,7 @@ class FileStore(MasterWeights):
 
 @pytest.fixture
 def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Builds trainers whose optimizer state lies in files of the folder."""
+    """Builds trainers whose optimizer state is in files of the folder."""
     monkeypatch.setattr(FileStore, "folder", tmp_path, raising=False)
 
     def build(run: ResolvedRun) -> Trainer:
@@ -90,7 +90,7 @@ def train(trainer: Trainer, *steps: int) -> None:
 
 
 def assert_same(ours: Trainer, theirs: Trainer) -> None:
-    """Masters, optimizer state and the model's copies, to the last bit."""
+    """Masters, optimizer state and the model's copies, bit for bit."""
     expected = state_tensors(theirs)
     for name, tensor in state_tensors(ours).items():
         assert torch.equal(tensor, expected[name]), name

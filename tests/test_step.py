@@ -1,4 +1,4 @@
-"""What a step does besides the gradient: non-finite policies, loss scaling, token counts, compile, determinism."""
+"""A step apart from the gradient: non-finite policies, loss scaling, token counts, compilation, determinism."""
 
 import functools
 import math
@@ -29,7 +29,7 @@ from tiny import GLOBAL_BATCH, SEQUENCE_LENGTH, STRATEGIES, tiny_run
 
 
 def poison(trainer: Trainer, where: str) -> None:
-    """Make the next loss, or one element of one gradient on one rank, not a number."""
+    """Make the next loss, or one element of one gradient on one rank, NaN."""
     if where == "loss":
         trainer.model.norm.register_forward_hook(lambda module, inputs, output: output * math.nan)
     elif trainer.worker.rank == trainer.worker.world_size - 1:
@@ -40,7 +40,7 @@ def poison(trainer: Trainer, where: str) -> None:
 
 
 def poisoned_step(run: ResolvedRun, where: str) -> tuple[str, bool, dict[str, Any], bool]:
-    """Train a good step, then a poisoned one: (what happened, weights untouched, scaler, all finite). Collective."""
+    """Train a good step, then a poisoned one: (the result, weights unchanged, scaler, all finite). Collective."""
     trainer = build_here(run)
     with loader_for(trainer) as loader:
         trainer.train_step(1, loader.microbatches(0))
@@ -113,8 +113,8 @@ def test_loss_is_per_trained_token_whatever_the_split() -> None:
 
 @pytest.mark.parametrize("family", ["gpt2", "mistral"])
 def test_what_is_behind_the_last_label_changes_no_gradient(monkeypatch: pytest.MonkeyPatch, family: str) -> None:
-    """Padded rows are cut behind the longest of their microbatch, or all their padding is left out; each number of
-    tokens is told as it is."""
+    """Padded rows are cut after the longest of their microbatch, or all their padding is left out; each number of
+    tokens is reported correctly."""
     monkeypatch.setattr(loader, "LENGTH_MULTIPLE", 4)
     numbers, columns = np.random.default_rng(0).integers(0, 50, (2, 4, SEQUENCE_LENGTH)), np.arange(SEQUENCE_LENGTH)
     behind = columns >= np.array([[5], [9], [3], [7]])
@@ -134,7 +134,7 @@ def test_what_is_behind_the_last_label_changes_no_gradient(monkeypatch: pytest.M
 
 
 def test_low_precision_gradients_add_up_in_full_precision() -> None:
-    """Twelve microbatches summed in bf16 would lose bits that fp32 keeps; reduce_dtype says which."""
+    """Twelve microbatches summed in bf16 would lose bits that fp32 keeps; reduce_dtype sets the dtype."""
     gradients = {}
     for reduce_dtype in ("fp32", "bf16"):
         trainer = build_here(tiny_run(LayoutSpec(), precision="bf16", accumulation=12, reduce_dtype=reduce_dtype))
@@ -143,7 +143,7 @@ def test_low_precision_gradients_add_up_in_full_precision() -> None:
         gradients[reduce_dtype] = {name: whole(tensor.grad) for name, tensor in trainer.parameters.items()}
     assert all(tensor.dtype == torch.float32 for tensor in gradients["fp32"].values())
     rounded = {name: tensor.bfloat16().float() for name, tensor in gradients["fp32"].items()}
-    assert largest_difference(rounded, gradients["fp32"])[0] > 0  # fp32 sums use bits that bf16 has not
+    assert largest_difference(rounded, gradients["fp32"])[0] > 0  # fp32 sums use bits that bf16 lacks
     kept = {name: tensor.bfloat16().float() for name, tensor in gradients["bf16"].items()}
     assert largest_difference(kept, gradients["bf16"])[0] == 0
 
@@ -190,7 +190,7 @@ def test_a_deterministic_run_repeats_bit_for_bit(ranks: RankPool) -> None:
 
 
 def traced_step(run: ResolvedRun) -> Outcome | None:
-    """A first step whose blocks are compiled without code generation, which would take the time. Collective."""
+    """A first step with blocks compiled without code generation, which would be slow. Collective."""
     with mock.patch("torch.compile", functools.partial(torch.compile, backend="aot_eager")):
         return one_step(run)
 
@@ -202,8 +202,8 @@ def traced_step(run: ResolvedRun) -> Outcome | None:
     ids=["single", "zero-3", "ddp"],
 )
 def test_compiled_blocks_compute_the_same(ranks: RankPool, layout: LayoutSpec, recompute: str) -> None:
-    """torch.compile may fuse and so reorder; fp32 sums over a block's width differ by their rounding only. Code is
-    generated for one process alone: it is the same code on every rank."""
+    """torch.compile may fuse and so reorder; fp32 sums over a block's width differ only by their rounding. Code is
+    generated for one process only: it is the same on every rank."""
     compiled = tiny_run(layout, precision="fp32", compile=True, recompute=recompute)
     step = one_step if layout.world_size == 1 else traced_step
     outcome = ranks.run(layout.world_size, step, compiled, timeout=400)[0]
@@ -216,7 +216,7 @@ def test_compiled_blocks_compute_the_same(ranks: RankPool, layout: LayoutSpec, r
 
 
 class Attended(TorchDispatchMode):
-    """Counts how often attention is computed, not how often its kept result is taken."""
+    """Counts how often attention is computed, not how often its saved result is used."""
 
     count = 0
 
@@ -237,7 +237,7 @@ class Attended(TorchDispatchMode):
     ids=str,
 )
 def test_recomputation_really_recomputes(recompute: Any, norms: list[int], attended: int) -> None:
-    """How often every layer computes its norm, and all of them attention; gradients are the same bit for bit."""
+    """How often every layer computes its norm, and all of them attention; gradients are equal bit for bit."""
     gradients = []
     for mode in ("none", recompute):
         trainer = build_here(tiny_run(LayoutSpec(), recompute=mode, num_layers=3))

@@ -35,7 +35,7 @@ from tiny import STRATEGIES, tiny_corpus, tiny_run
 
 
 def end_of(work: Any) -> int:
-    """Exit status of a forked worker that does `work` between a signal and its end."""
+    """Exit status of a forked worker that runs `work` between a signal and its end."""
 
     def in_child() -> None:
         with StopRequest(raises=False) as stop:
@@ -50,7 +50,7 @@ def before_the_first_step(stop: StopRequest) -> None:
 
 
 def deep_in_a_call(stop: StopRequest) -> None:
-    """In C code that never returns to Python, as in a collective whose other ranks do not come."""
+    """In C code that never returns to Python, as in a collective that waits for other ranks."""
     os.kill(os.getpid(), signal.SIGUSR1)
     while True:
         ctypes.CDLL(None).usleep(1000000)
@@ -68,7 +68,7 @@ def twice(stop: StopRequest) -> None:
 
 
 def terminal_closed(stop: StopRequest) -> None:
-    """The terminal is gone and writing to it is an error; the run goes on to its next agreed step."""
+    """The terminal is closed, so writing to it is an error; the run continues to its next agreed step."""
     stop.running()
     os.kill(os.getpid(), signal.SIGHUP)
     time.sleep(0.2)
@@ -87,12 +87,12 @@ def with_its_parent(stop: StopRequest) -> None:
 
 
 def without_its_parent(stop: StopRequest) -> None:
-    end_with(os.getpid())  # whose child it certainly is not
+    end_with(os.getpid())  # this process is certainly not its own child
     time.sleep(10)
 
 
 def without_its_parent_or_a_reader(stop: StopRequest) -> None:
-    """Whoever read its errors has gone with its parent."""
+    """The reader of its errors has ended with its parent."""
     reading, writing = os.pipe()
     os.dup2(writing, sys.stderr.fileno())
     os.close(reading)
@@ -147,7 +147,7 @@ def tiny(strategy: str, *, compiled: bool = False) -> ResolvedRun:
 
 
 def train_and_signal(run: ResolvedRun, root: Path, phase: str) -> tuple[int, list[str], list[tuple[str, int]]]:
-    """Train on random tokens while the last rank, and it alone, is signalled in a phase. Collective."""
+    """Train on random tokens while only the last rank is signalled in a phase. Collective."""
     really_compile, signalled = torch.compile, False
 
     def compiler(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Any:
@@ -209,4 +209,4 @@ def test_a_signal_to_one_rank_in_any_phase(
         assert checkpoints[-1] == f"step-{stopped_at:08d}"
         assert seen.count(("checkpoint", stopped_at)) == 1  # one save of the agreed step
         assert max(step for _, step in seen) == stopped_at
-        assert (("evaluation", 2) in seen) == (phase in ("step", "save"))  # a part is no evaluation
+        assert (("evaluation", 2) in seen) == (phase in ("step", "save"))  # a partial evaluation does not count

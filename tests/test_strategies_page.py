@@ -1,4 +1,4 @@
-"""The tables of docs/strategies.md, measured: what a rank of each strategy keeps, and what it sends."""
+"""The tables of docs/strategies.md, measured: what a rank of each strategy stores and sends."""
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -27,13 +27,13 @@ ROWS = {
     "hybrid-3": ("hybrid", "hybrid ZeRO-3"),
     "offload": ("CPU offload", "ZeRO-3"),
 }
-"""Name of the strategy in `tiny.py` -> its rows in the tables of what is kept and what is sent."""
+"""Name of the strategy in `tiny.py` -> its rows in the tables of stored and sent bytes."""
 
 MICROBATCHES = 3
 
 
 def num_bytes(tensors: Iterable[torch.Tensor | None]) -> int:
-    """Bytes that this rank holds of these tensors, single numbers (AdamW's step) left out."""
+    """Bytes of these tensors on this rank, without single numbers (AdamW's step)."""
     held = [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors if tensor is not None]
     return sum(tensor.nbytes for tensor in held if tensor.dim())
 
@@ -73,7 +73,7 @@ def value(formula: str, **letters: float) -> float:
 
 @pytest.mark.parametrize("strategy", ROWS)
 def test_a_rank_keeps_and_sends_what_the_page_says(ranks: RankPool, strategy: str) -> None:
-    """To 2 %: shards are padded where the ranks do not divide a tensor."""
+    """Within 2 %: shards are padded if the ranks do not divide a tensor."""
     layout = STRATEGIES[strategy]
     accumulation = MICROBATCHES if 12 // layout.data_parallel % MICROBATCHES == 0 else 2
     run = tiny_run(layout, precision="bf16", accumulation=accumulation)
@@ -103,7 +103,7 @@ def sent_over_tp(run: ResolvedRun) -> dict[str, int]:
 
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 def test_a_tensor_parallel_group_sends_what_the_page_says(ranks: RankPool, recompute: str) -> None:
-    """Exactly. All-reduces: three numbers a token for the loss, and the norms' gradients."""
+    """Exactly. All-reduces: three numbers per token for the loss, and the norms' gradients."""
     run = tiny_run(LayoutSpec(dp_replicate=2, tp=2), recompute=recompute, precision="fp32")
     letters = {"L": run.model.num_layers, "B": GLOBAL_BATCH // 2, "T": SEQUENCE_LENGTH, "D": run.model.hidden}
     rows = table("pass | all-gather")

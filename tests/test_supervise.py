@@ -1,4 +1,4 @@
-"""What the launcher does with its workers: here they are small programs that behave as ranks might."""
+"""The launcher's handling of its workers: here they are small programs that behave like ranks."""
 
 import functools
 import json
@@ -70,7 +70,7 @@ assert again == ["--resume", "auto"]
 """
     began = time.monotonic()
     assert run(job(folder, script)) == 0
-    assert time.monotonic() - began < 30  # the survivor was not waited for
+    assert time.monotonic() - began < 30  # the launcher did not wait for the survivor
     said = capfd.readouterr().err
     assert "error: rank 1 was killed by SIGKILL\n" in said
     assert "starting again (1 of 3 without a new checkpoint); the newest checkpoint is step-00000005" in said
@@ -87,7 +87,7 @@ assert again == ["--resume", "auto"]
 def test_of_workers_that_end_between_two_looks_the_one_that_says_why_is_named(
     folder: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, end: str, status: int, said: str
 ) -> None:
-    """Status 1 may only mean that a rank lost its connection to the one that failed."""
+    """Status 1 may only mean that a rank lost its connection to the failed one."""
     monkeypatch.setattr(supervise_module, "POLL_SECONDS", 1.0)
     assert run(job(folder, f"time.sleep(0.2)\nif rank == '1': {end}\nsys.exit(1)")) == status
     assert f"error: {said}" in capfd.readouterr().err
@@ -135,7 +135,7 @@ sys.exit({STOPPED})
 
 
 def signal_when_ready(folder: Path, number: int, *, times: int = 1) -> None:
-    """Signal this process once both workers are ready, `times` with pauses that are no echoes."""
+    """Signal this process when both workers are ready, `times` with pauses too long for echoes."""
 
     def later() -> None:
         while not all((folder / f"ready.{rank}.0").exists() for rank in (0, 1)):
@@ -174,7 +174,7 @@ def test_whoever_keeps_nothing_is_not_told_to_resume(folder: Path, capfd: pytest
 
 
 def test_the_launchers_of_two_machines_decide_alike(folder: Path) -> None:
-    """One machine's worker crashes twice; the other machine's launcher starts its own again each time."""
+    """One machine's worker crashes twice; the other machine's launcher restarts its own each time."""
     store, statuses = dist.HashStore(), {}
     crashing = "step(); ready(); sys.exit(attempt < 2 and 9)"
     waiting = "ready(); time.sleep(600 if attempt < 2 else 0); assert attempt == 2"
@@ -247,7 +247,7 @@ def test_a_worker_that_the_kernel_ended_for_memory_is_told_apart(tmp_path: Path,
     assert "most likely by the kernel because memory ran out: it held 3.1 GB of 4.0 GB; use a smaller" in watch.explain(
         7
     )
-    (tmp_path / "proc/vmstat").unlink()  # an old kernel does not count, but a worker that held nearly all says enough
+    (tmp_path / "proc/vmstat").unlink()  # an old kernel has no count, but a worker that held nearly all is evidence
     watch = MemoryWatch(tmp_path)
     watch.look(8)
     assert "it held 4.0 GB of 4.0 GB" in watch.explain(8)
@@ -256,7 +256,7 @@ def test_a_worker_that_the_kernel_ended_for_memory_is_told_apart(tmp_path: Path,
 def test_a_rank_that_the_kernel_killed_is_explained_and_started_again_unless_a_change_is_to_come(
     folder: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The page of it is printed by the launcher; with --retry-oom the run ends here, to go on with another recipe."""
+    """The launcher prints the page about it; with --retry-oom the run ends here, to continue with another recipe."""
     monkeypatch.setattr(MemoryWatch, "explain", lambda watch, pid: ", most likely by the kernel because memory ran out")
     monkeypatch.setattr(MemoryWatch, "of", lambda watch, pid: (3, 4))
     script = "if attempt == 0: step(); os.kill(os.getpid(), signal.SIGKILL)\n"
@@ -297,7 +297,7 @@ def test_signals_without_a_name_are_told(folder: Path, capfd: pytest.CaptureFixt
 
 
 def test_workers_end_with_a_launcher_that_is_killed_while_they_start(tmp_path: Path) -> None:
-    """Before they have loaded anything: the module that they are to run would take a minute to load."""
+    """Before they have loaded anything: their module would take a minute to load."""
     (tmp_path / "slow.py").write_text("import pathlib, time; pathlib.Path('ready').touch(); time.sleep(60)")
     code = (
         "import subprocess, sys, os, time\n"

@@ -1,4 +1,4 @@
-"""Tasks: questions recognised by their columns, scored as the model's own log-probabilities say, under every layout."""
+"""Tasks: questions recognised by their columns, scored by the model's own log-probabilities, under every layout."""
 
 import json
 import re
@@ -180,7 +180,7 @@ def test_examples_come_from_their_file_or_are_not_asked(tmp_path):
 
 
 def test_log_probabilities_are_the_models_own(tmp_path):
-    """Rows of different lengths side by side, one token and several, one that is too long."""
+    """Rows of different lengths in one batch, one token and several, one that is too long."""
     trained = trained_of(tmp_path)
     rows = [([5, 6, 7], [8]), ([5, 6, 7], [9]), ([3] * 40, [11, 4, 11]), ([9], [2, 3]), ([1, 2] * 150, [5, 6])]
     best = generate(trained.model, [[5, 6, 7]], max_tokens=3, eos_id=(), sampling=Sampling(temperature=0))[0]
@@ -236,7 +236,7 @@ ROWS += [
 
 
 def score(run) -> list[tuple[float, bool]]:
-    """What all ranks find together."""
+    """The results of all ranks together."""
     found = examinee_in_training(build_here(run), tokenizer_of()).logprobs(ROWS)
     return [(round(one.logprob, 4), one.greedy) for one in found]
 
@@ -325,7 +325,7 @@ def test_misuse_is_told_in_one_sentence(tmp_path, monkeypatch, capsys):
 
 @pytest.mark.slow
 def test_the_harness_measures_the_same_through_transformers(tmp_path):
-    """Three offline tasks (choices, rolling perplexity, written answers): every metric, and every answer."""
+    """Three offline tasks (choices, rolling perplexity, generated answers): every metric, and every answer."""
     pytest.importorskip("lm_eval", reason="lm-evaluation-harness is not installed")
     tokenizer = tokenizer_of()
     hf_directory(tmp_path / "hf", model_of("llama", dtype=torch.float32, max_positions=256), tokenizer)

@@ -1,4 +1,4 @@
-"""What each rank keeps when a model is split, byte for byte, and which layouts do not fit a model."""
+"""The shapes that each rank stores of a split model, byte for byte, and layouts that do not fit a model."""
 
 import re
 from typing import Any
@@ -27,7 +27,7 @@ Shapes = dict[str, list[tuple[int, ...]]]
 
 
 def kept(run: ResolvedRun) -> tuple[tuple[int, int, int], Shapes]:
-    """This rank's place (pp, tp, shard), and shapes of what it keeps of each parameter, gradient and moment.
+    """This rank's coordinates (pp, tp, shard), and shapes of its stored part of each parameter, gradient and moment.
     Collective."""
     trainer = build_here(run)
     with loader_for(trainer) as loader:
@@ -43,12 +43,12 @@ def kept(run: ResolvedRun) -> tuple[tuple[int, int, int], Shapes]:
 
 
 SPLITS = {(layout.tp, layout.pp, layout.data_parallel, layout.zero_stage): name for name, layout in LAYOUTS.items()}
-"""A layout of each kind of parts, by what the table reads of it."""
+"""One layout for each set of degrees that the table reads."""
 
 
 @pytest.mark.parametrize("name", [name for name in SPLITS.values() if LAYOUTS[name].world_size < 8])
 def test_every_rank_keeps_exactly_what_the_table_says(ranks: RankPool, name: str) -> None:
-    """Of weights, gradients and both moments of AdamW, all of the same number of bytes an element."""
+    """For weights, gradients and both moments of AdamW, all with the same number of bytes per element."""
     layout, family = LAYOUTS[name], ("gpt2", "qwen2", "qwen3")[len(name) % 3]
     run = tiny_run(layout, family=family, tied=len(name) % 2 == 0)
     table = parameter_table(run.model)
@@ -120,7 +120,8 @@ def test_check_says_what_is_not_shared_evenly() -> None:
 
 
 def largest_tensor_with_a_whole_vocabulary(run: ResolvedRun) -> int:
-    """Most elements of a tensor made in a step whose last dim is the vocabulary, or that padded to 512. Collective."""
+    """Most elements of a tensor in a step whose last dim is the vocabulary, or the vocabulary padded to 512.
+    Collective."""
 
     class Widest(torch.utils._python_dispatch.TorchDispatchMode):
         seen = 0
@@ -146,7 +147,7 @@ def test_no_rank_ever_holds_a_row_of_logits(ranks: RankPool) -> None:
 
 
 def ask_for(run: ResolvedRun, what: str) -> str:
-    """What a split model says to tokens without labels, or to a token that it does not know. Collective."""
+    """A split model's error for tokens without labels, or for an unknown token. Collective."""
     trainer = build_here(run)
     tokens = torch.full((1, 16), 50 if what == "unknown token" else 0)
     try:
@@ -163,7 +164,7 @@ def test_nothing_wrong_is_computed_in_silence(ranks: RankPool, what: str, messag
 
 
 def one_step_in_small_chunks(run: ResolvedRun) -> Outcome | None:
-    """A first step whose loss takes a few tokens at a time. Collective."""
+    """A first step whose loss is computed a few tokens at a time. Collective."""
     usual = loss_module.CHUNK_BYTES
     loss_module.CHUNK_BYTES = {"cpu": 128 * 8 * 7}
     try:
@@ -174,7 +175,7 @@ def one_step_in_small_chunks(run: ResolvedRun) -> Outcome | None:
 
 @pytest.mark.slow
 def test_ranks_with_unequal_shares_of_the_vocabulary_cut_the_tokens_alike(ranks: RankPool) -> None:
-    """257 tokens over 4 ranks: 65 rows and 62, which are padded to 128 and 64."""
+    """257 tokens over 4 ranks: 65 rows and 62, padded to 128 and 64."""
     alone, split = (tiny_run(layout) for layout in (LayoutSpec(), LAYOUTS["tp-wide"]))
     model = alone.model.model_copy(update={"vocab": 257})
     expected = one_step(alone.model_copy(update={"model": model}))

@@ -1,4 +1,4 @@
-"""What names, documents and models say never acts on a terminal; files and pipes get it as it is."""
+"""Names, documents and models' output never control a terminal; files and pipes get them unchanged."""
 
 import os
 import pty
@@ -21,7 +21,7 @@ def test_what_acts_is_written_out() -> None:
 
 
 def said(program: str, *, terminal: bool) -> bytes:
-    """What a Python program writes to standard output: a terminal's, or a pipe's."""
+    """A Python program's standard output: to a terminal, or to a pipe."""
     command = [sys.executable, "-c", program]
     if not terminal:
         return subprocess.run(command, capture_output=True, check=True).stdout

@@ -1,4 +1,4 @@
-"""Tiers of memory: state in host memory and on disk changes no bit of training, and takes none of the device's."""
+"""Tiers of memory: state in host memory and on disk changes no bit of training, and takes no device memory."""
 
 import errno
 import os
@@ -40,7 +40,7 @@ ALL_DISK = DISK | {"parameters": "disk"}
 SMALL = 3000
 """Parameters of a bucket, so that a tiny model has several."""
 ROOM = 2 * 4 * SMALL
-"""Bytes of gradients that stay in the page cache: of two buckets; the others' go to disk."""
+"""Bytes of gradients that stay in the page cache: two buckets'; the others' go to disk."""
 
 
 @pytest.fixture(autouse=True)
@@ -77,7 +77,7 @@ def on_disk(tensor: torch.Tensor) -> bool:
 
 
 def assert_same(ours: Trainer, theirs: Trainer) -> None:
-    """Masters, optimizer state and the model's weights, to the last bit."""
+    """Masters, optimizer state and the model's weights, bit for bit."""
     expected = state_tensors(theirs)
     for name, tensor in state_tensors(ours).items():
         assert torch.equal(tensor, expected[name]), name
@@ -120,7 +120,7 @@ def test_state_elsewhere_changes_no_bit(tmp_path: Path, offload: dict[str, Any],
 def test_gradients_with_room_in_the_page_cache_are_neither_written_nor_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, offload: dict[str, Any]
 ) -> None:
-    """Their files move the rest of the state only, and no other file is flushed less than before."""
+    """Their files move only the rest of the state, and no other file is flushed less than before."""
     trainer = build_here(run(offload, tmp_path, precision="bf16"))
     store, flushed = trainer.store, list[tuple[StateFile, int]]()
     assert isinstance(store, TieredStore)
@@ -148,7 +148,7 @@ def test_gradients_with_room_in_the_page_cache_are_neither_written_nor_read(
 
 
 def _differences(folder: Path, layouts: list[dict[str, Any]], offload: dict[str, Any], options: dict[str, Any]) -> list:
-    """Of each layout the names of tensors that differ from those of the same layout in memory. Collective."""
+    """For each layout, the names of tensors that differ from the same layout in memory. Collective."""
     tiered.BUCKET_PARAMETERS, Tier.cache_room = SMALL, ROOM  # type: ignore[assignment]
     found = []
     for layout in layouts:
@@ -245,7 +245,7 @@ def of_rank(
 
 
 def test_from_disk_to_other_tiers_and_layouts(ranks: RankPool, tmp_path: Path) -> None:
-    """One process's state on disk goes on in host memory, and sharded over two ranks: there on disk and in memory."""
+    """One process's state on disk continues in host memory, and sharded over two ranks, on disk and in memory."""
     stored = build_here(run(DISK, tmp_path, **TINY))
     train(stored, 1, 2)
     writer = CheckpointWriter(tmp_path / "checkpoints", CheckpointSpec(asynchronous=False))
@@ -262,7 +262,7 @@ def test_from_disk_to_other_tiers_and_layouts(ranks: RankPool, tmp_path: Path) -
             assert ours == losses
             assert state.keys() == expected.keys()
             assert all(torch.equal(tensor, expected[name]) for name, tensor in state.items())
-    assert sharded[0][0][0] == pytest.approx(alone[0][0], rel=1e-2)  # bf16, summed in another order
+    assert sharded[0][0][0] == pytest.approx(alone[0][0], rel=1e-2)  # bf16 sums in another order
 
 
 def test_files_have_no_names_and_are_what_was_written(tmp_path: Path) -> None:
@@ -309,7 +309,7 @@ print(own() - before)
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads /proc")
 def test_what_moves_to_disk_leaves_no_memory_behind(tmp_path: Path) -> None:
-    """In a process of its own: in one that has run tests, the C library's heap has room already."""
+    """In a separate process: in one that has run tests, the C library's heap already has free memory."""
     found = subprocess.run([sys.executable, "-c", MOVED, str(tmp_path)], capture_output=True, text=True, check=True)
     assert int(found.stdout) < 10e6, "of 80 MB"
 
@@ -395,7 +395,7 @@ def test_one_process_on_a_gpu_and_transformers_models_keep_their_weights() -> No
 
 
 def test_the_next_blocks_are_read_and_the_past_ones_dropped() -> None:
-    """Two ahead in the direction of the pass; what is outside of blocks follows the last and precedes the first."""
+    """Two ahead in the direction of the pass; parameters outside blocks follow the last and precede the first."""
     told: list[str] = []
 
     class Home:
@@ -457,7 +457,7 @@ def test_a_plugged_optimizer_stays_in_memory(tmp_path: Path) -> None:
 def test_the_planner_and_a_rehearsal_agree(
     tmp_path: Path, layout: dict[str, Any], offload: dict[str, Any], bytes_each: float
 ) -> None:
-    """A rehearsal counts what is in memory; the planner says that, and what is on disk."""
+    """A rehearsal counts bytes in memory; the planner gives the same, and the bytes on disk."""
     options = {"precision": "bf16", "width": 256, "num_layers": 4}
     resolved = run(offload, tmp_path, layout, **options)
     report = rehearse_rank(resolved, 0, on_gpu=False)

@@ -1,4 +1,4 @@
-"""The trackers that ship: asked for and missing, and what they are handed."""
+"""The trackers that ship: requested and missing, and the records that they receive."""
 
 import sys
 import types
@@ -32,7 +32,7 @@ def test_an_unknown_tracker_is_refused(tmp_path: Path) -> None:
 
 
 def test_trackers_receive_every_number_of_every_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Stand-ins with the calls that TensorBoard's writer and wandb's run offer."""
+    """Stand-ins with the methods of TensorBoard's writer and wandb's run."""
     seen: list[tuple[Any, ...]] = []
 
     class Writer:

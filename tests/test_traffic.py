@@ -1,4 +1,4 @@
-"""What every strategy exchanges in a step: counted in torch's collectives, and equal to the formulas to the byte."""
+"""The traffic of every strategy in a step: counted in torch's collectives, and equal to the formulas to the byte."""
 
 from collections import Counter
 from contextlib import closing, nullcontext
@@ -41,15 +41,15 @@ def counted_and_predicted(resolved: ResolvedRun) -> tuple[Counter, Counter]:
 
 
 def on_a_fake_rank(resolved: ResolvedRun) -> tuple[Counter, Counter]:
-    """As `counted_and_predicted`, on the first rank of a group whose collectives do nothing: how much a rank sends does
-    not depend on the numbers that arrive."""
+    """`counted_and_predicted` on the first rank of a group whose collectives do nothing: the amount that a rank sends
+    does not depend on the received numbers."""
     size = resolved.run.layout.world_size
     with fake_rank(0, size) if size > 1 else nullcontext():
         return counted_and_predicted(resolved)
 
 
 def first_rank(resolved: ResolvedRun) -> tuple[Counter, Counter]:
-    """`on_a_fake_rank` in a process of its own, because torch keeps meshes as long as a process."""
+    """`on_a_fake_rank` in a separate process, because torch keeps meshes for the life of a process."""
     with closing(RankPool()) as pool:
         return pool.run(1, on_a_fake_rank, resolved)[0]
 
@@ -67,7 +67,7 @@ def options_of(layout: LayoutSpec, families: tuple[str, ...], turn: int) -> dict
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_what_is_counted_is_what_was_predicted(name: str) -> None:
-    """(`test_rehearse.py` compares what is counted here with real ranks.)"""
+    """(`test_rehearse.py` compares these counts with real ranks.)"""
     layout = LAYOUTS[name]
     options = options_of(layout, ("llama", "gpt2", "qwen3"), list(LAYOUTS).index(name))
     counted, predicted = first_rank(tiny_run(layout, **options))
@@ -92,7 +92,7 @@ def test_what_is_counted_is_what_was_predicted(name: str) -> None:
     ],
 )
 def test_ranks_with_several_stages(schedule: str, sharding: dict[str, int], tied: bool) -> None:
-    """Embedding and head are gathered for the stages that need them alone."""
+    """Embedding and head are gathered only for the stages that need them."""
     layout = LayoutSpec.model_validate({"pp": 2, "schedule": schedule} | sharding)
     run = tiny_run(layout, accumulation=6, num_layers=5, tied=tied, recompute={"full": 1})
     counted, predicted = first_rank(run)
@@ -101,7 +101,7 @@ def test_ranks_with_several_stages(schedule: str, sharding: dict[str, int], tied
 
 @pytest.mark.parametrize("name", list(EXPERT_PARALLEL)[::3])
 def test_experts(ranks: RankPool, name: str) -> None:
-    """Routing decides who sends how much, so what all ranks of a stage send to experts is compared together."""
+    """Routing decides how much each rank sends, so the sums over a stage's ranks are compared."""
     layout = EXPERT_PARALLEL[name]
     families = ("mixtral", "deepseek_v3", "qwen3_moe")
     options = options_of(layout, families, list(EXPERT_PARALLEL).index(name))
@@ -137,7 +137,7 @@ def test_experts(ranks: RankPool, name: str) -> None:
     ids=str,
 )
 def test_adapters_under_tensor_parallelism(ranks: RankPool, layout: dict[str, int], options: dict[str, Any]) -> None:
-    """What is in front of the first adapter has no backward pass."""
+    """Layers before the first adapter have no backward pass."""
     degrees = LayoutSpec.model_validate(layout)
     counted, predicted = ranks.run(degrees.world_size, counted_and_predicted, tiny_run(degrees, **options))[0]
     assert counted == predicted

@@ -1,4 +1,5 @@
-"""Continuous verification: a step of a run in progress against one process, under every layout, and what it finds."""
+"""Continuous verification: a step of a run in progress, compared with one process under every layout, and its
+verdicts."""
 
 import contextlib
 import re
@@ -35,7 +36,7 @@ from sessions import train
 from tiny import tiny_run
 
 REAL = {"optimizer": {"name": "adamw", "lr": 1e-2}}
-"""As real runs have it, with an epsilon that smooths nothing."""
+"""As in real runs, with an epsilon that smooths nothing."""
 STEPS, DRIFTS = 6, 4
 
 Plant = Callable[[], Any]
@@ -56,14 +57,14 @@ def on_texts(folder: Path, layout: LayoutSpec, guards: dict[str, Any] | None = N
 
 
 def last_head_gradient_large() -> Any:
-    """What the head sends back is 1 % too large."""
+    """The head's input gradient is 1 % too large."""
     loss = Head.loss
     return mock.patch.object(Head, "loss", lambda self, x, labels: loss(self, 1.01 * x - 0.01 * x.detach(), labels))
 
 
 @contextlib.contextmanager
 def one_rank_forgets() -> Iterator[None]:
-    """Rank 1 leaves out its part of the update of one matrix."""
+    """Rank 1 omits its part of the update of one matrix."""
     update = TrainStep.update
 
     def forget(self: TrainStep, step: int, gnorm: float) -> None:
@@ -79,7 +80,7 @@ def one_rank_forgets() -> Iterator[None]:
 
 
 def second_step(run: ResolvedRun, folder: Path, plant: Plant) -> None:
-    """Two steps of a run, of which the second is written down. Collective."""
+    """Two steps of a run; the second is saved. Collective."""
     trainer = build_here(run)
     with build_loader(trainer, corpus_of(run)) as loader:
         for step in (1, 2):
@@ -137,7 +138,7 @@ def test_a_wrong_step_is_named(
 
 
 class Drift(Callback):
-    """From step `DRIFTS` on, every step adds a little to a norm, on all ranks or on the last one alone."""
+    """From step `DRIFTS` on, every step adds a little to a norm, on all ranks or on the last one only."""
 
     def __init__(self, everywhere: bool) -> None:
         self.everywhere = everywhere
@@ -158,7 +159,7 @@ class Drift(Callback):
 def verified(
     run: ResolvedRun, root: Path, drift: Drift | None = None, guarded: bool = True
 ) -> tuple[str, dict[str, torch.Tensor]]:
-    """Train; what ended the run, and the weights. Collective."""
+    """Train; the reason for the run's end, and the weights. Collective."""
     callbacks: list[Callback] = [drift] if drift else []
     built: list[Any] = []
 
@@ -183,7 +184,7 @@ def journal(root: Path, kind: str) -> list[dict[str, Any]]:
 
 @pytest.mark.slow
 def test_a_drift_ends_the_run_and_the_guard_changes_nothing(ranks: RankPool, tmp_path: Path) -> None:
-    """A process of its own computes step 5 again; the drift begins at step 4."""
+    """A separate process recomputes step 5; the drift begins at step 4."""
     run = on_texts(tmp_path, LayoutSpec(dp_replicate=2), {"verify_every": 5})
     corpus_of(run)
     unguarded = ranks.run(2, verified, run, tmp_path / "without", None, False)
@@ -222,7 +223,7 @@ def test_what_cannot_be_verified_is_refused(tmp_path: Path, monkeypatch: pytest.
 
 
 def test_a_warning_goes_on_and_a_broken_check_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The process that should compute the step again is one that cannot."""
+    """The process that should recompute the step fails."""
     monkeypatch.setattr(verification, "PROGRAM", "meshwright.no_such_module")
     run = on_texts(tmp_path, LayoutSpec(), {"verify_every": 4, "on_difference": "warn"})
     why, _ = verified(run, tmp_path / "run")

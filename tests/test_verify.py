@@ -1,4 +1,4 @@
-"""`verify`: layouts that are right are proved equal, and planted faults are caught and located."""
+"""`verify`: correct layouts are proved equal, and planted faults are caught and located."""
 
 import contextlib
 import functools
@@ -54,7 +54,7 @@ def tokens_counted_on_this_rank_alone() -> Any:
 
 @contextlib.contextmanager
 def accumulation_not_scaled() -> Iterator[None]:
-    """Every microbatch's gradient is that of its own mean: too large by their number."""
+    """Every microbatch's gradient is that of its own mean: too large by the number of microbatches."""
     from meshwright.models import Decoder
 
     forward = Decoder.forward
@@ -68,7 +68,7 @@ def accumulation_not_scaled() -> Iterator[None]:
 
 
 def received_keys_get_no_gradient() -> Any:
-    """What a ring computes for another rank's keys does not reach it."""
+    """A ring's gradients of another rank's keys do not reach that rank."""
     from meshwright.parallel.context import _Backward
 
     of_keys = _Backward.of_keys
@@ -112,7 +112,7 @@ def tied_weights_not_summed() -> Any:
 
 
 def layer_dropped_at_border() -> Any:
-    """The first stage ends a layer early, and the second begins where it should."""
+    """The first stage ends a layer early, and the second begins at the right layer."""
     from meshwright.parallel.pipeline import Stages, plan_stages
 
     def short(resolved: ResolvedRun) -> Stages:
@@ -124,7 +124,7 @@ def layer_dropped_at_border() -> Any:
 
 
 class Scaled(torch.autograd.Function):
-    """Its gradient is twice what it should be."""
+    """Its gradient is doubled."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
@@ -136,7 +136,7 @@ class Scaled(torch.autograd.Function):
 
 
 def experts_gradients_scaled() -> Any:
-    """Experts' gradients are counted once for each of the two ranks that share out the experts."""
+    """Experts' gradients are counted once for each of the two ranks that share the experts."""
     from meshwright.models.moe import grouped_matmul
 
     return patch("models.moe.grouped_matmul", lambda x, weight, *n: grouped_matmul(x, Scaled.apply(weight), *n))
@@ -144,7 +144,7 @@ def experts_gradients_scaled() -> Any:
 
 @contextlib.contextmanager
 def stale_collectives() -> Iterator[None]:
-    """Compiled blocks get the sequence that was gathered for the microbatch before."""
+    """Compiled blocks get the sequence that was gathered for the previous microbatch."""
     from meshwright.comm.collectives import _gather
 
     before: list[torch.Tensor] = []
@@ -153,7 +153,7 @@ def stale_collectives() -> Iterator[None]:
         before.append(_gather(*args))
         return before[-2] if len(before) > 4 and before[-2].shape == before[-1].shape else before[-1]
 
-    eager = functools.partial(torch.compile, backend="eager")  # the fault is the same, and compiling takes no time
+    eager = functools.partial(torch.compile, backend="eager")  # the fault is the same, and compiling is fast
     with patch("comm.collectives._gather", late), mock.patch("torch.compile", eager):
         yield
 
@@ -213,7 +213,7 @@ def test_planted_faults_are_located(
     name: str,
     factor: float | None,
 ) -> None:
-    """To plant the fault of another strategy: a function that patches it, a row here."""
+    """To plant another strategy's fault: write a function that patches it, and add a row here."""
     proof = prove(ranks, tmp_path, tiny_run(layout, accumulation=3, **options), plant)
     assert not proof.equal
     location = proof.location

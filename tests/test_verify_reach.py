@@ -1,4 +1,4 @@
-"""`verify` sees every objective, all state, who reads what, whose loss is wrong, and a wrong norm."""
+"""`verify` covers every objective, all state, data reading, losses by rank, and the norm."""
 
 import contextlib
 import itertools
@@ -37,7 +37,7 @@ def patch(target: str, replacement: Any) -> Any:
 
 
 def margins_of_one_rank_alone() -> Any:
-    """An answer's log-probability is that of the tokens on this rank, though others have the rest."""
+    """An answer's log-probability covers only this rank's tokens, although others have the rest."""
     return patch("models.head.Head.row_sums", lambda self, parts: parts)
 
 
@@ -48,7 +48,7 @@ def biases_moved_by_own_load() -> Any:
 
 @contextlib.contextmanager
 def wrong_from_the_second_step() -> Iterator[None]:
-    """The head's input has twice its gradient, and not yet in the first step."""
+    """The gradient of the head's input is doubled, but not in the first step."""
     gradients, steps = TrainStep.gradients, 0
     from meshwright.models.head import Head
 
@@ -67,7 +67,7 @@ def wrong_from_the_second_step() -> Iterator[None]:
 
 
 def wrong_from_step_11() -> Any:
-    """The last rank's part of one weight stays what it was, in steps 11 and later."""
+    """The last rank's part of one weight stays unchanged in steps 11 and later."""
     update = TrainStep.update
 
     def forget(self: TrainStep, step: int, gnorm: float) -> None:
@@ -82,7 +82,7 @@ def wrong_from_step_11() -> Any:
 
 
 def replicas_not_summed() -> Any:
-    """No microbatch is the last one, so replicas never add up their gradients."""
+    """No microbatch is the last one, so replicas never sum their gradients."""
     from meshwright.parallel.data import set_gradient_sync
 
     return patch(
@@ -91,13 +91,13 @@ def replicas_not_summed() -> Any:
 
 
 def everyone_reads_the_first_share() -> Any:
-    """All data-parallel ranks are the first one to the loader."""
+    """The loader treats all data-parallel ranks as the first one."""
     return patch("trainer.setup.Trainer.data_rank", property(lambda self: 0))
 
 
 @contextlib.contextmanager
 def one_rank_trains_other_labels() -> Iterator[None]:
-    """Rank 1 leaves out the first label of each row in its loss, but counts it."""
+    """Rank 1 omits the first label of each row from its loss, but counts it."""
     from meshwright.models.head import Head
 
     loss = Head.loss
@@ -110,20 +110,20 @@ def one_rank_trains_other_labels() -> Iterator[None]:
 
 
 def norm_of_one_shard() -> Any:
-    """The norm is that of what this rank holds, and so is what clipping divides by."""
+    """The norm covers only this rank's shards, and clipping divides by it."""
     from meshwright.trainer.step import global_gradient_norm
 
     return patch("trainer.step.global_gradient_norm", lambda *args: global_gradient_norm(*args) / 2**0.5)
 
 
 def gradients_a_little_large() -> Any:
-    """All gradients are 2 % too large, less than bf16 rounds single numbers by."""
+    """All gradients are 2 % too large, less than bf16's rounding of single numbers."""
     train = WholeModel.train
     return patch("parallel.passes.WholeModel.train", lambda self, batches, scale: train(self, batches, 1.02 * scale))
 
 
 def moment_lost() -> Any:
-    """Rank 1 forgets the head's first moment after the step."""
+    """Rank 1 drops the head's first moment after the step."""
     update = TrainStep.update
 
     def forget(self: TrainStep, step: int, gnorm: float) -> None:
@@ -136,7 +136,7 @@ def moment_lost() -> Any:
 
 
 def start_of_other_rows() -> Any:
-    """Rank 1 begins with its norms reversed."""
+    """Rank 1 starts with its norms reversed."""
     from meshwright.parallel.materialize import _fill
 
     def reversed_(local: torch.Tensor, row: Any, *rest: Any) -> None:
@@ -240,7 +240,7 @@ def test_every_step_of_a_proof_is_clipped(tmp_path: Path) -> None:
 
 
 def test_what_is_shrunk_has_what_needs_size() -> None:
-    """Three microbatches, positions past 256, blocks of eight bits, experts that are left without tokens."""
+    """Three microbatches, positions past 256, blocks of eight bits, experts without tokens."""
     run = tiny_run(DP, optimizer={"name": "adamw_8bit"}, accumulation=2)
     data = run.run.data.model_copy(update={"sequence_length": 4096})
     large = run.model_copy(

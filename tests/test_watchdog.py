@@ -1,4 +1,4 @@
-"""A rank that does not move is named, with its stack and all last collectives, within a limit that is learned."""
+"""A hung rank is named, with its stack and all last collectives, within a limit that is learned from the run."""
 
 import contextlib
 import os
@@ -94,7 +94,7 @@ def spin_forever() -> None:
 
 
 def hang(folder: str, port: int, how: str) -> None:
-    """A few steps in a group of its own, in which rank 1 then stops or spins; the others wait. Never returns."""
+    """A few steps in its own group, in which rank 1 then stops or spins; the others wait. Never returns."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     errors = os.open(f"{folder}/stderr.{rank}", os.O_CREAT | os.O_WRONLY)
     os.dup2(errors, 2)
@@ -103,7 +103,7 @@ def hang(folder: str, port: int, how: str) -> None:
     process_of_1 = int(store.get("process/1"))
 
     def end(status: int) -> None:
-        if how == "stop":  # what the launcher does
+        if how == "stop":  # as the launcher does
             with contextlib.suppress(ProcessLookupError):
                 os.kill(process_of_1, signal.SIGKILL)
         os._exit(status)
@@ -114,7 +114,7 @@ def hang(folder: str, port: int, how: str) -> None:
             dist.all_reduce(torch.ones(3))
         watchdog.enter("step", 6)
         if rank == 1:
-            time.sleep(LIMIT / 2)  # some pulses long
+            time.sleep(LIMIT / 2)  # for some pulses
             os.kill(os.getpid(), signal.SIGSTOP) if how == "stop" else spin_forever()
         dist.all_reduce(torch.ones(3))
 
@@ -136,7 +136,7 @@ def test_a_rank_that_stops_or_spins_is_named(tmp_path: Path, how: str, expected:
         pool.run(3, hang, str(tmp_path), port, how)
     pool.close()
     said = "".join((tmp_path / f"stderr.{rank}").read_text() for rank in range(3))
-    assert said.count("error: no progress") == 1, said  # one tells for all
+    assert said.count("error: no progress") == 1, said  # one reports for all
     assert all(text in said for text in expected), said
     assert "rank 2, step 6: gloo:all_reduce" in said
     assert str(failure.value).count(f"died with status {STUCK}") == (2 if how == "stop" else 3)

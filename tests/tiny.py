@@ -27,7 +27,7 @@ NEEDS_SHARDED_INTEGERS = pytest.mark.skipif(
     not SHARDS_INTEGERS, reason="FSDP2 of this PyTorch shards no quantized base"
 )
 STRATEGIES = DATA_PARALLEL
-"""The strategies that leave the model as it is; most tests that are not about splitting it run over these."""
+"""The strategies that do not split the model; most tests that are not about splitting use these."""
 
 
 def tiny_run(
@@ -41,9 +41,9 @@ def tiny_run(
     width: int = 24,
     **training: Any,
 ) -> ResolvedRun:
-    """Two layers, of `width`, vocabulary 50, float64, twelve sequences of sixteen tokens a step.
+    """Two layers, of `width`, vocabulary 50, float64, twelve sequences of sixteen tokens per step.
 
-    A pipeline runs them in at most six microbatches where `accumulation` is fewer than its ranks.
+    A pipeline runs them in at most six microbatches if `accumulation` is less than its number of ranks.
     """
     accumulation = min(6, GLOBAL_BATCH // layout.data_parallel) if accumulation < layout.pp else accumulation
     sizes: dict[str, Any] = {"hidden": width, "num_layers": num_layers, "num_heads": 4}
@@ -53,7 +53,7 @@ def tiny_run(
     if family == "mistral":
         sizes["sliding_window"] = 8
     if family in ("mixtral", "qwen3_moe", "deepseek_v3"):
-        # So uneven a routing that experts are left without any token of a microbatch.
+        # Routing so uneven that some experts get no token of a microbatch.
         sizes |= {"num_experts": 8, "experts_per_token": 2, "balance_loss": 0.5}
     if family == "qwen3_moe":
         sizes["expert_ffn"] = 20

@@ -1,8 +1,8 @@
-"""The standing attack: everything that users, disks, networks and strangers do to a run, at random.
+"""The standing attack: random damage by users, disks, networks and strangers to a run.
 
-Each trial damages a copy of a good folder, or a running job, and looks at what becomes of it. A trial fails where the
-result is another without a word, where a refusal does not name what is wrong, where a stack trace is shown, or where
-nothing ends. A failure prints the seed that makes it again, for --again.
+Each trial damages a copy of a good folder, or a running job, and checks the outcome. A trial fails if the result
+differs without a message, if a refusal does not name the fault, if a stack trace is shown, or if it does not end. A
+failure prints the seed that repeats it, for --again.
 """
 
 import argparse
@@ -33,7 +33,7 @@ from attack.trial import FAILURES, Trial
 ROOT = Path(__file__).parents[2]
 FATES = ("survived", "named", "as written", *FAILURES)
 PER_KIND: Mapping[str, float] = {"killed job": 0.25, "stopped rank": 0.05, "network": 0.05, "random recipes": 2}
-"""Trials of the slow kinds and of the widest, relative to the others'."""
+"""Numbers of trials of the slow kinds and of the widest kind, relative to the others'."""
 
 
 class Attacks:
@@ -45,19 +45,19 @@ class Attacks:
 
     @property
     def expected(self) -> Expected:
-        """The job that is attacked, undisturbed."""
+        """The attacked job, undisturbed."""
         self._expected = self._expected or expect(self.good, self.place)
         return self._expected
 
     @property
     def place(self) -> Path:
-        """Where this process's trials are: kinds may run side by side."""
+        """The folder of this process's trials: kinds may run in parallel."""
         place = self.folder / str(os.getpid())
         place.mkdir(exist_ok=True)
         return place
 
     def trial(self, seed: str) -> Trial:
-        """The one trial of a seed that begins with its kind: `network/0/3/cut`."""
+        """The trial of a seed, which begins with its kind: `network/0/3/cut`."""
         kind = seed.split("/", 1)[0]
         for target in TARGETS:
             if target.attack == kind:
@@ -69,7 +69,7 @@ class Attacks:
         return signal_trial(self.good, self.place, self.expected, seed)
 
     def kinds(self, deadline: float = inf) -> dict[str, Callable[[int, int], Iterable[Trial]]]:
-        """What makes so many trials of each kind with a seed, none of them begun after `deadline`."""
+        """For each kind, a function that makes trials from a count and a seed; none begins after `deadline`."""
         drawn = {
             "random recipes": (recipes(), recipe_trial),
             "random records": (data_files(), data_trial),
@@ -132,8 +132,7 @@ def main(words: Sequence[str] | None = None) -> int:
 def campaign(
     attacks: Attacks, count: int, seed: int, only: str = "", jobs: int = 1, seconds: float = 1800
 ) -> list[Trial]:
-    """All kinds of attack whose name contains `only`, in so many processes side by side; each has its share of the
-    seconds."""
+    """All kinds of attack whose name contains `only`, in parallel processes; each gets its share of the seconds."""
     if why := possible():
         print(f"no attacks by disks and networks: {why}")
     print(f"seed {seed}", flush=True)
@@ -145,7 +144,7 @@ def campaign(
 
 
 def attack(attacks: Attacks, kind: str, count: int, seed: int, seconds: float) -> list[Trial]:
-    """`count` trials of one kind, or as many as begin within `seconds`; failures reported as they come."""
+    """`count` trials of one kind, or as many as begin within `seconds`; failures are reported at once."""
     began, trials = time.monotonic(), []
     for trial in attacks.kinds(time.monotonic() + seconds)[kind](count, seed):
         trials.append(trial)
@@ -175,12 +174,12 @@ def keep(file: Path, trials: Sequence[Trial], arguments: argparse.Namespace, sec
 
 
 def kinds_of(trials: Sequence[Trial]) -> list[str]:
-    """In their order."""
+    """The kinds, in order."""
     return list(dict.fromkeys(trial.attack for trial in trials))
 
 
 def report(trial: Trial) -> None:
-    """One trial, with the end of what it said."""
+    """One trial, with the end of its output."""
     said = "".join(f"\n    {line}" for line in trial.said.splitlines()[-20:])
     print(f"{trial.fate}: {trial.done}  (--again '{trial.seed}'){said}", flush=True)
 

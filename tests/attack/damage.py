@@ -1,4 +1,4 @@
-"""Damages of files: flipped bits, cuts, holes, extra bytes, swaps, and values of a JSON file that no reader expects."""
+"""Damage to files: flipped bits, cuts, holes, extra bytes, swaps, and unexpected values in a JSON file."""
 
 import json
 import random
@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 Damage = Callable[[Path, random.Random], str]
-"""Changes a file and says how."""
+"""Changes a file and returns a description."""
 
 
 def flip(path: Path, draw: random.Random, *, within: int | None = None) -> str:
@@ -20,7 +20,7 @@ def flip(path: Path, draw: random.Random, *, within: int | None = None) -> str:
 
 
 def cut(path: Path, draw: random.Random) -> str:
-    """The end missing, as after a crash."""
+    """The end removed, as after a crash."""
     kept = draw.randrange(path.stat().st_size)
     with path.open("r+b") as file:
         file.truncate(kept)
@@ -28,7 +28,7 @@ def cut(path: Path, draw: random.Random) -> str:
 
 
 def hole(path: Path, draw: random.Random) -> str:
-    """A block of zeros, as of a file system that lost it."""
+    """A block of zeros, as from a file system that lost it."""
     data = bytearray(path.read_bytes())
     begin = draw.randrange(len(data))
     end = min(len(data), begin + draw.choice((1, 16, 512, 4096)))
@@ -38,7 +38,7 @@ def hole(path: Path, draw: random.Random) -> str:
 
 
 def grow(path: Path, draw: random.Random) -> str:
-    """Bytes that nobody wrote, at the end."""
+    """Random bytes appended."""
     extra = draw.randbytes(draw.choice((1, 7, 4096)))
     with path.open("ab") as file:
         file.write(extra)
@@ -46,19 +46,19 @@ def grow(path: Path, draw: random.Random) -> str:
 
 
 def empty(path: Path, draw: random.Random) -> str:
-    """Nothing left."""
+    """An empty file."""
     path.write_bytes(b"")
     return "emptied"
 
 
 def remove(path: Path, draw: random.Random) -> str:
-    """No such file."""
+    """The file deleted."""
     path.unlink()
     return "removed"
 
 
 def scramble(path: Path, draw: random.Random) -> str:
-    """Two blocks exchanged: the same bytes in another order."""
+    """Two blocks swapped: the same bytes in another order."""
     data = bytearray(path.read_bytes())
     size = max(1, min(64, len(data) // 4))
     one, other = sorted(draw.sample(range(0, len(data) - size + 1, size), 2)) if len(data) >= 2 * size else (0, 0)
@@ -81,11 +81,11 @@ ABSURD: Sequence[Any] = (
     "\x1b[31m", "é\u202e", [], [0], ["a"], [[]], [None], {}, {"a": 1}, {"": {}}, "x" * 10_000, "{{ 1/0 }}",
     "{% for i in range(10**9) %}{% endfor %}",
 )  # fmt: skip
-"""Values that no key expects, or few."""
+"""Values that few keys, or none, expect."""
 
 
 def absurd(path: Path, draw: random.Random) -> str:
-    """One value of a JSON file, wherever it stands, replaced by one that does not belong there, or one key removed."""
+    """One value at any place of a JSON file replaced by one that does not belong there, or one key removed."""
     tree = json.loads(path.read_text())
     places = list(_places(tree))
     where, key = draw.choice(places)

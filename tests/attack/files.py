@@ -13,7 +13,7 @@ from attack.trial import Ended, Trial, copy, judge, run
 
 @dataclass(frozen=True)
 class Target:
-    """Some files, what may happen to them, and the command that reads them."""
+    """Some files, their possible damage, and the command that reads them."""
 
     attack: str
     files: Sequence[str]
@@ -21,9 +21,9 @@ class Target:
     words: Sequence[str]
     damages: Sequence[damage.Damage] = damage.ANY
     checked: bool = True
-    """Whether every change must be noticed, for there is a checksum or the reader checks what it says."""
+    """Whether every change must be detected, by a checksum or by the reader's checks."""
     fresh: bool = False
-    """Whether the run directory is removed first, so that training begins anew."""
+    """Whether the run directory is removed first, so that training starts from the beginning."""
 
 
 CHECKPOINT = "run/checkpoints/step-00000004"
@@ -60,7 +60,7 @@ def damage_trial(good: Good, folder: Path, target: Target, seed: str) -> Trial:
         how = damage.flip
     done = f"{path.relative_to(attacked)}: {how(path, draw)}"
     ended = run(target.words, attacked)
-    # A refusal names the file, or the directory that it makes unreadable.
+    # A refusal names the file, or the directory that the damage makes unreadable.
     names = (path.name, path.parent.name)
     fate, said = judge(ended, same=_same(good, attacked, target, ended), names=names, checked=target.checked)
     return Trial(target.attack, seed, done, fate, said)

@@ -1,4 +1,4 @@
-"""The folder that is attacked: a recipe, its text, token cache and run, an export, adapters, and the results of all."""
+"""The attacked folder: a recipe, its text, token cache and run, an export, adapters, and all results."""
 
 import json
 import shutil
@@ -33,15 +33,15 @@ GENERATE = ("--prompt", "def", "--max-tokens", "8", "--temperature", "0", "--jso
 
 @dataclass(frozen=True)
 class Good:
-    """The folder, and what its commands give without damage."""
+    """The folder, and the results of its commands without damage."""
 
     folder: Path
     trained: str
     """The whole run's losses and last weights."""
     started: str
-    """The same of the run that starts from the exported adapters."""
+    """The same for the run that starts from the exported adapters."""
     texts: Mapping[str, str]
-    """What `generate` prints, by the model's directory in the folder."""
+    """The output of `generate`, by the model's directory in the folder."""
 
 
 def make_good(folder: Path) -> Good:
@@ -58,7 +58,7 @@ def make_good(folder: Path) -> Good:
     start = {**tuning, "finetune": tune | {"start_from": "adapter"}, "run_dir": "started"}
     (good / "start.yaml").write_text(yaml.safe_dump({**start, "data": data | {"tokenizer": "hf"}}, sort_keys=False))
     for words in (
-        (*TRAIN, "checkpoint.asynchronous=false"),  # else a save that is due while one is being written is left out
+        (*TRAIN, "checkpoint.asynchronous=false"),  # else a save that is due during another is skipped
         ("export", "run", "--hf", "hf"),
         ("train", "tune.yaml"),
         ("export", "tuned", "--adapter", "adapter"),
@@ -67,7 +67,7 @@ def make_good(folder: Path) -> Good:
         _must(run(words, good))
     trained, started = result_of(good), result_of(good, "started", TUNED)
     shutil.rmtree(good / "started")
-    # The run as it was when it had saved step 4: what resumes from here trains two steps.
+    # The run as it was after saving step 4: resuming it trains two steps.
     last = good / "run/checkpoints/step-00000006"
     shutil.rmtree(last)
     (good / "run/checkpoints/latest").write_text("step-00000004\n")

@@ -1,4 +1,4 @@
-"""Random recipes and random data, drawn by Hypothesis, which shrinks what it finds."""
+"""Random recipes and random data, drawn by Hypothesis, which shrinks failures."""
 
 import json
 import time
@@ -79,7 +79,7 @@ SETTINGS = tuple(settings())
 
 @st.composite
 def recipes(draw: st.DrawFn) -> str:
-    """The good recipe with one to four settings changed: three of four times to what their schema allows."""
+    """The good recipe with one to four settings changed; three of four changes are within the schema."""
     recipe = json.loads(json.dumps(RECIPE))
     for path, schema in draw(st.lists(st.sampled_from(SETTINGS), min_size=1, max_size=4)):
         value = draw(fitting(schema) if draw(st.integers(0, 3)) else NESTED)
@@ -108,12 +108,12 @@ FORMATS = (
     st.fixed_dictionaries({"conversations": TURNS}),
     NESTED,
 )
-"""A line of a .jsonl file of each format, more or less."""
+"""A line of a .jsonl file in each format, roughly."""
 
 
 @st.composite
 def data_files(draw: st.DrawFn) -> bytes:
-    """Records of one format, rarely of another too, and rarely bytes that are no JSON."""
+    """Records of one format, rarely also of another, and rarely bytes that are not JSON."""
     records = draw(st.sampled_from(FORMATS))
     lines = [json.dumps(record).encode() for record in draw(st.lists(records, min_size=1, max_size=4))]
     if draw(st.integers(0, 7)) == 0:
@@ -149,7 +149,8 @@ def data_trial(good: Good, folder: Path, data: bytes, seed: str) -> Trial:
 def drawn_trials(
     strategy: st.SearchStrategy[Any], trial: Callable[[Any, str], Trial], count: int, seed: int, deadline: float
 ) -> list[Trial]:
-    """`count` trials of drawn inputs; the first failure ends them, shrunk to the smallest that fails alike."""
+    """`count` trials of drawn inputs; the first failure ends them, shrunk to the smallest input that fails the same
+    way."""
     trials: list[Trial] = []
     failed: list[Trial] = []
 

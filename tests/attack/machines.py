@@ -1,6 +1,6 @@
-"""Bad disks and networks: full and read-only file systems, two machines whose link is slow, lossy, interrupted or cut.
+"""Bad disks and networks: full and read-only file systems; two machines with a slow, lossy, interrupted or cut link.
 
-Both need root: a tmpfs of a size is mounted, and each machine is a network namespace with one end of a veth pair.
+Both need root: a tmpfs of limited size is mounted, and each machine is a network namespace with one end of a veth pair.
 """
 
 import contextlib
@@ -24,7 +24,7 @@ FAULTS = ("slow", "lossy", "interrupted", "cut")
 
 
 def possible() -> str:
-    """Why these attacks cannot be tried here; empty where they can."""
+    """Why these attacks are impossible here; empty if they are possible."""
     missing = [tool for tool in ("ip", "tc", "mount") if shutil.which(tool) is None]
     if os.geteuid() != 0:
         return "it needs root"
@@ -32,7 +32,7 @@ def possible() -> str:
 
 
 def faults() -> tuple[str, ...]:
-    """Those that this kernel can make of a link: slow and lossy ones need its `netem`."""
+    """The link faults that this kernel can simulate: slow and lossy links need its `netem`."""
     name = "meshwright-probe"
     _do("ip", "netns", "add", name)
     try:
@@ -48,7 +48,7 @@ def faults() -> tuple[str, ...]:
 
 
 def disk_trial(good: Good, folder: Path, seed: str) -> Trial:
-    """A fresh run, or a resumed one, on a file system with little room."""
+    """A fresh or resumed run on a file system with little space."""
     draw = random.Random(seed)
     mounted = folder / "disk"
     mounted.mkdir(exist_ok=True)
@@ -74,7 +74,7 @@ def disk_trial(good: Good, folder: Path, seed: str) -> Trial:
         def make_room() -> None:
             _do("mount", "-o", "remount,rw,size=1g", str(mounted))
 
-        # What it prints goes elsewhere, for this disk is full. The last save waits for room, and gets it.
+        # Its output goes elsewhere, because this disk is full. The last save waits for space, and gets it.
         ended = run(words, attacked, output=folder, meanwhile=make_room)
         names = ("No space left on device", "no space left on device", "ead-only file system", "disk")
         fate, said = judge(ended, same=ended.status == 0 and result_of(attacked) == good.trained, names=names)

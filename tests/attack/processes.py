@@ -31,7 +31,7 @@ JOB: Mapping[str, Any] = {
 WORDS = ("train", "recipe.yaml", "--resume", "auto")
 KILLS = (signal.SIGKILL, signal.SIGKILL, signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 LIMIT = 180.0
-"""Seconds within which a job has to end after a signal, on a busy machine; gloo's own limit is half an hour."""
+"""Seconds within which a job must end after a signal, on a busy machine; gloo's own limit is half an hour."""
 
 
 @dataclass(frozen=True)
@@ -40,19 +40,19 @@ class Expected:
 
     result: str
     seconds: float
-    """Of one that is forked."""
+    """Seconds that a forked job takes."""
     cold_seconds: float
 
 
 def job_folder(good: Good, folder: Path) -> Path:
-    """A copy of the good folder whose recipe is the job's."""
+    """A copy of the good folder with the job's recipe."""
     attacked = copy(good.folder, folder)
     (attacked / "recipe.yaml").write_text(yaml.safe_dump(dict(JOB), sort_keys=False))
     return attacked
 
 
 COLD = 8
-"""One job of so many is a fresh Python, for signals that come while it loads."""
+"""One of this many jobs is a new Python process, for signals that arrive while it loads."""
 
 
 def start(
@@ -63,8 +63,8 @@ def start(
     *,
     cold: bool = False,
 ) -> Process:
-    """The job in a process group of its own; what it prints goes to files beside the folder. `machine`: the network
-    namespace where it runs."""
+    """The job in its own process group; its output goes to files next to the folder. `machine`: the network namespace
+    where it runs."""
     out, err, env = folder / f"{name}.out", folder / f"{name}.err", {**os.environ, **(more or {})}
     if not cold:
         return start_warm(WORDS, cwd=folder, out=out, err=err, env=env, machine=machine)
@@ -78,7 +78,7 @@ def end(job: Process, folder: Path, name: str = "job", limit: float = LIMIT) -> 
     try:
         job.wait(limit)
         deadline = time.monotonic() + 15
-        while members(job.pid) and time.monotonic() < deadline:  # workers that the launcher left behind
+        while members(job.pid) and time.monotonic() < deadline:  # workers that outlive the launcher
             time.sleep(0.05)
     except subprocess.TimeoutExpired:
         pass
@@ -105,7 +105,7 @@ def members(session: int) -> list[int]:
 
 
 def workers(launcher: int) -> list[int]:
-    """The launcher's ranks, in their order."""
+    """The launcher's ranks, in order."""
     found = []
     for process in members(launcher):
         try:
@@ -118,7 +118,7 @@ def workers(launcher: int) -> list[int]:
 
 
 def expect(good: Good, folder: Path) -> Expected:
-    """Train the job once in either way, undisturbed."""
+    """Train the undisturbed job once in each way."""
     here, seconds, results = folder / "undisturbed", dict[bool, float](), set[str]()
     for cold in (True, False):
         job_folder(good, here)
@@ -162,12 +162,12 @@ def signal_trial(good: Good, folder: Path, expected: Expected, seed: str) -> Tri
 
 
 def _judge(ended: Ended) -> tuple[Fate, str]:
-    """A job that was hit: it ended, with a status and a sentence where it could still say one."""
+    """The outcome of a signalled job: it must end with a status, and with a sentence if it could still print one."""
     said = f"exit {ended.status}\n{ended.out[-SAID:]}\n{ended.err[-SAID:]}"
     if ended.status is None:
         return "hang", said
     if "Traceback (most recent call last)" in ended.err:
         return "trace", said
-    # Before Python has read the first line of the program, a signal ends it as it ends any other.
+    # Before Python has read the first line of the program, a signal ends it like any other process.
     told = ended.status == 0 or -(ended.status or 0) in KILLS or ended.err.strip()
     return ("named", "") if told else ("vague", said)

@@ -1,4 +1,4 @@
-"""One trial of an attack: a command in a forked process, and what became of it."""
+"""One trial of an attack: a command in a forked process, and its outcome."""
 
 import importlib
 import os
@@ -27,19 +27,19 @@ for module in (*LOADED, "transformers.models.llama.modeling_llama"):
     importlib.import_module(module)
 
 Fate = Literal["survived", "named", "as written", "vague", "silent", "trace", "hang"]
-"""survived: the same result as without damage. named: refused, and the message names what is wrong. as written: a file
-without checksums still says something legal, and that was done. The others are failures: refused without a name,
-another result without a word, a stack trace, or no end within the limit."""
+"""survived: the same result as without damage. named: refused, and the message names the fault. as written: a file
+without checksums is still legal, and was obeyed. The others are failures: refused without a name, a different result
+without a message, a stack trace, or no end within the limit."""
 
 FAILURES: tuple[Fate, ...] = ("vague", "silent", "trace", "hang")
 LIMIT = 240.0
-"""Seconds of a trial in one process, on a busy machine: most take a tenth of one."""
+"""Seconds for a trial in one process, on a busy machine: most take a tenth of a second."""
 PATIENCE = 20.0
-"""Seconds after which somebody looks at what a trial does."""
+"""Seconds after which `meanwhile` is called."""
 MEMORY = 6 * 2**30
-"""Bytes of address space that a trial may take beyond what its process has when it starts."""
+"""Bytes of address space that a trial may take beyond those of its process at the start."""
 SAID = 2000
-"""Characters of a trial's output that a report of its failure shows."""
+"""Characters of a trial's output in the report of its failure."""
 
 
 @dataclass(frozen=True)
@@ -47,28 +47,28 @@ class Ended:
     """How a process ended."""
 
     status: int | None
-    """Exit status, negative for a signal; None where the limit ended it."""
+    """Exit status, negative for a signal; None if the limit ended it."""
     out: str
     err: str
 
     @property
     def traced(self) -> bool:
-        """Whether it shows a stack trace, or died of a signal that nobody sent."""
+        """Whether it printed a stack trace, or died of a signal that nobody sent."""
         return "Traceback (most recent call last)" in self.err or (self.status or 0) < 0
 
 
 @dataclass(frozen=True)
 class Trial:
-    """What was tried, and what became of it."""
+    """A trial and its outcome."""
 
     attack: str
     seed: str
-    """What makes the same trial again."""
+    """Repeats the same trial."""
     done: str
     """The damage, in words."""
     fate: Fate
     said: str = ""
-    """What was printed, of a failure."""
+    """The output of a failure."""
 
 
 def run(
@@ -79,10 +79,10 @@ def run(
     output: Path | None = None,
     meanwhile: Callable[[], object] | None = None,
 ) -> Ended:
-    """`meshwright WORDS` in `cwd`, in a fork of this process, which has imported it: no start-up to wait for.
+    """`meshwright WORDS` in `cwd`, in a fork of this process, which has already imported it.
 
-    It leads a process group of its own. What it prints goes through files in `output`, or beside `cwd`. `meanwhile` is
-    called once, where it has not ended within `PATIENCE` seconds.
+    It leads its own process group. Its output goes to files in `output`, or next to `cwd`. `meanwhile` is called once,
+    if it has not ended within `PATIENCE` seconds.
     """
     out, err = ((output or cwd.parent) / f"{cwd.name}.{kind}" for kind in ("out", "err"))
     sys.stdout.flush()
@@ -128,10 +128,10 @@ def wait(child: int, limit: float, meanwhile: Callable[[], object] | None = None
 
 
 def judge(ended: Ended, *, same: bool, names: Sequence[str] = (), checked: bool = True) -> tuple[Fate, str]:
-    """What became of a trial, and what it said where that is a failure.
+    """The outcome of a trial, and the output of a failure.
 
-    `same`: whether the result is what it is without damage; `names`: what a refusal has to mention, one of them;
-    `checked`: whether a checksum or a reader's check must notice every change.
+    `same`: whether the result is the same as without damage; `names`: words, one of which a refusal must contain;
+    `checked`: whether a checksum or a reader's check must detect every change.
     """
     said = f"exit {ended.status}\n{ended.out[-SAID:]}\n{ended.err[-SAID:]}"
     if ended.status is None:

@@ -1,5 +1,5 @@
-"""A job without a start-up to wait for: its launcher is a fork of this process, which has loaded everything, and its
-ranks are forks of the fork server that the launcher makes before anything else."""
+"""A job without start-up time: its launcher is a fork of this process, which has loaded everything, and its ranks are
+forks of the fork server that the launcher starts first."""
 
 import ctypes
 import os
@@ -30,7 +30,7 @@ def start_warm(
 
 
 def _become(cwd: Path, out: Path, err: Path, env: Mapping[str, str], machine: str) -> None:
-    """This fork's session, place, streams and network."""
+    """Set this fork's session, folder, streams and network."""
     os.setsid()
     os.chdir(cwd)
     for path, stream in ((out, 1), (err, 2)):
@@ -49,7 +49,7 @@ def _launch(words: Sequence[str]) -> int:
 
 
 def _end_with_status(work: Any) -> None:
-    """Do it, and end this fork as a program ends."""
+    """Run it, and end this fork as a program ends."""
     status = 1
     try:
         status = work()

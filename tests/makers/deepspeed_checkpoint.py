@@ -28,4 +28,4 @@ for _ in range(2):
 engine.save_checkpoint(out)
 dist.barrier()
 sys.stdout.flush()
-os._exit(0)  # gloo's threads may abort a process that tears itself down in order
+os._exit(0)  # gloo's threads may abort a process during an orderly teardown

@@ -1,6 +1,6 @@
 """Saves a Llama of a Hugging Face directory as Megatron-core's distributed checkpoint, split over the ranks: MODEL OUT.
 
-Megatron-core saves from a GPU alone: what it asks of one is answered by the CPU here.
+Megatron-core saves only from a GPU; here the CPU replaces it.
 """
 
 import multiprocessing
@@ -21,7 +21,7 @@ from transformers import AutoConfig
 
 
 class OnCpu(TorchFunctionMode):
-    """What is made on a GPU, or moved to it, is on the CPU."""
+    """Tensors created on a GPU, or moved to it, are on the CPU."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = dict(kwargs or {})
@@ -32,7 +32,7 @@ class OnCpu(TorchFunctionMode):
 
 
 def split(name: str, whole: dict[str, torch.Tensor], groups: int, rank: int, ranks: int) -> torch.Tensor:
-    """This rank's share of a parameter of Megatron-core's."""
+    """This rank's part of one of Megatron-core's parameters."""
     if name.startswith("decoder.layers."):
         _, _, number, *rest = name.split(".")
         layer, rest = f"model.layers.{number}.", ".".join(rest)
@@ -90,10 +90,10 @@ def main() -> None:
     with OnCpu():
         dist_checkpointing.save(model.sharded_state_dict(), str(out))
     dist.barrier()
-    for writer in multiprocessing.active_children():  # they would outlive this process
+    for writer in multiprocessing.active_children():  # else they would outlive this process
         writer.kill()
     sys.stdout.flush()
-    os._exit(0)  # gloo's threads may abort a process that tears itself down in order
+    os._exit(0)  # gloo's threads may abort a process during an orderly teardown
 
 
 if __name__ == "__main__":  # Megatron-core starts processes that import this file

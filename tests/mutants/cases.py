@@ -1,4 +1,4 @@
-"""The tiny runs on which mutants are tried: a layout, and what `tiny_run` is given beside it."""
+"""The tiny runs on which mutants are tried: a layout, and further options of `tiny_run`."""
 
 from typing import Any
 

@@ -1,8 +1,8 @@
-"""Work in forked processes: torch is imported once for a whole campaign, and a fault is planted as its module is
+"""Work in forked processes: torch is imported once for a whole campaign, and a fault is planted when its module is
 imported.
 
-What forks has never computed anything, for torch's threads do not survive a fork. So ranks are forked before the
-process that asks them computes its reference.
+A forked process has never computed anything, because torch's threads do not survive a fork. So ranks are forked before
+the process that uses them computes its reference.
 """
 
 import ctypes
@@ -26,7 +26,7 @@ OURS = ("meshwright", "mutants", "tiny", "conftest")
 CONTEXT = multiprocessing.get_context("fork")
 
 PR_SET_PDEATHSIG = 1
-"""Of <linux/prctl.h>."""
+"""A constant of <linux/prctl.h>."""
 
 
 def _die_with_parent() -> None:
@@ -44,7 +44,7 @@ class Child:
         there.close()
 
     def result(self, timeout: float) -> Any:
-        """What it returned; `RuntimeError` with its traceback, or where it says nothing for `timeout` seconds."""
+        """Its return value; `RuntimeError` with its traceback, or if it is silent for `timeout` seconds."""
         ok, value = False, f"no answer within {timeout} s"
         try:
             if self.connection.poll(timeout):
@@ -57,7 +57,7 @@ class Child:
         return value
 
     def end(self) -> None:
-        """End it, and with it all that it started."""
+        """End it and all processes that it started."""
         self.process.kill()
         self.process.join()
         self.connection.close()
@@ -73,12 +73,12 @@ def _report(pipe: Connection, function: Callable[..., Any], args: tuple[Any, ...
 
 
 def import_others(function: Callable[..., Any], *args: Any) -> None:
-    """Import every module that is not ours and that `function(*args)` needs, found out by a child that calls it."""
+    """Import every module that is not ours and that `function(*args)` needs; a child finds them by calling it."""
     for name in Child(_others, function, args).result(600):
         if name not in sys.modules:
             try:
                 importlib.import_module(name)
-            except ImportError:  # a part of a module that pretends to be one
+            except ImportError:  # a part of a module, listed as a module
                 continue
 
 
@@ -88,9 +88,9 @@ def _others(function: Callable[..., Any], args: tuple[Any, ...]) -> list[str]:
 
 
 def plant(file: Path, old: str, new: str, package: Path) -> None:
-    """Let this process import `file` with `new` in the place of `old`; `ValueError` where that is not there once.
+    """Make this process import `file` with `old` replaced by `new`; `ValueError` if `old` does not occur exactly once.
 
-    `package`: the folder that packages are imported from.
+    `package`: the folder that contains the packages.
     """
     text = file.read_text()
     if text.count(old) != 1:
@@ -103,7 +103,7 @@ def plant(file: Path, old: str, new: str, package: Path) -> None:
 
 
 class _Planted:
-    """Finds one module, whose code is given."""
+    """Finds one module, with the given source."""
 
     def __init__(self, name: str, file: Path, code: CodeType) -> None:
         self.name, self.file, self.code = name, file, code
@@ -124,7 +124,7 @@ class _Loader(SourceFileLoader):
 
 
 class ForkedRanks:
-    """Gloo ranks forked from this process, asked as `testing.ranks.RankPool` is."""
+    """Gloo ranks forked from this process, with the interface of `testing.ranks.RankPool`."""
 
     def __init__(self, world_size: int) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="meshwright-mutant-")
@@ -140,7 +140,7 @@ class ForkedRanks:
             self._processes.append(process)
 
     def run(self, world_size: int, function: Callable[..., Any], *args: Any, timeout: float = 120) -> list[Any]:
-        """What `function(*args)` returned on each rank; `RuntimeError` with the tracebacks of those that failed."""
+        """The results of `function(*args)` on each rank; `RuntimeError` with the tracebacks of those that failed."""
         assert world_size == len(self._pipes)
         for pipe in self._pipes:
             pipe.send((function, args))
@@ -157,7 +157,7 @@ class ForkedRanks:
             return False, "the process died"
 
     def close(self) -> None:
-        """End all of them."""
+        """End all ranks."""
         for process in self._processes:
             process.kill()
             process.join()
@@ -166,7 +166,7 @@ class ForkedRanks:
 
 def _serve(rank: int, world_size: int, store: str, pipe: Connection) -> None:
     _die_with_parent()
-    torch = importlib.import_module("torch")  # what forks has imported it
+    torch = importlib.import_module("torch")  # the parent has imported it
     dist = torch.distributed
     torch.set_num_threads(1)
     while True:

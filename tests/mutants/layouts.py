@@ -12,7 +12,7 @@ from tiny import tiny_run
 
 
 def legal(options: dict[str, Any]) -> ResolvedRun | None:
-    """The tiny run of a drawn layout; None where its batch or pipeline does not come out, or training refuses it."""
+    """The tiny run of a drawn layout; None if batch or pipeline do not fit it, or training refuses it."""
     try:
         run = tiny_run(**options)
     except ValueError:
@@ -24,7 +24,7 @@ def legal(options: dict[str, Any]) -> ResolvedRun | None:
 
 
 def answer_layouts(seed: int, count: int) -> list[dict[str, Any]]:
-    """A row for each of some layouts, drawn by this seed."""
+    """One row for each layout drawn with this seed."""
     rows = []
     for drawn in random_layouts(seed=seed, count=count, build=legal):
         began = time.monotonic()

@@ -1,4 +1,4 @@
-"""One run through `verify`, on forked ranks; a mutant's is one on whose layout its fault shows."""
+"""One run through `verify`, on forked ranks; a mutant's case is one on whose layout its fault shows."""
 
 import tempfile
 import traceback
@@ -13,7 +13,7 @@ from mutants.forked import ForkedRanks
 from tiny import tiny_run
 
 SECONDS = 60
-"""That ranks have for a proof before they are said to hang."""
+"""Time for ranks' proof, after which they count as hung."""
 
 
 def build(case: str, precision: str = "fp64") -> ResolvedRun:
@@ -29,12 +29,12 @@ def build(case: str, precision: str = "fp64") -> ResolvedRun:
 
 
 def answer_case(case: str, precision: str = "fp64") -> dict[str, Any]:
-    """What `verify` says of a case."""
+    """`verify`'s result for a case."""
     return answer(build(case, precision))
 
 
 def answer(run: ResolvedRun) -> dict[str, Any]:
-    """What `verify` says, in short."""
+    """`verify`'s result, in short."""
     ranks = ForkedRanks(run.run.layout.world_size)
     with tempfile.TemporaryDirectory(prefix="meshwright-mutant-") as folder:
         try:

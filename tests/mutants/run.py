@@ -1,9 +1,9 @@
 """The campaign: `make mutants`, or `python -m mutants.run` from `tests/`.
 
-Every mutant is a fault planted in a module as it is imported, tried by `verify` in a process of its own; random legal
-layouts of the source as it is must all be found equal. Results are kept in docs/mutants.json as they come, so that a
-campaign can be interrupted and goes on; docs/make_mutants_md.py makes a page of them. This process imports torch and
-never computes (`forked.py`); nothing of this project is imported in it.
+Every mutant is a fault planted in a module during its import, tried by `verify` in a separate process. Random legal
+layouts of the unchanged source must all be equal. Results are saved in docs/mutants.json one by one, so that an
+interrupted campaign can continue; docs/make_mutants_md.py makes a page of them. This process imports torch and never
+computes (`forked.py`); it imports nothing of this project.
 """
 
 import argparse
@@ -26,15 +26,15 @@ ROOT = Path(__file__).resolve().parents[2]
 SOURCE, RESULTS = ROOT / "src", ROOT / "docs" / "mutants.json"
 MUTANTS = [*SPLIT, *table_steps.MUTANTS]
 LAYOUTS_AT_ONCE = 10
-"""Random layouts tried by one process, one after the other."""
+"""Random layouts tried by one process, one after another."""
 KINDS = {"fp64": "mutants", "bf16": "mutants in bf16"}
-"""Where the results of a precision are kept."""
+"""The key of a precision's results."""
 PATIENCE = 1200
-"""Seconds after which a process is taken for dead."""
+"""Seconds after which a process counts as dead."""
 
 
 def key_of(mutant: Mutant) -> str:
-    """What tells a mutant from others, and from what it was before it was changed."""
+    """A key that distinguishes a mutant from others, and from its earlier versions."""
     return hashlib.sha256(repr(mutant[1:5]).encode()).hexdigest()[:12]
 
 
@@ -49,24 +49,24 @@ def try_mutant(mutant: Mutant, precision: str) -> dict[str, Any]:
 
 
 def answer_case(case: str, precision: str) -> dict[str, Any]:
-    """What `verify` says of a case."""
+    """`verify`'s result for a case."""
     return importlib.import_module("mutants.one").answer_case(case, precision)
 
 
 def try_layouts(seed: int) -> list[dict[str, Any]]:
-    """The rows of some random layouts, drawn by this seed."""
+    """The rows of random layouts drawn with this seed."""
     return importlib.import_module("mutants.layouts").answer_layouts(seed, LAYOUTS_AT_ONCE)
 
 
 def work(item: Mutant | int, precision: str) -> Any:
-    """What a child does."""
+    """A child's work."""
     return try_mutant(item, precision) if isinstance(item, Mutant) else try_layouts(item)
 
 
 def outcomes(
     items: list[Mutant | int], precision: str, jobs: int, seconds: float
 ) -> Iterator[tuple[Mutant | int, Any]]:
-    """Each item with its row or rows, `jobs` at once, as they come; nothing is begun after so many seconds."""
+    """Each item with its row or rows, `jobs` at a time, as they finish; nothing starts after the given seconds."""
     end, waiting, running = time.monotonic() + seconds, list(items), dict[Any, tuple[Mutant | int, Child, float]]()
     while waiting or running:
         while waiting and len(running) < jobs and time.monotonic() < end:
@@ -93,7 +93,7 @@ def _late(began: float) -> bool:
 
 
 def main() -> int:
-    """Try what is not known yet, for as long as there is time."""
+    """Try mutants without a result, as long as there is time."""
     parser = argparse.ArgumentParser(prog="mutants.run", description=__doc__)
     parser.add_argument("--seconds", type=float, default=3600, help="nothing is begun after so long")
     parser.add_argument("--jobs", type=int, default=2, help="processes at once")

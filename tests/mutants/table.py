@@ -1,4 +1,4 @@
-"""Mutants that split a model (tensor, context, expert parallelism): the fault, where, on which case, and what to name.
+"""Mutants that split a model (tensor, context, expert parallelism): the fault, its file, its case, and its location.
 
 `old` must occur once in the file. `names` is a regular expression for `PHASE: NAME`: the first activation, loss, weight
 or moment that the fault reaches, in the order of computation.

@@ -1,4 +1,4 @@
-"""Mutants of pipelines, data parallelism, steps, optimizers and data, as `table.py` has them."""
+"""Mutants of pipelines, data parallelism, steps, optimizers and data, in the form of `table.py`."""
 
 from mutants.table import END, Mutant
 

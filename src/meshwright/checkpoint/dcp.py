@@ -66,13 +66,13 @@ def write_shards(folder: Path, plan: ShardPlan, parts: dict[str, torch.Tensor]) 
 
 
 def write_index(folder: Path, plan: ShardPlan, results: list[list[WriteResult]]) -> None:
-    """Write `.metadata`, the index of all parts, from what `write_shards` returned on every rank."""
+    """Write `.metadata`, the index of all parts, from the results of `write_shards` on every rank."""
     assert plan.index is not None
     dcp.FileSystemWriter(folder).finish(plan.index, results)
 
 
 class _PartsPlanner(DefaultSavePlanner):
-    """A planner that finds parts by name alone: each rank has one part of a tensor."""
+    """A planner that finds parts by name only: each rank has one part of a tensor."""
 
     def __init__(self, parts: dict[str, torch.Tensor]) -> None:
         super().__init__()
@@ -83,7 +83,7 @@ class _PartsPlanner(DefaultSavePlanner):
 
 
 def load_tensors(checkpoint: Path, tensors: dict[str, torch.Tensor]) -> None:
-    """Fill `tensors` in place from a verified checkpoint, whatever layout wrote it. Each rank reads by itself.
+    """Fill `tensors` in place from a verified checkpoint of any layout. Each rank reads independently.
 
     Raises `CheckpointError` if a tensor is missing or has another shape.
     """
@@ -101,7 +101,7 @@ def load_tensors(checkpoint: Path, tensors: dict[str, torch.Tensor]) -> None:
 
 
 def check_shapes(checkpoint: Path, shapes: dict[str, tuple[int, ...]]) -> None:
-    """Raise `CheckpointError` if `load_tensors` would, for a tensor that is missing or of another shape."""
+    """Raise `CheckpointError` if `load_tensors` would: if a tensor is missing or has another shape."""
     _check_shapes(checkpoint, SafeReader(checkpoint).read_metadata(), shapes)
 
 

@@ -44,7 +44,7 @@ class HfWeights:
         whole files, not by ordinary reads.
 
         Raises:
-            UserError: naming the file and the tensor that does not fit `spec`, and what was expected.
+            UserError: names the file, the tensor that does not fit `spec`, and the expected value.
         """
         self._places = hf_tensors(spec)
         self._handles: dict[Path, Any] = {}
@@ -96,7 +96,7 @@ class HfWeights:
 def _find(
     stored: Mapping[str, StoredTensor], full: str, name: str, shape: tuple[int, ...], spec: ModelSpec, where: Path
 ) -> tuple[str, StoredTensor]:
-    """The stored tensor `full`, which holds our parameter `name`, and the name it is stored under."""
+    """The stored tensor `full`, which contains our parameter `name`, and its name in the file."""
     bare = full if spec.foreign else full.removeprefix(family_of(spec).hf_prefix)
     key = next((key for key in (full, bare) if key in stored), None)
     if key is None:
@@ -113,7 +113,7 @@ def _find(
 
 def _refuse_unknown(stored: Mapping[str, StoredTensor], used: set[str], spec: ModelSpec) -> None:
     """Raise `UserError` for a tensor that would not be read: ignoring it would silently change the model."""
-    if spec.foreign:  # its parameters are those of the files, and have been compared with transformers' module
+    if spec.foreign:  # its parameters come from the files and have been compared with transformers' module
         return
     family = family_of(spec)
     ignored = family.hf_ignored + (("lm_head.weight",) if spec.tied_embeddings else ())
@@ -125,7 +125,7 @@ def _refuse_unknown(stored: Mapping[str, StoredTensor], used: set[str], spec: Mo
 
 
 def _second_head(stored: Mapping[str, StoredTensor], spec: ModelSpec) -> tuple[str, str, StoredTensor] | None:
-    """A head stored in the files although it is tied to the embedding: our name of the embedding, and the head."""
+    """A head stored in the files although it is tied to the embedding: our name for the embedding, and the head."""
     if not spec.tied_embeddings or "lm_head.weight" not in stored:
         return None
     embeddings = [row.name for row in parameter_table(spec) if row.dims[0] == "vocab"]
@@ -146,21 +146,21 @@ def export_hf(
     prove: bool = True,
     seal: Callable[[Path, dict[str, float]], None] | None = None,
 ) -> dict[str, float]:
-    """Write a directory that transformers 4 and 5 and this project read. It gets its name only when it is complete.
+    """Write a directory that transformers 4 and 5 and this project can read. It gets its name only when complete.
 
     Args:
-        parameters: our names with whole tensors, state included, each once, in any order. One is held at a time, and
-            those that share a stored tensor (gpt2's queries, keys and values) until all have come.
+        parameters: our names with whole tensors, state included, each once, in any order. One is held at a time; those
+            that share a stored tensor (gpt2's queries, keys and values) are held until all have arrived.
         tokenizer_dir: folder whose tokenizer files are copied, or None.
         dtype: of the stored weights.
         shard_bytes: size limit of a file.
         token_ids: `bos_token_id`, `eos_token_id`, `pad_token_id` for config.json and generation_config.json.
-        prove: before the directory gets its name, read it back and compare logits, by transformers as well where it
-            is installed. Holds two models in fp32 in host memory.
-        seal: called with the complete directory, before it gets its name, and the proof's findings.
+        prove: before the directory gets its name, read it back and compare logits, also with transformers if it is
+            installed. Holds two models in fp32 in host memory.
+        seal: called with the complete directory and the proof's findings, before the directory gets its name.
 
     Returns:
-        the largest difference between two logits that the proof found, by program; empty without it.
+        the largest difference between two logits in the proof, by program; empty without a proof.
 
     Raises:
         UserError: `out_dir` exists, the parameters are not those of `spec`, or the logits differ.
@@ -181,7 +181,7 @@ def export_hf(
 def _kept(
     parameters: Iterable[tuple[str, torch.Tensor]], reference: Decoder, dtype: torch.dtype
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """The same parameters, copied into `reference` as they pass, rounded as they will be stored."""
+    """The same parameters, each also copied into `reference`, rounded as it will be stored."""
     targets, state = named_tensors(reference), named_state(reference)
     for name, tensor in parameters:
         if name in targets and tensor.shape == targets[name].shape:
@@ -190,7 +190,7 @@ def _kept(
 
 
 def as_stored(parameters: Iterable[tuple[str, torch.Tensor]], spec: ModelSpec) -> Iterator[tuple[str, torch.Tensor]]:
-    """Every stored tensor, in its orientation, as soon as all parameters that share it have come."""
+    """Every stored tensor, in its orientation, as soon as all parameters that share it have arrived."""
     places = hf_tensors(spec)
     missing = {row.name: row.shape for row in parameter_table(spec) + state_table(spec)}
     waiting: dict[str, dict[int, torch.Tensor]] = {}  # rows of a stored tensor that have arrived, by its first row
@@ -219,7 +219,7 @@ def as_stored(parameters: Iterable[tuple[str, torch.Tensor]], spec: ModelSpec) -
 def _write_weights(
     tensors: Iterable[tuple[str, torch.Tensor]], spec: ModelSpec, directory: Path, dtype: torch.dtype, shard_bytes: int
 ) -> None:
-    """One file, or several with their index. All are open at once, because tensors come in any order."""
+    """One file, or several with an index. All are open at once, because tensors arrive in any order."""
     places = hf_tensors(spec)
     shapes = {key: place.shape for place in places.values() for key in place.keys}
     exact = {places[row.name].key for row in state_table(spec)}  # small, and sensitive to rounding
@@ -247,7 +247,7 @@ def _write_weights(
 
 
 def _plan_shards(sizes: Mapping[str, int], shard_bytes: int) -> list[list[str]]:
-    """Keys of each file: filled in order up to `shard_bytes`, at least one tensor each."""
+    """The keys of each file: filled in order up to `shard_bytes`, at least one tensor each."""
     shards: list[list[str]] = [[]]
     filled = 0
     for key, size in sizes.items():
@@ -271,13 +271,13 @@ def _write_configs(
 
 
 def _write_generation(path: Path, token_ids: dict[str, Any]) -> None:
-    """Write what generation needs, or add what the tokenizer's file lacks."""
+    """Write `token_ids` for generation, or add those that the copied file lacks."""
     try:
         given = json.loads(path.read_text(encoding="utf-8"))
         missing = {key: value for key, value in token_ids.items() if given.get(key) is None}
     except FileNotFoundError:
         given, missing = {}, token_ids
-    except (ValueError, AttributeError):  # whose it is, nobody here knows
+    except (ValueError, AttributeError):  # unreadable: left unchanged
         return
     if missing or not given:
         _write_json(path, given | missing)

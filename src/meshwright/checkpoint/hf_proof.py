@@ -1,4 +1,4 @@
-"""Proof of an export: the directory, read back, computes the logits of the model that was exported."""
+"""Proof of an export: the directory, read back, computes the exported model's logits."""
 
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -29,14 +29,14 @@ RowReader = Callable[[str, int, int], torch.Tensor]
 def prove_export(
     reference: Decoder, directory: Path, open_weights: Callable[[ModelSpec], RowReader]
 ) -> dict[str, float]:
-    """Compare the logits of `reference` (fp32, with the weights as they were rounded for export) with those
-    of the model in `directory`: read by us and, if it is installed, by transformers.
+    """Compare the logits of `reference` (fp32, with the weights rounded as for export) with those of the model in
+    `directory`: read by us and, if it is installed, by transformers.
 
     Args:
-        open_weights: from the model that config.json describes to a reader of its parameters' rows.
+        open_weights: takes the model that config.json describes, returns a reader of its parameters' rows.
 
     Returns:
-        the largest difference found, by program: meshwright and, where it is installed, transformers.
+        the largest difference found, by program: meshwright and, if installed, transformers.
 
     Raises:
         UserError: the logits differ.
@@ -63,7 +63,7 @@ def prove_export(
 
 @torch.no_grad()
 def prove_merge(adapted: Decoder, merged: Decoder) -> float:
-    """Compare the logits of a model and of the same with its adapters merged, both in fp32; returns the largest
+    """Compare the logits of a model and of the same model with merged adapters, both in fp32; returns the largest
     difference. Raises `UserError` if they differ by more than rounding."""
     batch = Batch(probe_tokens(adapted.spec))
     return compare_logits(adapted.logits(batch), merged.logits(batch), "adapters merged")
@@ -77,12 +77,12 @@ def probe_tokens(spec: ModelSpec) -> torch.Tensor:
 
 @torch.no_grad()
 def compare_with_transformers(reference: Decoder, directory: Path, tokens_BT: torch.Tensor, **options: Any) -> float:
-    """The largest difference between a logit of `reference` and of the model that transformers reads from `directory`,
-    both in fp32; `options` are `from_pretrained`'s.
+    """The largest difference between logits of `reference` and of the model that transformers reads from `directory`,
+    both in fp32; `options` are passed to `from_pretrained`.
 
-    Raises `UserError`, which names the first block whose output differs, where it is more than rounding.
+    Raises `UserError` with the first block whose output differs, if the difference exceeds rounding.
     """
-    # Heavy and optional, so it is imported only where an export is proved.
+    # Heavy and optional, so it is imported only when an export is proved.
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
@@ -106,7 +106,7 @@ def _first_other(expected: Mapping[str, torch.Tensor], found: Mapping[str, torch
 
 
 def _first_other_block(reference: Decoder, theirs: nn.Module, tokens_BT: torch.Tensor) -> str:
-    """The first block whose output differs; the last hidden states that transformers gives are behind the norm."""
+    """The first block whose output differs; transformers' last hidden states come after the norm."""
     ours: list[torch.Tensor] = []
 
     def keep(_module: nn.Module, _inputs: Any, output: Any) -> None:
@@ -133,8 +133,8 @@ def compare_logits(
     what: str = "the export",
     where: Callable[[], str] | None = None,
 ) -> float:
-    """The largest difference of two logits; raises `UserError`, which says `what` was read `how`, where it is more than
-    rounding, and what `where` finds to be the first that differs."""
+    """The largest difference of two logits. If it exceeds rounding, raises `UserError` with `what` was read, `how`, and
+    the first difference that `where` finds."""
     difference = (expected_BTV - found_BTV).abs().max().item()
     if not difference <= TOLERANCE * expected_BTV.abs().max().item():
         first = f"; first difference: {where()}" if where else ""

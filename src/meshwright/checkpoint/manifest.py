@@ -1,8 +1,8 @@
 """Publication of a checkpoint: written to a hidden folder, checksummed in a manifest, made visible by one rename.
 
-The order of a publication, each step on disk before the next: shards, index and `trainer.json` in a hidden folder, then
-`manifest.json` with the size and sha256 of every file, then the folder's final name, then `latest`; only then are old
-checkpoints removed (`retention.py`). A process killed anywhere leaves the last good checkpoint intact.
+The order of a publication, each step on disk before the next: shards, index and `trainer.json` in a hidden folder;
+`manifest.json` with the size and sha256 of every file; the folder's final name; `latest`. Only then are old checkpoints
+removed (`retention.py`). A process killed at any point leaves the last good checkpoint intact.
 """
 
 import hashlib
@@ -30,7 +30,7 @@ STAGING = ".writing-"
 UNFINISHED = re.compile(rf"{re.escape(STAGING)}{PREFIX}\d{{8,}}-[0-9a-f]{{8}}")
 """Full names of such folders, from interrupted saves and removals."""
 ABANDONED = "abandoned-"
-"""Prefix of checkpoints after the step that a run went back to: kept for people, never resumed from."""
+"""Prefix of checkpoints after the step that a run went back to: kept for users, never resumed from."""
 
 
 class CheckpointError(UserError):
@@ -57,7 +57,7 @@ def list_checkpoints(root: Path) -> list[Path]:
 def remove_checkpoint(checkpoint: Path) -> None:
     """Remove a checkpoint if it is ours: a folder with a manifest, not a link.
 
-    It is renamed first, so that an interrupted removal leaves nothing that looks like a checkpoint.
+    It is renamed first, so that an interrupted removal leaves no folder that looks like a checkpoint.
     """
     if (checkpoint / MANIFEST).is_file() and not checkpoint.is_symlink():
         aside = checkpoint.with_name(f"{STAGING}{checkpoint_name(step_of(checkpoint))}-{secrets.token_hex(4)}")
@@ -87,7 +87,7 @@ def publish(
     """Give the complete checkpoint in `staging` its manifest and its name; returns the published folder.
 
     If the run resumed from an older checkpoint, of step `since`, later checkpoints no longer belong to it and are
-    renamed; of two abandoned at the same step, the last stays. `since` None: checkpoints at `step` or later.
+    renamed; of two abandoned at the same step, the last is kept. `since` None: checkpoints at `step` or later.
     """
     write_durably(staging / MANIFEST, json.dumps({"format": FORMAT, "step": step, "files": files}, indent=1))
     sync_folder(staging)
@@ -106,7 +106,7 @@ def publish(
 
 
 def point_at(checkpoint: Path) -> None:
-    """Write the name of the newest checkpoint into `latest`, for people and scripts."""
+    """Write the name of the newest checkpoint into `latest`, for users and scripts."""
     write_durably(checkpoint.with_name(LATEST), checkpoint.name + "\n")
 
 

@@ -24,7 +24,7 @@ METADATA = ".metadata"
 
 
 class SafeReader(dcp.FileSystemReader):
-    """DCP's reader, except for `.metadata`."""
+    """DCP's reader, with a safe reader of `.metadata`."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """The index of all tensors; raises `CheckpointError` if it is anything else."""
@@ -43,7 +43,7 @@ class SafeReader(dcp.FileSystemReader):
 
 
 def _check(metadata: Any) -> None:
-    """Raise `ValueError` if unpickled metadata does not have DCP's form, in any part that DCP reads."""
+    """Raise `ValueError` if unpickled metadata does not have DCP's structure, in any part that DCP reads."""
 
     def must(true: bool, what: str) -> None:
         if not true:
@@ -98,7 +98,7 @@ class _SafeUnpickler(pickle.Unpickler):
                 "_MEM_FORMAT_ENCODING",
             )
         ]
-        + [  # what Megatron-core keeps beside it, and nobody reads
+        + [  # classes in Megatron-core's metadata, which nothing reads
             ("torch.distributed.checkpoint.planner", name)
             for name in ("SavePlan", "WriteItem", "WriteItemType", "TensorWriteData", "BytesIOWriteData")
         ]

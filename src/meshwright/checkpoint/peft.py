@@ -76,7 +76,7 @@ def write_adapter(
         tensors: every trained row of the table, by our names, whole.
         base: the value of `base_model_name_or_path`.
         fingerprint: of the base, so that the adapter is not resumed on another one.
-        prove: called with the path of the files; if it raises, nothing is written.
+        prove: called with the files' path; if it raises, nothing is written.
 
     Raises `UserError` if the directory exists or peft has no names for this adapter.
     """
@@ -147,7 +147,7 @@ def tied_keys(model: ModelSpec, finetune: AdapterSpec) -> tuple[str, str] | None
 def _check_tied(directory: Path, found: Mapping[str, torch.Tensor], tied: tuple[str, str], *, ours: bool) -> None:
     """Raise `AdapterError` if peft's head differs from the embedding, to which it is tied here.
 
-    `ours`: written by Meshwright, whose earlier versions left the head out.
+    `ours`: written by Meshwright; its earlier versions left out the head.
     """
     embedding, head = tied
     if head in found:

@@ -19,18 +19,18 @@ COMPARED = frozenset(
     | {"r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora", "use_dora", "init_lora_weights", "bias"}
     | {"modules_to_save", "ensure_weight_tying"}
 )
-"""Keys of a configuration that are compared with the recipe, or with the tensors beside it."""
+"""Keys of a configuration that are compared with the recipe, or with the adapter's tensors."""
 
 WITHOUT_EFFECT = frozenset(
     {"base_model_name_or_path", "revision", "task_type", "auto_mapping", "peft_version", "inference_mode"}
     | {"fan_in_fan_out", "lora_dropout", "megatron_config", "megatron_core", "runtime_config", "qalora_group_size"}
     | {"init_ia3_weights", "eva_config", "corda_config", "lora_ga_config", "loftq_config"}
 )
-"""Keys without effect on the computation of saved tensors: about initialization, training or storage. Any other key
-that is set is refused by name."""
+"""Keys without effect on the computation with saved tensors: initialization, training, storage. Any other key that is
+set is refused by name."""
 
 INITS = (True, False, None, "gaussian", "eva", "orthogonal")
-"""Values of `init_lora_weights` with which peft does not change the base."""
+"""Values of `init_lora_weights` for which peft leaves the base unchanged."""
 CONVERTIBLE = ("pissa", "olora", "corda", "lora_ga")
 """Initializations that change the base and that peft can convert to plain LoRA."""
 
@@ -103,7 +103,7 @@ def unread_by_vllm(directory: Path) -> list[str]:
 
 
 def lora_of(directory: Path) -> LoraSpec:
-    """The recipe's words for a LoRA adapter of peft's. `read_adapter` then compares it, tensor for tensor.
+    """The recipe's settings for a LoRA adapter of peft's. `read_adapter` then compares it, tensor for tensor.
 
     Raises `AdapterError` if it is of another kind, or names its modules by a pattern.
     """
@@ -132,7 +132,7 @@ def lora_of(directory: Path) -> LoraSpec:
 
 
 def check_adapter_config(directory: Path, model: ModelSpec, finetune: AdapterSpec) -> None:
-    """Raise `AdapterError` if the configuration describes another adapter than the recipe does."""
+    """Raise `AdapterError` if the configuration describes another adapter than the recipe."""
     file = directory / CONFIG
     try:
         config = json.loads(regular(file).read_text(encoding="utf-8"))
@@ -200,7 +200,7 @@ def _check_kinds(config: dict[str, Any]) -> None:
 def hf_module(model: ModelSpec, adapter: Adapter) -> str:
     """Hugging Face's name of the module that an adapter belongs to.
 
-    Raises `UserError` if several of our modules are one of theirs.
+    Raises `UserError` if several of our modules correspond to one of theirs.
     """
     place = hf_tensors(model)[adapter.weight.name]
     if sorted(place.shape) != sorted(adapter.weight.shape) or place.offset:
@@ -212,7 +212,7 @@ def hf_module(model: ModelSpec, adapter: Adapter) -> str:
 
 
 def _shortened(model: ModelSpec, modules: list[str]) -> list[str]:
-    """Last parts of names (`q_proj`) if all modules with them are meant, else whole names."""
+    """The last parts of the names (`q_proj`) if all modules with them are meant, else the whole names."""
     ends: dict[str, set[str]] = {}
     for place in hf_tensors(model).values():
         module = place.key.rpartition(".")[0]

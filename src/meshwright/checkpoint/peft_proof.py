@@ -1,4 +1,4 @@
-"""Proof of an adapter's export: read back by us, and by peft if it is installed, it gives the model's logits."""
+"""Proof of an adapter's export: read back by us, and by peft if installed, it gives the model's logits."""
 
 import warnings
 from collections.abc import Callable, Mapping
@@ -29,7 +29,7 @@ def prove_adapter(
         write_base: returns the base as a Hugging Face directory; called only if peft is installed.
 
     Returns:
-        the largest difference found, by program: meshwright and, where it is installed, peft.
+        the largest difference found, by program: meshwright and, if installed, peft.
 
     Raises:
         UserError: the logits differ, or peft cannot read the adapter.
@@ -48,7 +48,7 @@ def prove_adapter(
 
 
 def _peft_logits(base: Path, adapter: Path, tokens_BT: torch.Tensor) -> torch.Tensor:
-    # Heavy and optional, so they are imported only if an adapter is proved.
+    # Heavy and optional, so they are imported only when an adapter is proved.
     import peft
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging

@@ -1,4 +1,4 @@
-"""Retention: which old checkpoints are kept."""
+"""Retention: selects the old checkpoints to keep."""
 
 import json
 import math

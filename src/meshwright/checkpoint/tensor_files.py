@@ -15,13 +15,13 @@ from meshwright.spec.errors import UserError
 from meshwright.storage.sync import sync
 
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-"""Dtypes of weights, as safetensors names them."""
+"""Dtypes of weights, by safetensors' names."""
 
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 def open_tensors(file: Path) -> Any:
-    """A file, whose header has been checked, opened by safetensors. Raises `UserError` if safetensors refuses it."""
+    """Open a file with safetensors, after its header has been checked. Raises `UserError` if safetensors refuses it."""
     try:
         return safe_open(file, framework="pt")
     except (OSError, SafetensorError) as error:
@@ -29,17 +29,17 @@ def open_tensors(file: Path) -> Any:
 
 
 class UnmappedTensor:
-    """One tensor of a file whose header has been read, read piece by piece with ordinary reads.
+    """One tensor of a file with a checked header, read piece by piece with ordinary reads.
 
-    safetensors maps the whole file as private writable memory, which counts against a limit of a process's memory
-    (RLIMIT_DATA, RLIMIT_AS) although it holds nothing.
+    safetensors maps the whole file as private writable memory, which counts against a process's memory limit
+    (RLIMIT_DATA, RLIMIT_AS) although it occupies none.
     """
 
     def __init__(self, tensor: StoredTensor) -> None:
         self._tensor = tensor
 
     def __getitem__(self, places: slice | tuple[slice, slice]) -> torch.Tensor:
-        """Rows, or rows and columns, as safetensors' slices have them."""
+        """Rows, or rows and columns, as with safetensors' slices."""
         if isinstance(places, tuple):
             return self[places[0]][:, places[1]]
         count, *rest = self._tensor.shape or (1,)
@@ -60,14 +60,14 @@ class UnmappedTensor:
 
 
 class TensorFileWriter:
-    """Writes one safetensors file whose tensors are known by name, shape and dtype beforehand and come in any
-    order."""
+    """Writes one safetensors file. The tensors' names, shapes and dtypes are known beforehand; the tensors arrive in
+    any order."""
 
     def __init__(self, file: Path, tensors: Mapping[str, tuple[tuple[int, ...], torch.dtype]]):
         header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
         self._offsets: dict[str, int] = {}
         end = 0
-        # By falling element size, as safetensors orders them, so that every tensor is aligned.
+        # By decreasing element size, as safetensors orders them, so that every tensor is aligned.
         for name, (shape, dtype) in sorted(tensors.items(), key=lambda item: -item[1][1].itemsize):
             begin, end = end, end + prod(shape) * dtype.itemsize
             header[name] = {"dtype": NAMES[dtype], "shape": list(shape), "data_offsets": [begin, end]}

@@ -1,4 +1,4 @@
-"""Verification: whether a checkpoint may be used, and which other one could be."""
+"""Verification: whether a checkpoint is good, and which other one to use."""
 
 from pathlib import Path
 from typing import Any
@@ -33,7 +33,7 @@ def verify_checkpoint(checkpoint: Path, *, to_resume: bool = False) -> dict[str,
 def read_values(checkpoint: Path) -> dict[str, Any]:
     """The value in `trainer.json`, after checking it and the index; no tensor is read.
 
-    Raises `CheckpointError` as `verify_checkpoint` does for resuming. Not collective.
+    Raises `CheckpointError` like `verify_checkpoint` with `to_resume`. Not collective.
     """
     if problem := _problem(checkpoint, 0, 1, only=(METADATA, TRAINER)):
         raise CheckpointError(f"{problem}; {_offer(checkpoint, to_resume=True)}")
@@ -52,7 +52,7 @@ def newest_good_checkpoint(root: Path) -> tuple[Path | None, list[str]]:
 
 
 def _problem(checkpoint: Path, part: int, parts: int, *, only: tuple[str, ...] = ()) -> str | None:
-    """The fault of the checkpoint, or None. Reads every `parts`-th file from `part` on, or `only` some."""
+    """The fault of the checkpoint, or None. Reads every `parts`-th file starting at `part`, or `only` some."""
     try:
         manifest = read_manifest(checkpoint)
         verify_no_foreign_files(checkpoint, manifest)

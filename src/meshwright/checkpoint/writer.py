@@ -43,7 +43,7 @@ class SaveOutcome:
     problem: str | None
     """The error, if any; a published checkpoint may have one too (old ones could not be removed)."""
     blocked_seconds: float
-    """Wall time for which training waited on rank 0."""
+    """Wall time that training waited on rank 0."""
     total_seconds: float
     """Wall time from the first copy to the end of the publication."""
     bytes: int
@@ -63,14 +63,14 @@ class CheckpointWriter:
     """Saves the checkpoints of one run. Every rank has a writer and makes the same calls in the same order."""
 
     def __init__(self, root: Path, spec: CheckpointSpec, beside: Mapping[str, bytes] | None = None) -> None:
-        """`beside`: files that every checkpoint keeps a copy of, by plain names; rank 0's count."""
+        """`beside`: files, by plain names, that every checkpoint includes a copy of; rank 0's are used."""
         self.root, self.spec, self._beside = root, spec, dict(beside or {})
         self.since: int | None = None
         """Step of the checkpoint that the next one follows; checkpoints between the two are abandoned."""
         self._plan: ShardPlan | None = None
         self._buffers: dict[str, torch.Tensor] = {}
         self._thread: threading.Thread | None = None
-        self._step: int | None = None  # of the save on its way
+        self._step: int | None = None  # of the save in progress
         self._publishing = False
         self._written = _Written([], {}, None)
         self._outcome: SaveOutcome | None = None

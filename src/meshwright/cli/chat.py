@@ -129,7 +129,7 @@ class Talk:
 
     def __init__(self, partners: list[Any], values: dict[str, Any], stops: list[str]) -> None:
         self.partners, self.values, self.stops = partners, values, stops
-        self.settings()  # so that invalid values are refused before the first question
+        self.settings()  # refuses invalid values before the first question
         self.status = 0
 
     def settings(self) -> Any:

@@ -125,7 +125,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _besides(rest: Run, wrong: Collection[str], arguments: argparse.Namespace) -> list[str]:
-    """Further problems of a recipe of which only `rest` could be read, without problems in incomplete sections."""
+    """Further problems of a recipe of which only `rest` could be read, except problems in incomplete sections."""
     findings = Findings(arguments)
     examine(rest, arguments.recipe.parent, findings)
     return [finding for finding in findings if not set(re.findall(r"\b(\w+)\.\w", finding)) & set(wrong)]
@@ -206,10 +206,10 @@ def _model_facts(recipe: Run, model: ModelSpec) -> dict[str, Any]:
 def _sample(
     recipe: Run, files: list[SourceFile], base_dir: Path, model_dir: Path | None, model: ModelSpec | None
 ) -> dict[str, Any]:
-    """The tokenizer, and the first sample of the corpus as it would be trained on.
+    """The tokenizer, and the first sample of the corpus in the form that is trained on.
 
     Reads the corpus up to READ_BYTES to find files that are not text. If a tokenizer would be trained, one is trained
-    here on the beginning of the corpus; the run's own will differ a little.
+    here on the beginning of the corpus; the run's own will differ slightly.
     """
     tokenizer = find_tokenizer(recipe.data, base_dir=base_dir, model_dir=model_dir)
     given = [file for file in files if file.is_tokens]
@@ -245,7 +245,7 @@ def _sample(
 
 
 def _beginning(files: list[SourceFile], characters: int) -> list[str]:
-    """The first documents, up to this many characters in all. More of the corpus is read, but only checked."""
+    """The first documents, up to this many characters in total. More of the corpus is read, but only checked."""
     texts, num_bytes = [], 0
     total = min(READ_BYTES, sum(file.path.stat().st_size for file in files))
     with ProgressLine() as tell:

@@ -154,7 +154,7 @@ def _opened(arguments: argparse.Namespace, path: Path) -> Any:
 
 
 def _curve(arguments: argparse.Namespace, measure: Callable[[Path], Measured]) -> int:
-    """Measure every checkpoint of the run, and print the figures over its steps."""
+    """Measure every checkpoint of the run, and print the figures by step."""
     from meshwright.checkpoint.manifest import list_checkpoints, step_of
 
     checkpoints = list_checkpoints(arguments.model / "checkpoints")
@@ -180,7 +180,7 @@ def _curve(arguments: argparse.Namespace, measure: Callable[[Path], Measured]) -
 
 
 def _columns(figures: dict[str, Any]) -> dict[str, float]:
-    """The figures that a curve is drawn of: the loss, or every metric of every task."""
+    """The figures that a curve shows: the loss, or every metric of every task."""
     if "loss" in figures:
         return {"loss": figures["loss"]}
     return {

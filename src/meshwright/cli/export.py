@@ -192,8 +192,8 @@ def _export_model(arguments: argparse.Namespace, trained: "TrainedModel") -> int
 
 
 def _vllm_server(arguments: argparse.Namespace) -> str:
-    """vLLM's server up to the model: of the Python that has read the files back, where one was named. `vllm serve` does
-    not start in every build (docs/handover.md); this module does."""
+    """The words that start vLLM's server, before the model: with the Python that has read the files back, if one was
+    named. `vllm serve` does not start in every build (docs/handover.md); this module does."""
     return f"{arguments.vllm} -m vllm.entrypoints.openai.api_server --model" if arguments.vllm else "vllm serve"
 
 

@@ -79,7 +79,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _convert(arguments: argparse.Namespace, checkpoints: list[Path]) -> None:
-    """Write the weights; the recipe of the other files, if there are any, starts from them."""
+    """Write the weights; the recipe from the other files, if there are any, starts from them."""
     if not arguments.weights or len(checkpoints) > 1:
         raise UserError(f"{checkpoints[0]}: give one checkpoint, and --weights DIR for the directory to write")
     # Torch loads here, which configuration files do not need.

@@ -139,7 +139,7 @@ def _compared(verdicts: Sequence[Verdict], rated: Sequence[Rated]) -> dict[str, 
 def _judge(
     arguments: argparse.Namespace, questions: Sequence[Question], found: dict[str, Any]
 ) -> tuple[list[Verdict], list[Rated]]:
-    """Judge, note the cost in `found`, and return the verdicts on pairs and the ratings."""
+    """Judge, record the cost in `found`, and return the verdicts on pairs and the ratings."""
     if not arguments.answers or (arguments.judge is None and not arguments.dry_run):
         raise UserError("give the answers with --answers, and the judge's address with --judge")
     prompts = read_prompts(arguments.prompts)

@@ -298,7 +298,7 @@ def _validate(arguments: argparse.Namespace) -> int:
 
 
 def _doubts(path: Path, doubts: list[Doubt]) -> Iterator[str]:
-    """Cells that were not understood; equal ones share a line."""
+    """Cells that were not understood; equal ones are on one line."""
     if not doubts:
         return
     groups: dict[tuple[str, str, str], list[Doubt]] = {}

@@ -177,12 +177,12 @@ def _check_one_model(arguments: argparse.Namespace) -> None:
 
 
 def _several(arguments: argparse.Namespace) -> bool:
-    """Whether other models share the process, or the base."""
+    """Whether other models share the process or the base."""
     return bool(arguments.adapter or arguments.beside or arguments.adapters_from)
 
 
 def _opened(arguments: argparse.Namespace) -> Any:
-    """The model; in a process that is not the first of several, returned when the first one has ended."""
+    """The model; in a process that is not the first of several, returned after the first one has ended."""
     from meshwright.serve.trained import open_trained
 
     trained = open_trained(

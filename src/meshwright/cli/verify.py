@@ -261,7 +261,7 @@ def _quantized(resolved: ResolvedRun, proof: Any) -> list[str]:
 
 
 def _cost(proof: Any) -> list[str]:
-    """What low precision does, beside the proof."""
+    """The effect of low precision, shown with the proof."""
     if (cost := proof.cost) is None:
         return []
     loss = proof.comparisons[-1].reference["loss"] if proof.comparisons[-1:] else cost.loss

@@ -1,23 +1,23 @@
-"""Every collective on tensors, with its gradient. Nothing else in this package calls `torch.distributed` for tensors.
+"""Every collective on tensors, with its gradient. No other file of this package calls `torch.distributed` for tensors.
 
 | function | result on rank r of N | gradient |
 |---|---|---|
-| `all_gather(x, group, dim)` | the ranks' x, one after another along dim | `reduce_scatter` |
+| `all_gather(x, group, dim)` | the ranks' x, concatenated along dim | `reduce_scatter` |
 | `reduce_scatter(x, group, dim)` | part r of N along dim of the sum of the ranks' x | `all_gather` |
 | `all_to_all(x, group)` | entry r of every rank's x, which has N entries in dim 0 | `all_to_all` |
 | `all_to_all_rows(x, received, sent, group)` | the same for runs of rows of any length | `all_to_all_rows` |
 | `all_reduce(x, group)` | the sum of the ranks' x | the identity |
-| `maximum(x, group)` | the largest of the ranks' x, element by element | none |
+| `maximum(x, group)` | the element-wise maximum of the ranks' x | none |
 | `all_reduce_(x, group, op)` | the sum, or the maximum, in place | none |
 | `send`, `receive`, `Hop` | messages between two ranks, and once round a ring | none |
 
-A sum of which every rank computes the same loss has the identity as its gradient (g of Megatron-LM, Shoeybi et al.,
+If every rank computes the same loss from a sum, the sum's gradient is the identity (g of Megatron-LM, Shoeybi et al.,
 2019).
 
-FSDP2 gathers weights and reduces gradients by itself, and DTensor what it redistributes; `parallel/traffic.py` counts
-these together with what is sent from here. In fewer bits, FSDP2's go through `parallel/quantized.py`, which has the
-functions here send bytes. Python objects go through `objects.py`; stores and barriers of a start or an end are in
-`launch/`.
+FSDP2 gathers weights and reduces gradients itself, and DTensor redistributes tensors itself; `parallel/traffic.py`
+counts these together with the collectives of this file. Quantized FSDP2 collectives are in `parallel/quantized.py`,
+which sends bytes with the functions here. Python objects are sent by `objects.py`. Stores, and the barriers at a run's
+start and end, are in `launch/`.
 """
 
 from typing import Any, Literal
@@ -61,7 +61,7 @@ class _ReduceScatter(torch.autograd.Function):
 
 
 def _gather(x: torch.Tensor, size: int, group: str, dim: int) -> torch.Tensor:
-    """Waited for at once, as all here: what leaves is a plain tensor."""
+    """Waits at once, like all collectives here, so that the result is a plain tensor."""
     parts = functional.wait_tensor(functional.all_gather_into_tensor(x.contiguous(), size, group))
     return parts.unflatten(0, (size, -1)).movedim(0, dim).flatten(dim, dim + 1) if dim else parts
 
@@ -72,7 +72,7 @@ def _scatter_sum(x: torch.Tensor, size: int, group: str, dim: int) -> torch.Tens
 
 
 def all_to_all(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """Entry n of dim 0 goes to rank n, and rank n's comes in its place. Cannot be compiled."""
+    """Sends entry n of dim 0 to rank n, and replaces it by rank n's entry. Cannot be compiled."""
     return _AllToAll.apply(x, group)  # type: ignore[return-value]
 
 
@@ -90,7 +90,7 @@ class _AllToAll(torch.autograd.Function):
 
 
 def all_to_all_rows(x: torch.Tensor, received: list[int], sent: list[int], group: dist.ProcessGroup) -> torch.Tensor:
-    """`sent[n]` rows for each rank n in turn, exchanged for `received[n]` rows of each; backward, gradients go back."""
+    """`sent[n]` rows for rank n, in rank order, exchanged for `received[n]` rows of it; backward, gradients go back."""
     return _AllToAllRows.apply(x, received, sent, group.group_name)  # type: ignore[return-value]
 
 
@@ -123,16 +123,16 @@ class _AllReduce(torch.autograd.Function):
 
 @torch.no_grad()
 def maximum(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """The largest over ranks, element by element; no gradient."""
+    """The element-wise maximum over ranks; no gradient."""
     return functional.wait_tensor(functional.all_reduce(x.contiguous(), "max", group.group_name))
 
 
 def all_reduce_(
     x: torch.Tensor, group: dist.ProcessGroup | None = None, op: Literal["sum", "max"] = "sum"
 ) -> torch.Tensor:
-    """Make `x` in place the sum over ranks, or the maximum, and return it; no gradient.
+    """Replace `x` in place by its sum, or maximum, over ranks, and return it; no gradient.
 
-    Without a group: over all ranks of the run, and nothing if one process trains alone.
+    Without a group: over all ranks of the run; does nothing if one process trains alone.
     """
     if group is not None or dist.is_initialized():
         dist.all_reduce(x, {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}[op], group=group)
@@ -140,7 +140,7 @@ def all_reduce_(
 
 
 class Message:
-    """A tensor on its way from one rank to another."""
+    """A tensor in transit from one rank to another."""
 
     def __init__(self, tensor: torch.Tensor, work: dist.Work | None, group: dist.ProcessGroup) -> None:
         assert work is not None
@@ -148,13 +148,13 @@ class Message:
         self._travels = dist.get_backend(group) != "fake"
 
     def wait(self) -> torch.Tensor:
-        """The tensor, once it has arrived, or has gone."""
+        """The tensor, after it has arrived or been sent."""
         self._work.wait()
         return self.tensor
 
     def has_gone(self) -> bool:
-        """Whether the sender's tensor is needed no longer. Torch's backend `fake`, with which a run is rehearsed, sends
-        nothing and completes nothing: its messages have gone at once."""
+        """Whether the sender no longer needs the tensor. Torch's backend `fake`, which rehearsals use, sends nothing
+        and completes nothing: its messages count as sent at once."""
         return not self._travels or self._work.is_completed()
 
 
@@ -169,7 +169,7 @@ def receive(tensor: torch.Tensor, rank: int, group: dist.ProcessGroup) -> Messag
 
 
 class Hop:
-    """A contiguous tensor on its way to the next rank of a ring, while the previous rank's comes."""
+    """A contiguous tensor in transit to the next rank of a ring, while the previous rank's arrives."""
 
     def __init__(self, tensor: torch.Tensor, group: dist.ProcessGroup) -> None:
         ranks, here = dist.get_process_group_ranks(group), group.rank()

@@ -1,8 +1,8 @@
-"""Exchange of Python objects between ranks; one process alone exchanges them with itself.
+"""Exchange of Python objects between ranks; a single process exchanges them with itself.
 
-Objects are pickled, and unpickling runs code: so each message is signed (HMAC-SHA256) with a secret of the run, which
-`launch/secret.py` gives every rank, and only a message with the right signature is read. torch's own exchange
-(`all_gather_object` and its kin) reads whatever arrives.
+Objects are pickled, and unpickling runs code. So each message is signed (HMAC-SHA256) with a secret of the run, which
+`launch/secret.py` gives every rank, and only a message with a valid signature is read. torch's own exchange
+(`all_gather_object` and related functions) reads any message.
 """
 
 import hmac
@@ -24,7 +24,7 @@ _secret = b""
 
 
 def sign_with(secret: bytes) -> None:
-    """Sign all that this process sends with `secret`, and read nothing else; every rank has the same one."""
+    """Sign all messages of this process with `secret`, and read no others; every rank has the same secret."""
     global _secret
     _secret = secret
 
@@ -45,7 +45,7 @@ def world_size() -> int:
 
 
 def gather(value: Any) -> list[Any] | None:
-    """`value` of every rank, in rank order, on rank 0; None elsewhere. Collective."""
+    """`value` of every rank, in rank order, on rank 0; None on other ranks. Collective."""
     if not dist.is_initialized():
         return [value]
     message = _signed(value)
@@ -57,7 +57,7 @@ def gather(value: Any) -> list[Any] | None:
 
 
 def gather_everywhere(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
-    """`value` of every rank of `group`, or of all ranks, in rank order, on every rank of it. Collective."""
+    """`value` of every rank of `group`, or of all ranks, in rank order, on each of them. Collective."""
     if not dist.is_initialized():
         return [value]
     message = _signed(value)
@@ -83,7 +83,7 @@ def scatter(values: Sequence[Any] | None) -> Any:
 
 
 def from_first(value: Any, group: dist.ProcessGroup | None = None) -> Any:
-    """Rank 0's object, on every rank of `group`, or on all. Collective."""
+    """Rank 0's object, on every rank of `group`, or on all ranks. Collective."""
     if not dist.is_initialized():
         return value
     message = _signed(value) if rank() == 0 else torch.empty(0, dtype=torch.uint8)

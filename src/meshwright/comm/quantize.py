@@ -13,7 +13,7 @@ from meshwright.spec.quantized import BLOCK, SCALE_BYTES, Sent, code_bytes, leve
 
 @dataclass(frozen=True)
 class Coded:
-    """The bytes of parts of equal size, one row each: a row's scales, then its codes."""
+    """The encoded parts, of equal size, one per row: a row's scales, then its codes."""
 
     rows: torch.Tensor
     """[rows, bytes], uint8; may be strided."""
@@ -28,7 +28,7 @@ class Coded:
         return self.rows[:, :end].clone(memory_format=torch.contiguous_format).view(torch.float32)
 
     def write(self, values_RN: torch.Tensor) -> None:
-        """Encode [rows, numbers]; uses values in fp32 and fp64 as room, which destroys them."""
+        """Encode [rows, numbers]; overwrites values in fp32 and fp64."""
         values_RN = values_RN.to(torch.promote_types(values_RN.dtype, torch.float32))
         end = num_blocks(self.numbers) * SCALE_BYTES
         scales = torch.empty(len(values_RN), num_blocks(self.numbers), dtype=torch.float32, device=values_RN.device)

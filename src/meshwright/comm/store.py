@@ -1,7 +1,7 @@
 """The rendezvous store of a run; every value in it is signed.
 
-torch's store accepts anybody who reaches its port. So every value carries an HMAC of its name and itself, keyed with
-the run's secret. A value without a valid one is rejected with an error.
+torch's store accepts any client that reaches its port. So every value carries an HMAC of its name and content, keyed
+with the run's secret. A value without a valid HMAC is rejected with an error.
 """
 
 import hmac
@@ -16,7 +16,7 @@ DIGEST, SIGNATURE_BYTES = "sha256", 64
 
 
 class StrangerError(UserError):
-    """Somebody without the secret writes where ranks meet."""
+    """A process without the secret writes to the rendezvous store."""
 
 
 class SignedStore(dist.Store):
@@ -26,18 +26,18 @@ class SignedStore(dist.Store):
     """
 
     def __init__(self, store: dist.Store, secret: bytes, where: str, *, prefix: str = "") -> None:
-        """`where`: its address, for messages. `prefix`: put before every name, so that values of an earlier attempt are
+        """`where`: its address, for messages. `prefix`: added to every name, so that values of an earlier attempt are
         never mistaken for current ones."""
         super().__init__()
         self._store, self._where, self._prefix = store, where, prefix
-        self._key = hmac.digest(secret, b"store", DIGEST)  # so that no signature here is one of an object
+        self._key = hmac.digest(secret, b"store", DIGEST)  # a separate key: signatures are not valid for objects
 
     def set(self, key: str, value: str | bytes) -> None:
         """See `dist.Store`."""
         self._store.set(self._prefix + key, self._signed(key, value))  # type: ignore[arg-type]  (bytes are taken too)
 
     def get(self, key: str) -> bytes:
-        """See `dist.Store`. Raises `StrangerError` if the value is not one of ours."""
+        """See `dist.Store`. Raises `StrangerError` if the value has no valid signature."""
         return self._verified(key, self._store.get(self._prefix + key))
 
     def compare_set(self, key: str, expected_value: str, desired_value: str) -> bytes:

@@ -1,8 +1,8 @@
-"""The audit: reads every batch of every rank of a planned run, and trusts only the token files and the recipe.
+"""The audit: reads every batch of every rank of a planned run; trusts only the token files and the recipe.
 
-Samples are identified by their tokens, not by the loader's numbering. Every row of a rank is compared with tokens read
-here from the pieces of its sample, and the pieces are compared with the boundaries of documents. Shapes: T positions of
-a sample.
+Samples are identified by their tokens, not by the loader's numbering. Every row of a rank is compared with the tokens
+of its sample's pieces, which the audit reads itself, and the pieces are compared with the boundaries of documents.
+Shapes: T positions of a sample.
 """
 
 from collections import Counter
@@ -24,7 +24,7 @@ from meshwright.data.token_file import TokenFile
 from meshwright.spec.data import DataSpec
 
 EXAMPLES = 3
-"""Findings of one kind that are reported in full; further ones are counted."""
+"""Findings of one kind that are reported in full; the rest are only counted."""
 ATTENTION_ROWS = 16
 """Rows whose attention is checked in full, T x T."""
 
@@ -53,12 +53,12 @@ class Batches(Protocol):
 
 @dataclass(kw_only=True)
 class PlannedRun:
-    """The input of an audit: each part of the data path between the recipe and the ranks."""
+    """The input of an audit: every part of the data path between the recipe and the ranks."""
 
     corpus: Corpus
     data: DataSpec
     mixture: Mixture
-    """The samples of each stream, and which is seen at which position."""
+    """The samples of each stream, and the sample at each position."""
     held_out: JoinedSamples | None
     seed: int
     steps: int
@@ -68,7 +68,7 @@ class PlannedRun:
     batches: Callable[[int], Batches]
     """The batches of each data-parallel rank; closed by the caller."""
     epochs: Sequence[float]
-    """How often each stream is announced to be seen."""
+    """The announced number of epochs of each stream."""
     sees: Callable[[np.ndarray], np.ndarray] | None = None
     """The model's attention mask: documents [b, T] to bool [b, T, T]; None leaves its check out."""
 
@@ -88,7 +88,7 @@ class Report:
     """Training documents whose exact copy is held out."""
 
     def add(self, check: str, message: str) -> None:
-        """Note a finding."""
+        """Record a finding."""
         self.counts[check] += 1
         if self.counts[check] <= EXAMPLES:
             self.findings[check].append(message)
@@ -145,7 +145,7 @@ def packing_problems(file: TokenFile, samples: Samples, data: DataSpec, *, keep_
 
 
 def expected_sample(file: TokenFile, samples: Samples, index: int, data: DataSpec) -> Sample:
-    """Sample `index` as the recipe wants it, read from the tokens."""
+    """Sample `index` according to the recipe, read from the tokens."""
     inputs_T, documents_T = np.zeros((2, data.sequence_length), np.int64)
     labels_T = np.full(data.sequence_length, NO_LABEL, np.int64)
     place = 0
@@ -196,8 +196,8 @@ class _Reading:
         self._check_counts()
 
     def _rows(self, microbatches: Sequence[HostBatch], position: int) -> Iterator[Sample]:
-        """The rows of a rank's step, the first at this position. Without padding, rows are joined into one, and each
-        must have the length of the sample that the order assigns there."""
+        """The rows of a rank's step, the first at this position. Without padding, rows are joined into one; each must
+        have the length of the sample that the order assigns to its position."""
         rows = self.run.global_batch // self.run.world_size // len(microbatches)
         for batch in microbatches:
             assert batch.labels is not None
@@ -249,7 +249,7 @@ class _Reading:
         return self._without_tail(expected_sample(file, samples, index, self.run.data))
 
     def _without_tail(self, row: Sample) -> Sample:
-        """The row with blanks after its last label, if rows are padded: a rank need not receive those tokens."""
+        """The row with blanks after its last label, if rows are padded: a rank may omit those tokens."""
         if self.run.data.packing != "padded":
             return row
         used, blank = _used(row.labels), blank_sample(self.run.data.sequence_length)

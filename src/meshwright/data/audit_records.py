@@ -75,7 +75,7 @@ def _answers(record: dict[str, Any], messages: Sequence[dict[str, Any]]) -> tupl
 
 def _words(message: dict[str, Any]) -> list[str]:
     """The texts and names in a message with tool calls, in the order in which templates render them. Templates differ
-    in the form of arguments and in the thoughts that they omit."""
+    in the format of arguments and in the thoughts that they omit."""
     return [message["content"].strip(), *(call["function"]["name"] for call in message.get("tool_calls", []))]
 
 

@@ -2,7 +2,7 @@
 
 Longest first, each document goes into the fullest bin with room (Johnson, 1973; for sequences Krell et al., "Efficient
 Sequence Packing without Cross-contamination", 2021). Documents of one length are placed together: the fullest bins with
-room all have the same room r, and each takes r // length documents before the next bin. So the cost is sorting plus one
+room all have the same room r, and each takes r // length documents before the next bin. The cost is sorting plus one
 array operation for each pair of length and room that occurs: about as many as the capacity, for any number of
 documents.
 """
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 WINDOW = 1 << 24
-"""Documents packed together. Larger numbers are packed in windows, each with its own bins: this bounds memory (about
+"""Documents packed together. More documents are packed in windows, each with its own bins: this bounds memory (about
 100 bytes per document) and leaves a few bins per window less full."""
 
 
@@ -32,8 +32,8 @@ def best_fit(starts: np.ndarray, capacity: int, *, alone: bool = False) -> Bins:
     """Pack documents into bins of `capacity` labels.
 
     `starts`, int64 (num_documents + 1,), are the documents' first tokens and the number of tokens. A document of n
-    tokens has n - 1 labels; a document of more than `capacity` labels is cut into pieces that fill a bin, and a rest.
-    `alone`: every document, or rest of one, gets its own bin.
+    tokens has n - 1 labels. A document of more than `capacity` labels is cut into pieces that fill a bin, and a
+    remainder. `alone`: every document, or remainder, gets its own bin.
     """
     windows = [
         _pack(starts[first : first + WINDOW + 1], capacity, alone) for first in range(0, len(starts) - 1, WINDOW)
@@ -84,7 +84,7 @@ def assign_bins(lengths: np.ndarray, capacity: int) -> tuple[np.ndarray, int]:
 def _pack(starts: np.ndarray, capacity: int, alone: bool) -> Bins:
     labels = np.maximum(np.diff(starts) - 1, 0)
     whole, rests = labels // capacity, labels % capacity
-    # Pieces that fill a bin, then the rests of documents; a short document is a rest as a whole.
+    # Pieces that fill a bin, then the remainders of documents; a short document is one remainder.
     cut = np.flatnonzero(whole)
     numbers = np.arange(whole.sum()) - np.repeat(np.cumsum(whole[cut]) - whole[cut], whole[cut])
     full_starts = np.repeat(starts[cut], whole[cut]) + capacity * numbers

@@ -33,9 +33,9 @@ CHUNK = 1 << 19
 """Characters encoded together by one process; each takes about 100 bytes of memory."""
 SMALL = 1 << 23
 """Bytes of a corpus that is read once before tokenizing, to choose its split. A larger corpus is tokenized with a
-likely split, and again if that leaves one side empty."""
+likely split, and again if one side is then empty."""
 ALONE = 1 << 23
-"""Bytes up to which a corpus is tokenized in this process, faster than others would start."""
+"""A corpus of at most this many bytes is tokenized in this process, faster than others would start."""
 Progress = Callable[[str, int, int], None]
 """Called with (task, bytes of the corpus done, bytes of the corpus)."""
 
@@ -46,11 +46,11 @@ class Place(NamedTuple):
     file: int = 0
     """Number of the file."""
     record: int = 0
-    """Records of it that are done."""
+    """Completed records of this file."""
     pieces: int = 0
-    """Pieces of the next record that are done."""
+    """Completed pieces of the next record."""
     num_bytes: int = 0
-    """Bytes of all files that are done."""
+    """Bytes of all completed files."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,7 +73,7 @@ class _Piece:
     counts: tuple[int, int] | None
     """Characters and hash of the record that ends here."""
     place: Place
-    """The place reached after this piece."""
+    """The progress after this piece."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -240,7 +240,7 @@ def _chunks(pieces: Iterator[_Piece]) -> Iterator[tuple[list[_Piece], list[str]]
 
 
 def _write_journal(directory: Path, split: Split, commit: Commit | None) -> None:
-    """Write a journal that holds only the last commit."""
+    """Write a journal that contains only the last commit."""
     lines = [asdict(split), *([asdict(commit)] if commit else [])]
     beside = directory / f".{JOURNAL}"
     with beside.open("w") as file:
@@ -251,7 +251,7 @@ def _write_journal(directory: Path, split: Split, commit: Commit | None) -> None
 
 
 def _read_journal(directory: Path) -> tuple[Split | None, Commit | None]:
-    """The split and the last commit, if there are any; a line that was cut off while written does not count."""
+    """The split and the last commit, if there are any; an incomplete last line is ignored."""
     if not (directory / JOURNAL).is_file():
         return None, None
     lines: list[dict[str, Any]] = []

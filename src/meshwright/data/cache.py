@@ -1,4 +1,4 @@
-"""The folders of a cache of tokens and tokenizers: built once, by one process, and found again."""
+"""The folders of a cache of tokens and tokenizers: each built once, by one process, then reused."""
 
 import hashlib
 import json
@@ -15,7 +15,7 @@ from meshwright.spec.errors import UserError
 from meshwright.storage.lock import Lock
 
 CACHE_FORMAT = 3
-"""Incremented whenever the same corpus would give different files."""
+"""Incremented when a change makes the same corpus give different files."""
 
 
 def cached(cache: Path, about: Any, build: Callable[[Path], None]) -> Path:
@@ -36,7 +36,7 @@ def cached(cache: Path, about: Any, build: Callable[[Path], None]) -> Path:
     except OSError as error:
         raise UserError(f"data.cache_dir={cache} cannot be written: {error}") from error
     except ValueError:
-        shutil.rmtree(unfinished, ignore_errors=True)  # a corrected corpus will be another one
+        shutil.rmtree(unfinished, ignore_errors=True)  # a corrected corpus gets another folder
         raise
     return directory
 

@@ -33,7 +33,7 @@ class ChatTemplate:
     """A chat template with the special tokens of a tokenizer."""
 
     def __init__(self, source: str, tokenizer: TextTokenizer, *, name: str, chat: ChatSpec | None = None):
-        """`name` is its name in error messages; `chat` gives the template's date and arguments.
+        """`name` is its name in error messages; `chat` sets the template's date and arguments.
 
         Raises UserError if it is not valid Jinja.
         """
@@ -55,15 +55,15 @@ class ChatTemplate:
         return self._render(self.prepared(messages), tools, answer).replace(BEGIN, "").replace(END, "")
 
     def prepared(self, messages: Sequence[Message]) -> list[dict[str, Any]]:
-        """The messages in the template's form: tool calls as it expects them and, as in transformers, thoughts under
-        every name."""
+        """The messages in the template's form: tool calls in its format and, as in transformers, thoughts under every
+        name."""
         return self._in_form(map(_with_thoughts, messages))
 
     def turns(self, messages: Sequence[Message], wanted: Sequence[int], *, tools: Any = None) -> Conversation:
         """The conversation as text, and the spans of the messages with the numbers `wanted`.
 
-        Raises UserError if the template refuses the conversation, leaves some of it out, or renders a turn so that its
-        span is ambiguous.
+        Raises UserError if the template refuses the conversation, omits some of it, or renders a turn so that its span
+        is ambiguous.
         """
         self._check(messages, tools)
         if self.name == "mistral" and (tools or any(message.get("tool_calls") for message in messages)):
@@ -102,7 +102,8 @@ class ChatTemplate:
         return [number for number in found if number is not None]
 
     def may_end_turns(self) -> bool:
-        """Whether a token ends the assistant's turn, or may: some templates refuse the probe of a single question."""
+        """Whether a token ends the assistant's turn, or may end it: some templates refuse the probe of a single
+        question."""
         try:
             return bool(self.ends_of_turn())
         except ValueError:
@@ -110,7 +111,7 @@ class ChatTemplate:
 
     @cached_property
     def writes_thoughts(self) -> bool:
-        """Whether it renders thoughts given in a separate field, at least those of the last turn."""
+        """Whether it renders thoughts from a separate field, at least those of the last turn."""
         said = {"role": "assistant", "content": "x", THOUGHTS[0]: "probe_thought"}
         return "probe_thought" in self.render([{"role": "user", "content": "?"}, said])
 
@@ -124,7 +125,7 @@ class ChatTemplate:
         return in_form(messages, self._form if calls else Form())
 
     def _check(self, messages: Sequence[Message], tools: Any) -> None:
-        """Raise UserError for content that the template would leave out, or that would collide with the markers."""
+        """Raise UserError for content that the template would omit, or that would collide with the markers."""
         if any(RESERVED.search(message.get(name) or "") for message in messages for name in ("content", THOUGHTS[0])):
             raise UserError(
                 "a message contains a code point from U+FDD0 to U+FDEF, which Unicode reserves for internal use"
@@ -154,7 +155,7 @@ def find_template(named: str, tokenizer: TextTokenizer, base_dir: Path, chat: Ch
     """The template that `data.chat.template` names: `auto`, a name, or a file relative to `base_dir`; `chat` as in
     `ChatTemplate`.
 
-    Raises UserError if there is none, or the tokenizer lacks its tokens.
+    Raises UserError if there is none, or if the tokenizer lacks its tokens.
     """
     if named == "auto":
         if tokenizer.chat_template is None:

@@ -1,8 +1,8 @@
 """Checksums of token files, block by block, compared when a block is first read.
 
-`x.bin.crc` beside `x.bin` holds the CRC-32 of every BLOCK bytes, u32 little-endian. A rank compares only the blocks
-that it reads, each once. So a run on a corpus of any size starts at once, and damaged data is reported before training
-on it.
+`x.bin.crc` next to `x.bin` contains the CRC-32 of every BLOCK bytes, u32 little-endian. A rank compares only the blocks
+that it reads, each once. A run on a corpus of any size therefore starts at once, and damaged data is reported before
+training on it.
 """
 
 import zlib
@@ -32,7 +32,7 @@ def sums_of(path: Path) -> np.ndarray:
 
 
 def write_sums(path: Path) -> None:
-    """Write the checksums of a file beside it, with fsync."""
+    """Write a file's checksums next to it, with fsync."""
     with sums_path(path).open("wb") as file:
         file.write(sums_of(path).tobytes())
         file.flush()
@@ -40,7 +40,7 @@ def write_sums(path: Path) -> None:
 
 
 class Checked(np.ndarray):
-    """Numbers of a mapped file. Slices are compared with the checksums and returned as ordinary arrays.
+    """Numbers of a memory-mapped file. Slices are compared with the checksums and returned as ordinary arrays.
 
     Operations on the whole array (`sum`, `==`) are not checked; call `Sums.compare_all` before them.
     """
@@ -69,7 +69,7 @@ class Checked(np.ndarray):
 
 
 class Sums:
-    """The checksums of one file that is mapped into memory, and which of its blocks have been compared."""
+    """The checksums of one memory-mapped file, and which of its blocks have been compared."""
 
     def __init__(self, path: Path, sums: np.ndarray, remedy: str):
         """`remedy` ends the messages about damage. Raises UserError if the number of checksums does not match the
@@ -83,20 +83,20 @@ class Sums:
 
     @classmethod
     def beside(cls, path: Path, remedy: str) -> "Sums":
-        """The checksums beside a file. Raises UserError if there are none."""
+        """The checksums next to a file. Raises UserError if there are none."""
         try:
             return cls(path, np.fromfile(sums_path(path), "<u4"), remedy)
         except OSError as error:
             raise UserError(f"{path} has no checksums ({error.strerror}){remedy}") from error
 
     def numbers(self, dtype: np.dtype, offset: int, count: int) -> np.ndarray:
-        """`count` numbers from byte `offset` on, compared when they are read."""
+        """`count` numbers starting at byte `offset`, compared when they are read."""
         found = self._bytes[offset : offset + count * dtype.itemsize].view(dtype).view(Checked)
         found._sums = self  # pyright: ignore
         return found
 
     def compare(self, part: np.ndarray) -> None:
-        """Raise UserError if a block that holds some of `part`, one piece of the file, is damaged."""
+        """Raise UserError if a block that overlaps `part`, one piece of the file, is damaged."""
         if len(part):
             start = _address(part) - self._begin
             self._compare(start // BLOCK, (start + part.nbytes - 1) // BLOCK + 1)

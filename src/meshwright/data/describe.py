@@ -16,7 +16,7 @@ WIDTH = 100
 
 
 def describe_mixture(corpus: Corpus, mixture: Mixture, num_samples: int) -> str:
-    """The epochs in a run of `num_samples`, the shares of several streams, and how full best-fit samples are."""
+    """The epochs in a run of `num_samples`, the shares of several streams, and the fill of best-fit samples."""
     counts, epochs = mixture.counts(num_samples), mixture.epochs(num_samples)
     tokens = [count * stream.num_tokens / len(stream) for count, stream in zip(counts, mixture.streams, strict=True)]
     parts = []
@@ -28,7 +28,7 @@ def describe_mixture(corpus: Corpus, mixture: Mixture, num_samples: int) -> str:
 
 
 def describe_formats(corpus: Corpus) -> str:
-    """The formats of each stream's records, with the numbers cut off or left out; empty for text."""
+    """The formats of each stream's records, with the numbers of records cut off or left out; empty for text."""
     parts = []
     for stream in corpus.streams:
         if stream.formats not in (("text",), ("tokens",)) or stream.train.counts:
@@ -75,8 +75,7 @@ def length_histogram(lengths: np.ndarray) -> list[dict[str, int]]:
 
 
 def _borders(sample: Sample, lengths: Sequence[int]) -> list[int]:
-    """The boundaries of the parts that are shown one after another: pieces of `lengths` tokens, and separate
-    documents."""
+    """The boundaries of the parts that are shown separately: pieces of `lengths` tokens, and separate documents."""
     borders = {0, *accumulate(lengths)}
     if sample.documents is not None:
         borders.update((np.flatnonzero(np.diff(sample.documents[: sum(lengths)])) + 1).tolist())
@@ -84,7 +83,7 @@ def _borders(sample: Sample, lengths: Sequence[int]) -> list[int]:
 
 
 def _count(sample: Sample, parts: int, tokenizer: TextTokenizer) -> str:
-    """How many pairs or documents a sample holds; of a piece of a stream, how many of them end in it."""
+    """How many pairs or documents a sample holds; for a piece of a stream, how many of them end in it."""
     if sample.references is not None:
         count, what = parts // 2, "pair"
     elif sample.documents is not None or parts > 1:

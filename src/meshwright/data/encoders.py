@@ -2,7 +2,7 @@
 
 Threads in one process would be slowed by the GIL, which they hold while building lists of token ids. Each worker
 process reads lists of texts from its standard input and writes their tokens to its standard output. It ends when its
-input closes, so also when its parent was killed.
+input closes, and so also when its parent is killed.
 """
 
 import marshal
@@ -30,7 +30,7 @@ def num_cores() -> int:
 
 
 class Encoders:
-    """Encodes chunks of texts, in order; with 0 processes in this one. Use it in `with`."""
+    """Encodes chunks of texts, in order; with 0 worker processes, in this one. Use it in `with`."""
 
     def __init__(self, encoder: Encoder, processes: int):
         self._encoder = encoder
@@ -58,13 +58,13 @@ class Encoders:
 
     def __exit__(self, *_: object) -> None:
         for process in self._processes:
-            process.kill()  # nobody needs its remaining work
+            process.kill()  # its remaining work is not needed
         self._threads.shutdown(cancel_futures=True)
         for process in self._processes:
             process.communicate()
 
     def _introduce(self, process: subprocess.Popen[bytes]) -> None:
-        """Give a process its encoder, which waits until the process has started: all start at the same time."""
+        """Send a process its encoder. This waits until the process has started; all start at the same time."""
         with suppress(OSError):  # a dead process is noticed at the first request
             _send(self._encoder.settings, process.stdin)
         self._idle.put(process)
@@ -85,7 +85,7 @@ class Encoders:
 
 def _start() -> subprocess.Popen[bytes]:
     command = [sys.executable, "-P", "-c", f"from {__name__} import serve; serve()"]
-    # In a new session, so that Ctrl-C ends it through its input and not with a stack trace.
+    # In a new session, so that Ctrl-C ends it by closing its input, without a stack trace.
     return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True)
 
 
@@ -95,8 +95,8 @@ def _send(value: Any, stream: Any) -> None:
 
 
 def _packed(encoded: Sequence[Encoded]) -> tuple[bytes, bytes, bytes, list[tuple[str, str]]]:
-    """As bytes: the number of documents of each text, the number of tokens of each document, all tokens; and the notes
-    and errors of each text, empty if there are none."""
+    """As bytes: the number of documents of each text, the number of tokens of each document, all tokens; and each
+    text's note and error, empty if there is none."""
     documents = [ids for found in encoded for ids in found.documents]
     counts = np.array([len(found.documents) for found in encoded], np.int32)
     lengths = np.array([len(ids) for ids in documents], np.int32)

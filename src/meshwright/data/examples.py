@@ -64,7 +64,7 @@ class RecordEncoder:
         self._special = tokenizer.special_pattern
         about = [template and template.source, chat.model_dump(mode="json", exclude={"template"}), max_labels]
         self.fingerprint = hashlib.sha256(json.dumps(about).encode()).hexdigest()
-        """A hash of the settings; with the same hash and tokenizer, the same records give the same tokens."""
+        """A hash of the settings; with equal hash and tokenizer, the same records give the same tokens."""
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -140,7 +140,7 @@ class RecordEncoder:
         return np.where(_within(self._trained(conversation), np.array(offsets).reshape(-1, 2)), ids_T, ~ids_T)
 
     def _written(self, messages: Sequence[Message], wanted: Sequence[int], tools: Any) -> Conversation:
-        """The rendered conversation, with thoughts as the recipe sets."""
+        """The rendered conversation, with thoughts according to the recipe."""
         template = self.template
         assert template is not None
         if self.chat.thinking == "drop":
@@ -170,7 +170,7 @@ class RecordEncoder:
         return spans + [turn.parts[-1] if turn in whole else Span(turn.parts[-1].start, turn.end) for turn in turns]
 
     def _spelled(self, record: Mapping[str, Any]) -> tuple[str, str] | None:
-        """(role, special token) of the first message that spells one."""
+        """(role, special token) of the first message whose text contains one."""
         said = [(message["role"], json.dumps(message, ensure_ascii=False)) for message in record["messages"]]
         said.append(("tools", json.dumps(record.get("tools"), ensure_ascii=False)))
         found = ((role, self._special.search(text)) for role, text in said)
@@ -198,7 +198,7 @@ def build_encoder(settings: Mapping[str, Any]) -> Encoder:
 
 
 def record_encoder(tokenizer: TextTokenizer, chat: ChatSpec, *, base_dir: Path, max_labels: int) -> RecordEncoder:
-    """The encoder of records for a recipe; without a template, only conversations are an error.
+    """The encoder of records for a recipe; without a template, conversations are an error.
 
     Raises UserError if the recipe names a template that cannot be used.
     """

@@ -33,9 +33,9 @@ class Loader:
     """The training batches of one data-parallel rank, by step.
 
     Step s of every run with this seed sees the samples at positions [s G, s G + G) of one endless order, where G is the
-    global batch. Rank r takes the r-th of world_size equal, contiguous parts, cut into microbatches. So for every world
-    size and micro batch, the ranks' microbatches in order are the same samples in the same order. The step alone gives
-    the position in the data.
+    global batch. Rank r takes the r-th of world_size equal, contiguous parts, cut into microbatches. For every world
+    size and micro batch, the ranks' microbatches in order are therefore the same samples in the same order. The step
+    alone determines the position in the data.
 
     A thread reads the next step during the current one. Close the loader, or use it in `with`.
     """
@@ -53,10 +53,10 @@ class Loader:
         padding: Padding = "kept",
         numbered: bool = False,
     ):
-        """Batches in sequences; `places` in a sample whose tokens this rank holds (default all); `numbered`: whether
-        tokens have their numbers in the order, by which dropout draws.
+        """Batches in sequences; `places`: the positions in a sample whose tokens this rank holds (default all);
+        `numbered`: whether tokens have their numbers in the order, which dropout uses.
 
-        Raises UserError when they do not divide, or `rank` is not below `world_size`.
+        Raises UserError if they do not divide, or if `rank` is not below `world_size`.
         """
         if global_batch % (micro_batch * world_size):
             raise UserError(
@@ -93,7 +93,7 @@ class Loader:
         )
 
     def microbatches(self, step: int) -> list[HostBatch]:
-        """This rank's microbatches of a step; the next step is then read ahead.
+        """This rank's microbatches of a step; also starts to read the next step.
 
         Steps may be requested in any order. Raises the exceptions of the reading thread.
         """
@@ -105,7 +105,7 @@ class Loader:
         return batches
 
     def positions(self, step: int) -> range:
-        """This rank's positions of a step in the run's order, one a sample."""
+        """This rank's positions of a step in the run's order, one per sample."""
         start = step * self._global_batch + self._rank * self._per_rank
         return range(start, start + self._per_rank)
 
@@ -134,7 +134,7 @@ class Loader:
 
 
 def draws(resolved: ResolvedRun) -> bool:
-    """Whether anything of a run is drawn by tokens' numbers: dropout, or how gradients in four bits are rounded."""
+    """Whether a run uses tokens' numbers for random draws: for dropout, or for rounding gradients to four bits."""
     return getattr(resolved.run.finetune, "dropout", 0) > 0 or resolved.run.training.rounds_at_random
 
 
@@ -146,8 +146,8 @@ def _numbers(positions: range, length: int, places: np.ndarray | None) -> np.nda
 
 def padding_of(resolved: ResolvedRun) -> Padding:
     """`kept`, unless rows are padded and nothing needs equal shapes or computes losses of tokens without a label.
-    `left_out` if attention within documents costs no more than within rows: in fp32 on a GPU it costs more, and some
-    models of transformers do not support it."""
+    `left_out` if attention within documents is as fast as within rows: in fp32 on a GPU it is slower, and some models
+    of transformers do not support it."""
     run, model = resolved.run, resolved.model
     whole = run.layout.data_parallel == run.layout.world_size and not run.training.compile and not model.num_experts
     if run.data.packing != "padded" or not whole:
@@ -238,7 +238,7 @@ def _stack(samples: Sequence[Sample], places: np.ndarray | None) -> HostBatch:
 
 
 def _side_by_side(rows: Sequence[np.ndarray | None]) -> np.ndarray:
-    """References of rows [B, P], NaN if one has fewer than the others."""
+    """References of rows [B, P]; NaN if a row has fewer than the others."""
     together = np.full((len(rows), max(0 if row is None else len(row) for row in rows)), np.nan)
     for row, references in zip(together, rows, strict=True):
         if references is not None:

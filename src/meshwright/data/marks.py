@@ -1,8 +1,8 @@
-"""Marks around the texts of a conversation, which locate them in a chat template's output.
+"""Marks around the texts of a conversation; they locate the texts in a chat template's output.
 
-Every text of a message is put between two code points that no text contains, with a number after the first. The
-template copies them. Then the marks are removed; if the result equals the output without marks, their positions locate
-each text. Texts are split at tags (`</think>`), because templates search for those, and whitespace at the edges stays
+Every text of a message is enclosed in two code points that no text contains, with a number after the first. The
+template copies them. Then the marks are removed. If the result equals the output without marks, their positions locate
+each text. Texts are split at tags (`</think>`), because templates search for tags, and whitespace at the edges stays
 outside the marks, because templates trim it.
 """
 
@@ -39,7 +39,7 @@ class Text(NamedTuple):
     message: int
     """Number of the message."""
     field: str
-    """Which of its fields: content, a thought, tool_calls."""
+    """The message's field: content, a thought, tool_calls."""
 
 
 class Region(NamedTuple):
@@ -103,8 +103,8 @@ class Marker:
     """Marks conversations, and reads the marks in a template's output."""
 
     def __init__(self, *, empty: bool, roles: Sequence[str] | None = None, special: re.Pattern[str] | None = None):
-        """`empty`: mark empty texts too. `roles`: mark only messages of these roles. `special` finds special tokens,
-        which are not tags."""
+        """`empty`: mark empty texts too. `roles`: mark only messages with these roles. `special` matches special
+        tokens, which are not tags."""
         self._empty, self._roles, self._special = empty, roles, special
         self._texts: list[Text] = []
 
@@ -119,7 +119,7 @@ class Marker:
         return marked
 
     def read(self, raw: str) -> Written:
-        """Parse a template's output of the messages that were marked last."""
+        """Parse a template's output for the messages that were marked last."""
         parts, place, position = [], 0, 0
         opened: list[tuple[int, int]] = []
         starts: list[int] = []

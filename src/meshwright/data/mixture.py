@@ -14,7 +14,7 @@ from meshwright.spec.data import DataSpec
 
 
 class Mixture:
-    """An endless sequence of samples in which every stream has its share at every point.
+    """An endless sequence of samples with every stream's share exact at every point.
 
     Among the first n samples a stream of share w has n w, with an error below the number of streams. The stream at a
     position is computed from the position alone, in exact integers: of the samples shared by streams i, i + 1, ...,
@@ -25,8 +25,8 @@ class Mixture:
     def __init__(
         self, streams: Sequence[Samples], weights: Sequence[float | None] | None = None, *, shuffled: bool = True
     ):
-        """`weights` are shares of tokens, in any unit; without them every sample of every stream is seen equally often.
-        Each stream is reshuffled in every epoch (`shuffled`), or read in its own order.
+        """`weights` are shares of tokens, in any unit; without weights, every sample of every stream is seen equally
+        often. Each stream is reshuffled in every epoch (`shuffled`), or read in its own order.
 
         Token shares are converted to sample shares by the average fill of each stream's samples.
         """
@@ -34,7 +34,7 @@ class Mixture:
         self.streams = tuple(streams)
         self.weights = [None] * len(streams) if weights is None else list(weights)
         shares = [_samples_wanted(*pair) for pair in zip(self.streams, self.weights, strict=True)]
-        # Each stream's share of the samples left to it and the later streams.
+        # Each stream's share of the samples that remain for it and the later streams.
         self._takes = [share / sum(shares[i:]) for i, share in enumerate(shares)]
 
     def locate(self, position: int, seed: int) -> tuple[int, int]:
@@ -67,10 +67,10 @@ class Mixture:
 
 
 class JoinedSamples:
-    """The samples of several streams, one stream after another."""
+    """The concatenated samples of several streams."""
 
     def __init__(self, streams: Sequence[Samples]):
-        """At least one stream, all of one sequence length."""
+        """At least one stream; all have the same sequence length."""
         self.sequence_length = streams[0].sequence_length
         self.streams = streams
         self._ends = list(accumulate(len(stream) for stream in streams))

@@ -5,14 +5,14 @@ import hashlib
 from meshwright.spec.errors import UserError
 
 ROUNDS = 8
-"""Rounds of the Feistel network: 4 make it pseudo-random (Luby and Rackoff, 1988), more help small sizes."""
+"""Rounds of the Feistel network: 4 make it pseudo-random (Luby and Rackoff, 1988); small sizes benefit from more."""
 
 
 def permuted(index: int, size: int, seed: int, epoch: int = 0, stream: int = 0) -> int:
     """The image of `index` under a pseudo-random permutation of 0 .. size-1, one for each seed, epoch and stream.
 
     Constant time and memory: a Feistel network permutes the smallest power of 4 that is at least `size`, and is applied
-    again until the result is below `size` (cycle walking, Black and Rogaway, 2002), at most 4 times on average.
+    repeatedly until the result is below `size` (cycle walking, Black and Rogaway, 2002), at most 4 times on average.
     """
     if not 0 <= index < size:
         raise UserError(f"index {index} is not in 0 .. {size - 1}")

@@ -27,17 +27,17 @@ _FACTOR = np.uint64(0x9E3779B97F4A7C15)
 
 @dataclass
 class Shared:
-    """One row of an evaluation file, and the part of it found in the training data."""
+    """One row of an evaluation file, and its overlap with the training data."""
 
     line: int
     windows: int
     """Runs of n tokens in it."""
     found: int = 0
-    """Those that are in the training data."""
+    """Runs of these that are in the training data."""
     example: str = ""
     """The first of them, as text."""
     place: str = ""
-    """Where the overlap is."""
+    """The location of the overlap."""
 
 
 @dataclass
@@ -49,7 +49,7 @@ class Overlap:
     short: int
     """Rows without a text of n tokens, which cannot be checked."""
     shared: list[Shared] = field(default_factory=list)
-    """Rows that share a run, most of it shared first."""
+    """Rows that share a run, the largest shared part first."""
 
 
 def find_overlap(corpus: Corpus, files: Sequence[Path], length: int = NGRAM) -> list[Overlap]:
@@ -72,7 +72,7 @@ def find_overlap(corpus: Corpus, files: Sequence[Path], length: int = NGRAM) -> 
 
 
 def _texts_of(path: Path) -> Iterator[tuple[int, list[str]]]:
-    """(line, its texts) of a .jsonl file; the whole of any other as one row."""
+    """(line, its texts) of a .jsonl file; any other file is one row."""
     try:
         content = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -112,7 +112,7 @@ def _windows(tokenizer: TextTokenizer, rows: Sequence[Sequence[str]], length: in
 
 
 def _hashes_of(windows: np.ndarray) -> np.ndarray:
-    """The same hashes of windows [W, n]."""
+    """`_hashes` of windows [W, n]."""
     total = np.zeros(len(windows), np.uint64)
     for column in windows.T.astype(np.uint64):
         total = total * _FACTOR + column + np.uint64(1)
@@ -137,7 +137,7 @@ def _search(
     owners: np.ndarray,
     found: list[Shared],
 ) -> None:
-    """Note which windows are among the file's tokens."""
+    """Record which windows are among the file's tokens."""
     length = windows.shape[1]
     hashes = _hashes_of(windows)
     order = np.argsort(hashes, kind="stable")

@@ -22,10 +22,10 @@ class Sample(NamedTuple):
 
     inputs: np.ndarray
     labels: np.ndarray
-    """The next tokens; NO_LABEL where nothing is predicted."""
+    """The next tokens; NO_LABEL if there is nothing to predict."""
     documents: np.ndarray | None = None
     """If documents are separate: a number for each position, equal throughout a document and different from its
-    neighbours'; padding is a document of its own. None: the sample is one document."""
+    neighbours'; padding is a separate document. None: the sample is one document."""
     references: np.ndarray | None = None
     """For pairs of answers, float64 [P]: as in `TokenFile`, NaN if the sample has no such pair."""
 
@@ -58,7 +58,8 @@ class Samples(Protocol):
 
 
 def build_samples(file: TokenFile, data: DataSpec, *, keep_tail: bool = False) -> Samples:
-    """Tokens as the recipe packs them. `keep_tail` as in `ConcatenatedSamples`; the other packings lose nothing."""
+    """Tokens packed according to the recipe. `keep_tail` as in `ConcatenatedSamples`; the other packings lose
+    nothing."""
     if file.is_pairs:
         return PairSamples(file, data.sequence_length, alone=data.packing == "padded")
     if data.packing != "concatenated":
@@ -74,10 +75,10 @@ class ConcatenatedSamples:
     """One stream cut every T = `sequence_length` tokens: sample i reads tokens iT to iT + T - 1, and its
     labels are iT + 1 to iT + T.
 
-    Documents are joined, separated by the end-of-text token. Every token but the first is a label once; with separate
-    documents, every token but each document's first. The tail of the stream that does not fill a sample (fewer than T
-    labels) is left out, or with `keep_tail` becomes a padded last sample: labels NO_LABEL, inputs 0, which no earlier
-    position can see.
+    Documents are joined, separated by the end-of-text token. Every token except the first is a label once; with
+    separate documents, every token except each document's first. The tail of the stream that does not fill a sample
+    (fewer than T labels) is left out, or with `keep_tail` becomes a padded last sample: labels NO_LABEL, inputs 0,
+    which no earlier position can see.
     """
 
     def __init__(
@@ -121,7 +122,7 @@ class ConcatenatedSamples:
         return sample if self._borders is None else self._kept_apart(sample, *self.pieces(index)[0])
 
     def _kept_apart(self, sample: Sample, start: int, length: int) -> Sample:
-        """The sample with its documents, and without labels that are the first token of another document."""
+        """The sample with its documents, without labels that are the first token of another document."""
         assert self._borders is not None
         documents_T = np.zeros_like(sample.inputs)
         document, stop = self._borders.document_at(start), start + length
@@ -138,8 +139,8 @@ class ConcatenatedSamples:
 class BestFitSamples:
     """Whole documents packed into samples by best-fit-decreasing bins (`best_fit`).
 
-    Only documents longer than a sample are cut, every T labels. Every token but each document's first is a label once.
-    The remaining positions are padding.
+    Only documents longer than a sample are cut, every T labels. Every token except each document's first is a label
+    once. The remaining positions are padding.
     """
 
     def __init__(self, file: TokenFile, sequence_length: int, *, separate: bool, alone: bool = False):

@@ -1,4 +1,4 @@
-"""Plugged-in datasets: any iterable of texts, records or token ids, written once to a file that all ranks read.
+"""Plugged-in datasets: any iterable of texts, records or token ids, written once to a file that every rank reads.
 
 A dataset is read in its own order, until it ends or has as much as the run will see. The items are cached under the
 hash of their content: the same items give the same file, so a resumed run continues at the same position.
@@ -25,13 +25,13 @@ from meshwright.spec.plugins import PluginSpec, make_plugin
 FOLDER = "datasets"
 """Folder of cached datasets in the cache."""
 CHARACTERS_PER_TOKEN = 8
-"""An upper bound of the average, in any language."""
+"""An upper bound of the average, for any language."""
 TOKENS = np.dtype("<i4")
 """The dtype of stored token ids."""
 
 
 def has_datasets(data: DataSpec) -> bool:
-    """Whether a recipe names a dataset that is plugged in."""
+    """Whether a recipe names a plugged-in dataset."""
     return any(source.path.startswith(DATASET) for source in data.sources)
 
 
@@ -40,8 +40,8 @@ def write_datasets(data: DataSpec, *, samples: int, vocab: int, numbers: bool) -
 
     Args:
         samples: number of samples that the run will see; no more is read from a dataset.
-        vocab: the model's vocabulary size, which token ids must be below.
-        numbers: whether to use a tokenizer that writes ids as numbers, for lack of another.
+        vocab: the model's vocabulary size; token ids must be below it.
+        numbers: whether to use a tokenizer that writes ids as numbers, if there is no other.
 
     Raises `UserError` for items that are neither text, record nor token ids, or of another kind than the first.
     """

@@ -35,17 +35,17 @@ from meshwright.spec.errors import UserError
 TOKENIZER, SCANNED = "tokenizer", "scanned"
 """Names in the cache's folders: the files of a trained tokenizer, and the scan of a given token file."""
 TRAINING_CHARACTERS = 1 << 26
-"""Most characters that a tokenizer is trained on: more changes its merges little and costs minutes."""
+"""Most characters that a tokenizer is trained on: more would change its merges little and cost minutes."""
 BLOCK = 1 << 12
 """Characters of a block, if a tokenizer is trained on a sample of the text."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Stream:
-    """Tokens read in one order: the tokens of a source with a weight, or of all text without weights together."""
+    """Tokens read in one order: of one weighted source, or of all unweighted text together."""
 
     name: str
-    """The source's path, or the common part of several."""
+    """The source's path, or the common prefix of several."""
     train: TokenFile
     """Tokens to train on."""
     held_out: TokenFile | None
@@ -88,7 +88,7 @@ class Corpus:
         return sum(stream.train.num_documents for stream in self.streams)
 
     def identity(self) -> list[dict[str, Any]]:
-        """For each stream its name, and the properties that decide, with the recipe, which samples a run sees."""
+        """For each stream its name, and the properties that determine, with the recipe, the samples that a run sees."""
         return [
             {
                 "name": stream.name,
@@ -116,12 +116,12 @@ def prepare_corpus(
     Face directory, whose tokenizer `tokenizer: auto` uses. A tokenizer is trained on the training documents only, or on
     evenly spaced blocks of them if they are longer than TRAINING_CHARACTERS. `processes` as in `Tokenization`.
 
-    The cache is keyed by the names, sizes and modification times of the source files, by the tokenizer and by the share
-    held out: one `stat` per file, so starting a run never reads the corpus again. (A change of text that keeps size and
-    time goes unnoticed.) Prepared tokens and given token files have checksums, compared when a block is first read.
-    With `mend` everything is compared now; it is called with each damage, and damaged files are rebuilt. Complete
-    tokens appear by one rename; the work of a killed process is resumed. If several processes need the same tokens, one
-    builds them and the others wait.
+    The cache is keyed by the names, sizes and modification times of the source files, by the tokenizer and by the
+    held-out share. That is one `stat` per file, so starting a run never reads the corpus again. (A change of text that
+    keeps size and time goes unnoticed.) Prepared tokens and given token files have checksums, compared when a block is
+    first read. With `mend` everything is compared now; it is called with each damage, and damaged files are rebuilt.
+    Complete tokens appear by one rename; the work of a killed process is resumed. If several processes need the same
+    tokens, one builds them and the others wait.
 
     Raises UserError for errors in sources, tokenizer or cache.
     """
@@ -161,7 +161,7 @@ def prepare_corpus(
 
 
 def encoder_of_records(data: DataSpec, tokenizer: TextTokenizer, base_dir: Path) -> RecordEncoder:
-    """The encoder of the recipe's records. Raises UserError if they would be cut or have no template."""
+    """The encoder of the recipe's records. Raises UserError if they would be cut, or have no template."""
     if data.packing == "concatenated":
         raise UserError(
             "data.packing=concatenated would cut conversations at arbitrary positions; set data.packing=best_fit "
@@ -184,7 +184,7 @@ def first_records(files: Sequence[SourceFile], encoder: RecordEncoder, num: int)
 
 
 def find_tokenizer(data: DataSpec, *, base_dir: Path, model_dir: Path | None = None) -> TextTokenizer | None:
-    """The tokenizer that a recipe names; None when `auto` means that one is trained on the corpus."""
+    """The tokenizer that a recipe names; None if `auto` means training one on the corpus."""
     if data.tokenizer != "auto":
         path = base_dir / os.path.expanduser(data.tokenizer)
         return load_tokenizer(path if path.exists() else cached_snapshot(data.tokenizer, "tokenizer.json") or path)
@@ -203,7 +203,7 @@ def first_tokens(file: SourceFile, tokenizer: TextTokenizer, num_tokens: int) ->
 
 
 def group_files(data: DataSpec, files: Sequence[SourceFile]) -> dict[str, list[SourceFile]]:
-    """The files of each stream, by its name. Every token file is a stream, and every source with a name or a weight.
+    """The files of each stream, by its name. Every token file is a stream; so is every source with a name or a weight.
     The other sources form up to three streams: text, conversations (and other records), and preferences."""
     streams: dict[str, list[SourceFile]] = {}
     for file in files:
@@ -339,7 +339,7 @@ def _identities(files: Sequence[SourceFile]) -> list[tuple[Any, ...]]:
 
 
 def _sample(texts: Iterable[str], num_characters: int) -> Iterator[str]:
-    """The texts; of more than TRAINING_CHARACTERS, evenly spaced blocks that make up about as many."""
+    """The texts; if they exceed TRAINING_CHARACTERS, evenly spaced blocks of about that many characters."""
     if num_characters <= TRAINING_CHARACTERS:
         yield from texts
         return

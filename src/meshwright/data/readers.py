@@ -17,9 +17,9 @@ from meshwright.spec.errors import UserError
 ROWS = 256
 """Rows of a table in memory at a time."""
 LONGEST = 1 << 28
-"""Bytes of a line, of a field of a .csv file, and of a file that is read whole; a document is in memory as a whole."""
+"""Bytes of a line, of a field of a .csv file, and of a file that is read whole; a document is held in memory whole."""
 CHUNK = 1 << 20
-"""Bytes of such a file that are read at a time."""
+"""Bytes of such a file read at a time."""
 MOST_UNPACKED = 250
 """Largest ratio of unpacked to packed size, after the first line's worth; text compresses 3 to 20 times."""
 
@@ -34,7 +34,7 @@ class Document(NamedTuple):
     num_bytes: int
     """Its size in the file, in bytes."""
     record: int = 1
-    """Line or row of its file, from 1; of a .csv file the row without its header."""
+    """Line or row of its file, from 1; in a .csv file the header is not counted."""
 
 
 class Row(NamedTuple):
@@ -42,7 +42,7 @@ class Row(NamedTuple):
 
     id: str
     fields: Mapping[str, Any]
-    """By key or column: for text only the text's, for records at least the columns that they need."""
+    """By key or column: for text only the text column, for records at least the columns that they need."""
     num_bytes: int
     record: int
 
@@ -201,10 +201,10 @@ def _read_arrow(file: SourceFile, skip: int) -> Iterator[Row]:
 
 
 def _rows(file: SourceFile, batches: Iterable[Any], row: int, skip: int, share: float | None) -> Iterator[Row]:
-    """Rows of record batches, the first of which begins after `row` rows."""
+    """Rows of record batches; `row` rows precede the first batch."""
     for batch in batches:
         if row + batch.num_rows > skip:
-            # A slice counts the bytes of its own rows only.
+            # A slice counts only the bytes of its own rows.
             each = batch.nbytes / max(1, batch.num_rows) if share is None else share
             for number, fields in enumerate(batch.to_pylist(), start=row + 1):
                 if number > skip:
@@ -235,7 +235,7 @@ def _check_columns(file: SourceFile, names: Sequence[str]) -> None:
 
 
 def _up_to(opened: IO[bytes], most: int) -> bytes:
-    """At most this many bytes. A single `read` would take that much memory first, however short the file is."""
+    """At most this many bytes. A single `read` would allocate that much memory first, even for a short file."""
     parts, left = list[bytes](), most
     while left and (part := opened.read(min(left, CHUNK))):
         parts.append(part)

@@ -3,7 +3,7 @@
 A record in that form is JSON text, one of
 
     {"messages": [{"role": ..., "content": ...}, ...], "given": k}    a conversation; its first k messages carry no
-                                                                      loss, nor does a message with "weight": 0
+                                                                      loss, nor do messages with "weight": 0
     {"prompt": text, "completion": text}
     {"input_ids": [...], "labels": [...]}                             tokens; a label is its own token or -100
     {"chosen": record, "rejected": record}                            a preference, each side one of the first two

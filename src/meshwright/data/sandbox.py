@@ -1,8 +1,8 @@
 """Jinja for chat templates: transformers' dialect in a sandbox, with limits on loops, calls and the size of values.
 
-A chat template comes with a published model and is untrusted. Jinja's sandbox keeps it from Python's internals; this
-file also keeps it from running forever and from filling the memory. The limits count the template's own steps, so a
-template passes or fails alike on every machine.
+A chat template comes with a published model and is untrusted. Jinja's sandbox denies it access to Python's internals;
+this file also stops it from running forever and from filling the memory. The limits count the template's own steps, so
+a template passes or fails in the same way on every machine.
 """
 
 import json
@@ -128,7 +128,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
 
     @staticmethod
     def _not_growing(name: str, plain: Callable[..., Any]) -> Callable[..., Any]:
-        @wraps(plain)  # and with it the part of the environment that the filter receives
+        @wraps(plain)  # also copies the mark that tells Jinja what the filter receives
         def checked(*args: Any, **kwargs: Any) -> Any:
             text, *others = [value for value in (*args, *kwargs.values()) if not hasattr(value, "autoescape")]
             _check_growth(name, text, others)
@@ -229,7 +229,7 @@ class _Generation(Extension):
 
 
 def _to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None, **options: Any) -> str:
-    """As transformers': not escaped for HTML, as Jinja's own is."""
+    """Like transformers' `tojson`: without the HTML escapes of Jinja's."""
     return json.dumps(_as_text(value), ensure_ascii=ensure_ascii, indent=indent, **options)
 
 

@@ -1,4 +1,4 @@
-"""Sources: the files of a corpus, and how each is read, judged by its name."""
+"""Sources: the files of a corpus, and the reader for each, chosen by file name."""
 
 import glob
 import importlib
@@ -17,9 +17,9 @@ from meshwright.spec.errors import UserError
 STDLIB_LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idle_test", "encodings"}
 """Folders that the stdlib corpus leaves out.
 
-Installed packages are not the standard library. Tests are two thirds of its text, hold deliberately broken
-files, and are not on every machine. `encodings` is a hundred generated tables, each nearly a copy of the
-next, so that the split by document would show the held-out ones to training.
+Installed packages are not the standard library. Tests are two thirds of its text, contain deliberately broken files,
+and are not on every machine. `encodings` is a hundred generated tables that are nearly copies of each other, so a split
+by document would leak held-out ones into training.
 """
 
 Container = Literal["text", "jsonl", "json", "csv", "parquet", "arrow", "megatron", "raw"]
@@ -33,16 +33,16 @@ CONTAINERS: dict[str, Container] = {
     ".idx": "megatron",
     ".bin": "raw",
 }
-"""By ending; every other file is text."""
+"""By file extension; every other file is text."""
 
 COMPRESSED = (".gz", ".zst")
-"""Endings behind the ending of a text, .json, .jsonl or .csv file."""
+"""Extensions after that of a text, .json, .jsonl or .csv file."""
 
 NOT_TEXT = frozenset([".npy", ".npz", ".xz", ".bz2", ".zip", ".tar", ".pt", ".safetensors"])
-"""Endings refused: read as plain text, these would train silently on markup or fail at the first byte."""
+"""Refused extensions: read as plain text, these would train silently on markup or fail at the first byte."""
 
 EXTRAS = {"pyarrow": "arrow", "datasets": "hub"}
-"""Which of this package's extras installs a library."""
+"""The extra of this package that installs each library."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +50,7 @@ class SourceFile:
     """One file of a corpus."""
 
     path: Path
-    """Where to open it; of tokens the .bin file."""
+    """The path to open; for tokens, the .bin file."""
     name: str
     """Its name in messages and document ids: relative to the recipe, or `stdlib/...`."""
     container: Container
@@ -64,9 +64,9 @@ class SourceFile:
     columns: tuple[tuple[str, str | None], ...] = ()
     """Our names of a record's columns and the file's; None: the column is not read."""
     tokens: str | None = None
-    """Integers of a raw token file."""
+    """The dtype of a raw token file."""
     source: int = 0
-    """Which of the recipe's sources it belongs to."""
+    """Index of its source in the recipe."""
 
     @property
     def is_tokens(self) -> bool:
@@ -79,7 +79,7 @@ class SourceFile:
         return self.format not in ("auto", "text")
 
     def identity(self) -> tuple[Any, ...]:
-        """What changes when what would be read from it changes; all that a cache looks at."""
+        """A value that changes when the data read from it changes; a cache looks at nothing else."""
         found = self.path.stat()
         return (
             self.name,
@@ -95,7 +95,7 @@ class SourceFile:
 def find_files(sources: Sequence[SourceSpec], base_dir: Path) -> list[SourceFile]:
     """The files of all sources: sources in their order, the files of each sorted by name.
 
-    Raises UserError when a source matches nothing, or nothing that can be read, and when a file would be read twice.
+    Raises UserError if a source matches nothing, or nothing that can be read, and if a file would be read twice.
     """
     files = [file for number, source in enumerate(sources) for file in _files_of(source, number, base_dir)]
     known: dict[Path, SourceFile] = {}
@@ -148,7 +148,7 @@ def _files_of(source: SourceSpec, number: int, base_dir: Path) -> list[SourceFil
 
 
 def _without_twins(names: Sequence[str]) -> list[str]:
-    """The names without the .bin files whose .idx is among them too: together they are one source of tokens."""
+    """The names without the .bin files whose .idx is also listed: together they are one source of tokens."""
     indexed = {name.removesuffix(".idx") for name in names if name.endswith(".idx")}
     return [name for name in names if not (name.endswith(".bin") and name.removesuffix(".bin") in indexed)]
 
@@ -224,11 +224,11 @@ def _json_object(path: Path) -> dict[str, Any]:
 
 
 def _hub_files(source: SourceSpec) -> list[Path]:
-    """The arrow files in the cache of `datasets`, downloaded where they are not there yet."""
+    """The arrow files in the cache of `datasets`, downloaded if missing."""
     datasets = require("datasets", f"data source {source.path}")
     try:
         found = datasets.load_dataset(source.path.removeprefix(HUB), source.subset, split=source.split)
-    except Exception as error:  # whatever the network, the hub and a dataset's files can do
+    except Exception as error:  # the network, the hub and a dataset's files can fail in any way
         reason = " ".join(str(error).split())
         raise UserError(f"data source {source.path}, split {source.split}, cannot be loaded: {reason}") from error
     return [Path(file["filename"]) for file in found.cache_files]

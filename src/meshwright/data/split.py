@@ -1,4 +1,4 @@
-"""The held-out split: which text is kept for evaluation."""
+"""The held-out split: selects the text for evaluation."""
 
 import hashlib
 from collections.abc import Iterable, Iterator
@@ -12,7 +12,7 @@ HASHES = 1 << 64
 
 
 def text_hash(text: str) -> int:
-    """A uniform number below HASHES that depends on nothing but the text."""
+    """A uniform number below HASHES that depends only on the text."""
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest())
 
 
@@ -20,9 +20,9 @@ def text_hash(text: str) -> int:
 class Split:
     """Which documents of a corpus are held out.
 
-    A document's side follows from a hash of its text. So it keeps its side when others are added, when
-    files are renamed and when the seed changes, and exact copies of a document are always together: no
-    held-out text is ever trained on under another name.
+    A document's side depends on a hash of its text. So it keeps its side when others are added, files are renamed or
+    the seed changes. Exact copies of a document are always on the same side: no held-out text is ever trained on under
+    another name.
     """
 
     below: int
@@ -36,7 +36,7 @@ class Split:
         return self.below > 0 or self.single_cut is not None
 
     def parts(self, text: str, value: int) -> Iterator[tuple[bool, str]]:
-        """(held out?, text) of a document with this `text_hash`: itself, or the two parts of an only document."""
+        """(held out?, text) of a document with this `text_hash`: the whole, or for an only document its two parts."""
         if self.single_cut is None:
             yield value < self.below, text
         else:
@@ -46,7 +46,7 @@ class Split:
 
 @dataclass(kw_only=True)
 class Census:
-    """Counts of a corpus, as far as it was read."""
+    """Counts of the part of a corpus that has been read."""
 
     num_documents: int = 0
     num_characters: int = 0
@@ -56,7 +56,7 @@ class Census:
     """Largest hash of a document."""
 
     notes: dict[str, int] = field(default_factory=dict)
-    """Records that were cut off or left out, by the reason."""
+    """Records that were cut off or left out, by reason."""
 
     def add(self, num_characters: int, value: int, *, note: str = "") -> None:
         """Count a document."""
@@ -72,17 +72,17 @@ class Census:
 
 
 def likely_split(held_out: float) -> Split:
-    """The split of a corpus that has not been read yet. It is right if there are enough documents for a share to fall
-    on either side; a `Census` checks that."""
+    """The split of a corpus that has not been read yet. It is right if there are enough documents to fall on both
+    sides; a `Census` checks that."""
     return Split(below=int(held_out * HASHES))
 
 
 def plan_split(documents: Iterable[Document], held_out: float, *, where: str) -> tuple[Split, Census]:
     """Read all documents once and choose a split that holds out the share `held_out` of them.
 
-    A share above 0 holds out at least the document with the smallest hash. Of an only document it is the
-    last part, from the start of a line. Raises UserError when there is no text, naming `where`, or one side of the
-    split would be empty.
+    A share above 0 holds out at least the document with the smallest hash. Of an only document it is the last part,
+    from the start of a line. Raises UserError if there is no text, naming `where`, or if one side of the split would be
+    empty.
     """
     census, text = Census(), ""
     for document in documents:

@@ -1,4 +1,4 @@
-"""Thoughts before answers: left out, or kept in every turn, even if a chat template forgets earlier ones."""
+"""Thoughts before answers: left out, or kept in every turn, even if a chat template drops earlier ones."""
 
 import re
 from collections.abc import Callable, Sequence
@@ -9,7 +9,7 @@ from meshwright.data.marks import Span
 from meshwright.data.turns import Conversation, Message, Turn
 
 Find = Callable[[Sequence[Message], Sequence[int]], Conversation]
-"""Renders messages and finds the turns of those with the given numbers."""
+"""Renders messages and finds the turns of the messages with the given numbers."""
 FIELD = "reasoning_content"
 _WRITTEN = re.compile(r"^\s*<(think|thinking)>.*?</\1>\s*", re.DOTALL)
 """A thought inside the answer's text."""
@@ -39,7 +39,7 @@ def kept(messages: Sequence[Message], wanted: Sequence[int], find: Find) -> Conv
     """The conversation with each assistant turn rendered as if it were the newest.
 
     A template omits the thoughts of turns before the last question. So the messages up to each question's answer are
-    also rendered separately, and each turn is taken from there, up to the token that ends it.
+    also rendered separately, and each turn is taken from that rendering, up to the token that ends it.
     """
     answers = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
     whole = find(messages, sorted({*answers, *wanted}))

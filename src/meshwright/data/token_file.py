@@ -1,10 +1,10 @@
 """Token files: integers on disk, with Megatron's index of documents.
 
-`x.bin` holds tokens back to back. `x.idx`, as Megatron-LM's `IndexedDataset` reads and writes it, little-endian: the
-9 bytes of MAGIC, u64 version 1, u8 code of the dtype, u64 number S of sequences, u64 number of documents and one, then
-i32[S] lengths of sequences in tokens, i64[S] places of sequences in `x.bin` in bytes, i64 first sequence of every
-document and S. What is written here has one sequence a document. `x.json` says which tokenizer made it; files made
-elsewhere have none. `x.mask`, where only some tokens carry loss, has one byte for each token: 1 for those that do.
+`x.bin` contains consecutive tokens. `x.idx` is little-endian, as Megatron-LM's `IndexedDataset` reads and writes it:
+the 9 bytes of MAGIC, u64 version 1, u8 code of the dtype, u64 number S of sequences, u64 number of documents plus one,
+then i32[S] lengths of sequences in tokens, i64[S] offsets of sequences in `x.bin` in bytes, i64 first sequence of every
+document and S. Files written here have one sequence per document. `x.json` names the tokenizer; files made elsewhere
+have none. `x.mask` exists if only some tokens carry loss; it has one byte for each token: 1 for tokens with loss.
 """
 
 import bisect
@@ -48,13 +48,13 @@ class TokenFile:
     path: Path
     """The file."""
     tokens: np.ndarray
-    """(num_tokens,) integers, read-only, read from disk as they are touched."""
+    """(num_tokens,) integers, read-only, read from disk on access."""
     places: np.ndarray
     """Byte offset of each sequence, in memory or mapped."""
     firsts: np.ndarray
     """First sequence of each document, and the number of sequences."""
     begin: int = 0
-    """Documents of the file before the first one here."""
+    """Number of the file's documents before the first one here."""
     trained: np.ndarray | None = None
     """(num_tokens,) uint8: 1 for a token with loss, else 0; None: all carry loss."""
     is_pairs: bool = False
@@ -64,7 +64,7 @@ class TokenFile:
     references: np.ndarray | None = None
     """The reference's margin of each pair, float64: log p(chosen) - log p(rejected)."""
     counts: Mapping[str, int] = field(default_factory=dict)
-    """Numbers of records cut off or left out when the file was made, by the reason."""
+    """Numbers of records cut off or left out when the file was made, by reason."""
 
     @property
     def num_documents(self) -> int:
@@ -91,7 +91,7 @@ class TokenFile:
         """Equal for files of the same documents; different if some were added, removed, moved or cut differently.
 
         For a large file it covers the offsets of SAMPLES documents and SAMPLES blocks of tokens, evenly spaced, so it
-        costs the same for any size: a word elsewhere, replaced by one with as many tokens, goes unnoticed.
+        costs the same for any size. It misses a word elsewhere that is replaced by one with as many tokens.
         """
         digest = hashlib.blake2b(f"{self.num_documents} {len(self.tokens)}".encode(), digest_size=8)
         digest.update(np.array([self.start(document) for document in _evenly(self.num_documents)]).tobytes())
@@ -102,7 +102,7 @@ class TokenFile:
         return digest.hexdigest()
 
     def part(self, first: int, last: int) -> "TokenFile":
-        """Documents `first` to `last - 1` alone."""
+        """Only documents `first` to `last - 1`."""
         start, stop = self.start(first), self.start(last)
         trained = None if self.trained is None else _span(self.trained, start, stop)
         firsts, begin = _span(self.firsts, first, last + 1), self.begin + first
@@ -118,11 +118,11 @@ class Mark(NamedTuple):
     tokens: int = 0
     documents: int = 0
     begun: int = 0
-    """Tokens so far of the document that has not ended."""
+    """Tokens so far of the unfinished document."""
 
 
 class TokenWriter:
-    """Writes a token file document by document; it exists for readers once `finish` has returned. Use it in `with`.
+    """Writes a token file document by document; readers can open it after `finish` has returned. Use it in `with`.
 
     Data written before `sync` returned survives any crash: a writer that starts from its mark continues there.
     """
@@ -187,7 +187,7 @@ class TokenWriter:
     def finish(self, counts: Mapping[str, int] | None = None) -> None:
         """Flush everything to disk, then write index and description; a writer may still continue from the end.
 
-        `counts` are kept for `TokenFile.counts`.
+        `counts` are stored for `TokenFile.counts`.
         """
         self.sync()
         lengths = _map(_lengths_path(self._path), np.dtype("<i4"), 0, self._documents)
@@ -219,7 +219,7 @@ def token_dtype(tokenizer: TextTokenizer) -> np.dtype:
 
 
 def write_index(path: Path, lengths: np.ndarray, dtype: np.dtype) -> None:
-    """Write an .idx of documents of `lengths` tokens, one sequence each, in memory that does not grow with them."""
+    """Write an .idx of documents of `lengths` tokens, one sequence each, in constant memory."""
     code = next(code for code, known in DTYPES.items() if known == dtype)
     with path.open("wb") as file:
         file.write(HEADER.pack(MAGIC, 1, code, len(lengths), len(lengths) + 1))
@@ -259,7 +259,7 @@ def open_token_file(path: Path, tokenizer: TextTokenizer, *, rebuild: str = "") 
 def open_indexed(
     path: Path, *, index: Path | None = None, dtype: np.dtype | None = None, remedy: str | None = None
 ) -> TokenFile:
-    """Map a file of tokens and its index (default: the .idx beside it) into memory; `dtype` if not the index's.
+    """Map a file of tokens and its index (default: the .idx next to it) into memory; `dtype` overrides the index's.
 
     With a `remedy`, which ends messages about damage, both have checksums, compared when a block is first read. Raises
     UserError if the two do not match.
@@ -298,7 +298,7 @@ def file_in_memory(
 
 
 def scan_tokens(tokens: np.ndarray, *, eos_id: int) -> tuple[int, np.ndarray]:
-    """(largest token, lengths of documents, each with the end-of-text token that ends it) of a stream of tokens."""
+    """(largest token, lengths of documents, each with its closing end-of-text token) of a stream of tokens."""
     largest, ends = -1, []
     for first in range(0, len(tokens), BLOCK):
         block = tokens[first : first + BLOCK]
@@ -311,8 +311,8 @@ def scan_tokens(tokens: np.ndarray, *, eos_id: int) -> tuple[int, np.ndarray]:
 
 
 def check_places(file: TokenFile, lengths: np.ndarray) -> None:
-    """Raise UserError if sequences of `lengths` are not contiguous, as every known builder writes them, or documents
-    are out of order."""
+    """Raise UserError if sequences of `lengths` are not contiguous, as in the files of every known builder, or
+    documents are out of order."""
     for first in range(0, max(0, len(file.places) - 1), BLOCK):
         places = np.array(file.places[first : first + BLOCK + 1])
         sizes = np.array(lengths[first : first + BLOCK + 1][: len(places) - 1], np.int64) * file.tokens.itemsize
@@ -359,7 +359,7 @@ def _span(numbers: np.ndarray, start: int, stop: int) -> np.ndarray:
 
 
 def _map(path: Path, dtype: np.dtype, offset: int, count: int, sums: Sums | None = None) -> np.ndarray:
-    """Numbers of a file; with `sums` compared with these when they are read."""
+    """Numbers of a file; with `sums`, compared with these when they are read."""
     if not count:  # an empty range cannot be mapped
         return np.zeros(0, dtype)
     if sums is not None:
@@ -374,7 +374,7 @@ def _open_to_continue(path: Path, num_bytes: int) -> BinaryIO:
 
 
 def _about(path: Path) -> dict[str, Any] | None:
-    """Our description beside a token file; None if it does not exist or the .json is not ours."""
+    """Our description next to a token file; None if it does not exist or the .json is not ours."""
     try:
         found = json.loads(_about_path(path).read_bytes())
     except (OSError, ValueError, RecursionError):

@@ -38,9 +38,10 @@ _WORD_END = re.compile(r"[^\W_](?=\s)")
 
 
 class TextTokenizer:
-    """A tokenizer together with its end-of-text token: the content of its files, ready to use.
+    """A tokenizer with its end-of-text token, built from the content of its files.
 
     Only `encode_prompt` adds tokens. Text that contains a special token's name is encoded as ordinary text, so no
+    document can end itself early. Truncation and padding in the files are switched off.
     document can end itself early. Truncation and padding from the files are switched off.
     """
 
@@ -76,11 +77,11 @@ class TextTokenizer:
         """The Jinja chat template in the tokenizer's files."""
         identity = self._files["tokenizer.json"] + str(self.eos_id).encode()
         self.fingerprint: str = hashlib.sha256(identity).hexdigest()
-        """Equal for tokenizers that make the same tokens of every document."""
+        """Equal for tokenizers that encode every document to the same tokens."""
 
     @property
     def files(self) -> Mapping[str, bytes]:
-        """Its files, from which another process can make it again."""
+        """Its files, from which another process can rebuild it."""
         return self._files
 
     def encode(self, text: str) -> list[int]:
@@ -97,7 +98,7 @@ class TextTokenizer:
         self, texts: Sequence[str], *, add_special_tokens: bool = False
     ) -> list[tuple[list[int], list[tuple[int, int]]]]:
         """(token ids, characters covered by each) of texts whose special tokens are meant as such, because a chat
-        template wrote them. `add_special_tokens`: also the ones that the tokenizer puts around every text."""
+        template wrote them. `add_special_tokens`: also add the ones that the tokenizer puts around every text."""
         self._tokenizer.encode_special_tokens = False
         try:
             with _panics_told():
@@ -109,10 +110,10 @@ class TextTokenizer:
     def encode_conversation(
         self, text: str, texts: Sequence[tuple[int, int]]
     ) -> tuple[list[int], list[tuple[int, int]]]:
-        """As `encode_marked`, of one text; but a special token that is spelled inside of `texts` (characters from, to)
-        is read as the letters it is.
+        """`encode_marked` of one text, but special tokens spelled out inside `texts` (characters from, to) are encoded
+        as letters.
 
-        Raises UserError if this tokenizer would make other tokens of the text around it.
+        Raises UserError if this tokenizer would encode the text around it differently.
         """
         special = list(self.special_pattern.finditer(text))
         spelled = [found for found in special if any(a <= found.start() and found.end() <= b for a, b in texts)]
@@ -120,7 +121,7 @@ class TextTokenizer:
             return self.encode_marked([text])[0]
         written = [found for found in special if found not in spelled]
         cuts = []
-        for found in spelled:  # from the template's token before it to the one behind
+        for found in spelled:  # from the template's token before it to the one after it
             start = max((token.end() for token in written if token.end() <= found.start()), default=0)
             end = min((token.start() for token in written if token.start() >= found.end()), default=len(text))
             if not cuts or cuts[-1] != (start, end):
@@ -133,7 +134,7 @@ class TextTokenizer:
         return self._encode_parts(text, cuts)
 
     def _encode_parts(self, text: str, plain: Sequence[tuple[int, int]]) -> tuple[list[int], list[tuple[int, int]]]:
-        """Tokens of a text, in whose `plain` parts special tokens are letters."""
+        """Tokens of a text; inside its `plain` parts, special tokens are letters."""
         ids: list[int] = []
         offsets: list[tuple[int, int]] = []
         borders = [0, *(border for part in plain for border in part), len(text)]
@@ -149,7 +150,7 @@ class TextTokenizer:
         return ids, offsets
 
     def token_id(self, token: str) -> int | None:
-        """Id of a token of the vocabulary; None if it is not in it."""
+        """Id of a token of the vocabulary; None if there is no such token."""
         return self._tokenizer.token_to_id(token)
 
     def extends(self, other: "TextTokenizer") -> bool:
@@ -162,8 +163,8 @@ class TextTokenizer:
         return TextTokenizer({**self._files, CHAT_TEMPLATE: source.encode()}, where="tokenizer")
 
     def encode_prompt(self, text: str) -> list[int]:
-        """Token ids of a prompt: with the tokens that the tokenizer's own template puts before a text (Llama's
-        begin-of-text), without the end-of-text token it may append."""
+        """Token ids of a prompt, with the tokens that the tokenizer's own template puts before a text (Llama's
+        begin-of-text), without an end-of-text token."""
         ids = self._tokenizer.encode(text, add_special_tokens=True).ids
         while ids and ids[-1] == self.eos_id:
             ids.pop()
@@ -178,11 +179,11 @@ class TextTokenizer:
         return self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=True)
 
     def pieces(self, text: str) -> list[str]:
-        """Cut a long text into pieces whose tokens, joined, equal the tokens of the whole text, so that one big file is
+        """Cut a long text into pieces whose joined tokens equal the tokens of the whole text, so that one big file is
         encoded on all cores in bounded memory.
 
-        A cut is made after a word once a piece has PIECE characters, and only if the WINDOW around it encodes alike
-        with and without the cut. Tokenizers that mark the start of every text (Llama 2's) get their text whole.
+        A cut is made after a word when a piece has PIECE characters, if the WINDOW around it has the same tokens with
+        and without the cut. Tokenizers that mark the start of every text (Llama 2's) get their text whole.
         """
         if len(text) <= PIECE or not self._invisible("a word", cut=1):
             return [text]
@@ -201,16 +202,16 @@ class TextTokenizer:
         return self.encode(left + right) == self.encode(left) + self.encode(right)
 
     def save(self, directory: Path) -> None:
-        """Write the tokenizer's files, byte for byte as they were found, for Hugging Face's tools to read."""
+        """Write the tokenizer's files, byte for byte as read, for Hugging Face's tools."""
         directory.mkdir(parents=True, exist_ok=True)
         for name, content in self._files.items():
             write_durably(directory / name, content)
 
 
 def load_tokenizer(path: Path) -> TextTokenizer:
-    """The tokenizer of a tokenizer.json file, or of the directory that holds one, with the files beside it.
+    """The tokenizer of a tokenizer.json file, or of the directory that contains one, with the files next to it.
 
-    Raises UserError when there is none, it cannot be read, or its end-of-text token cannot be found.
+    Raises UserError if there is none, it cannot be read, or its end-of-text token cannot be found.
     """
     where = f"tokenizer {path}"
     if not path.exists():
@@ -226,18 +227,18 @@ def load_tokenizer(path: Path) -> TextTokenizer:
 
 @contextmanager
 def _panics_told() -> Iterator[None]:
-    """Turn a panic of the library's into a `UserError`: as when a regular expression of tokenizer.json takes more than
-    its ten million attempts."""
+    """Turn a panic of the library into a `UserError`, for example when a regular expression of tokenizer.json takes
+    more than its ten million attempts."""
     try:
         yield
     except BaseException as error:
-        if type(error).__name__ != "PanicException":  # it has no module to import it from
+        if type(error).__name__ != "PanicException":  # it cannot be imported
             raise
         raise UserError(f"tokenizer.json cannot be used: the library failed on a text ({error})") from None
 
 
 LONG_WORD = r"\S{1000}|\s{1000}"
-"""Of a longer word tokens are learnt piece by piece: training takes the square of a word's length."""
+"""Longer words are learnt piece by piece: training time is quadratic in a word's length."""
 
 
 def train_tokenizer(texts: Iterable[str], vocab: int) -> TextTokenizer:

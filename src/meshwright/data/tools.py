@@ -2,8 +2,8 @@
 
 The normal form is OpenAI's, with arguments as an object: a message's `tool_calls` are {"type": "function", "function":
 {"name": ..., "arguments": {...}}}, `tools` are {"type": "function", "function": ...}. Templates differ: some write
-arguments themselves, some want them as JSON text; some look at a call only if the message has no content; some need
-calls to have ids. A probe rendering shows which.
+arguments directly, some expect them as JSON text; some see a call only if the message has no content; some need calls
+to have ids. A probe rendering determines the form.
 """
 
 import json
@@ -15,18 +15,18 @@ from meshwright.spec.errors import UserError
 
 
 class Form(NamedTuple):
-    """How a template takes calls of tools."""
+    """The form in which a template expects tool calls."""
 
     arguments_as_text: bool = False
     """Whether arguments are JSON text."""
     without_content: bool = False
-    """Whether a message that only calls has no content instead of an empty one, as transformers gives it for null."""
+    """Whether a message with only calls has no content instead of an empty one, which transformers passes for null."""
     needs_ids: bool = False
-    """Whether calls without ids get some."""
+    """Whether calls without ids are given ids."""
 
 
 def tools_of(value: Any, where: str) -> list[dict[str, Any]]:
-    """A record's tools: a list, or JSON text of one. Raises UserError; the message starts with `where`."""
+    """A record's tools: a list, or a list as JSON text. Raises UserError; the message starts with `where`."""
     tools = _from_json(value, f"{where}: tools")
     if isinstance(tools, Mapping):
         tools = [tools]
@@ -36,13 +36,13 @@ def tools_of(value: Any, where: str) -> list[dict[str, Any]]:
 
 
 def calls_of(value: Any, where: str) -> list[dict[str, Any]]:
-    """A message's calls of tools: a list of calls or one, or JSON text of that. Raises as `tools_of`."""
+    """A message's tool calls: a list of calls or one call, or either as JSON text. Raises like `tools_of`."""
     calls = _from_json(value, f"{where}: a call")
     return [_call(call, where) for call in (calls if isinstance(calls, list) else [calls])]
 
 
 def in_form(messages: Sequence[Mapping[str, Any]], form: Form) -> list[dict[str, Any]]:
-    """The messages as a template of this form takes them."""
+    """The messages in this form."""
     changed, waiting, count = [], list[str](), 0
     for message in messages:
         message = dict(message)
@@ -62,7 +62,7 @@ def in_form(messages: Sequence[Mapping[str, Any]], form: Form) -> list[dict[str,
 
 
 def form_of(write: Callable[[Sequence[Mapping[str, Any]]], str]) -> Form:
-    """The form in which `write` takes calls of tools: the first that leaves nothing out and writes JSON once."""
+    """The form in which `write` expects tool calls: the first that omits nothing and writes JSON once."""
     asked = {"role": "user", "content": "?"}
     call = {"type": "function", "function": {"name": "probe_name", "arguments": {"probe_key": "probe_value"}}}
     messages = [asked, {"role": "assistant", "content": "", "tool_calls": [call]}, {"role": "tool", "content": "!"}]

@@ -1,10 +1,10 @@
-"""Finds the text that a chat template wrote for each message of a conversation.
+"""The search for the text that a chat template wrote for each message of a conversation.
 
 An assistant's turn starts after the generation prompt and ends with the token that ends its turn. A template states
 neither explicitly. So the conversation is rendered with markers around its texts, which locates each message's own
-text. The text between two messages is then split at the boundary of their turns: the start of a turn is found by
-rendering the messages before it with a generation prompt, its end by rendering the messages up to it. Each kind of
-boundary is split once and remembered, so a conversation costs two renderings, however long it is.
+text. The text between two messages is then split at the boundary of their turns: rendering the messages before a turn
+with a generation prompt gives its start; rendering the messages up to it gives its end. Each kind of boundary is split
+once and remembered, so a conversation of any length costs two renderings.
 """
 
 import re
@@ -15,14 +15,14 @@ from meshwright.data.marks import Marker, Region, Span, Written
 from meshwright.spec.errors import UserError
 
 Message = Mapping[str, Any]
-"""`role`, `content` and whatever else a template knows."""
+"""`role`, `content` and any other field that a template uses."""
 Write = Callable[[Sequence[Message], bool], str]
 """Renders messages by a template; with the generation prompt if the flag is set."""
 
 KEPT = 1 << 14
 """Number of remembered splits."""
 ANGLED = re.compile(r"<[^<>\s]{1,60}>")
-"""What looks like a tag or a special token."""
+"""Text that looks like a tag or a special token."""
 
 
 class Turn(NamedTuple):
@@ -31,17 +31,17 @@ class Turn(NamedTuple):
     parts: tuple[Span, ...]
     """One, or as many as the template marks by `{% generation %}`."""
     end: int
-    """Where the last part would end without the token that ends the turn."""
+    """The end of the last part without the token that ends the turn."""
 
 
 class Conversation(NamedTuple):
-    """A conversation written down."""
+    """A rendered conversation."""
 
     text: str
     turns: dict[int, Turn]
-    """By the number of the message."""
+    """Turns by message number."""
     texts: list[Span]
-    """The messages' own texts, as far as markers locate them."""
+    """The messages' own texts, where markers locate them."""
 
 
 class TurnFinder:
@@ -81,7 +81,7 @@ class TurnFinder:
         return None, None
 
     def split(self, key: tuple[Any, ...], find: Callable[[], int]) -> int:
-        """A division that is known by `key`, or found now."""
+        """A split remembered under `key`, or found now."""
         if key not in self._splits:
             if len(self._splits) >= KEPT:
                 self._splits.clear()
@@ -89,7 +89,7 @@ class TurnFinder:
         return self._splits[key]
 
     def end_known(self, key: Any, gap: str) -> int | None:
-        """The end of a turn in `gap`, given how the next turn starts; None if that is not known yet."""
+        """The end of a turn in `gap`, given the start of the next turn; None if that is not known yet."""
         behind = max((known for known in self._behind.get(key, ()) if gap.endswith(known)), key=len, default=None)
         if behind is None:
             return None
@@ -97,7 +97,7 @@ class TurnFinder:
         return end if self.token_before(gap, end) else None
 
     def learn_end(self, key: Any, gap: str, end: int) -> None:
-        """Remember how the next turn starts."""
+        """Remember the start of the next turn."""
         known = self._behind.setdefault(key, set())
         if self.token_before(gap, end) and len(known) < 64:
             known.add(gap[end:])
@@ -113,7 +113,7 @@ class TurnFinder:
         return end
 
     def token_at(self, text: str, start: int) -> int | None:
-        """The end of a special token that starts at `start`, or after white space there."""
+        """The end of a special token that starts at `start`, or after whitespace there."""
         start += len(text[start:]) - len(text[start:].lstrip())
         match = self._special.match(text, start)
         return match.end() if match else None
@@ -123,7 +123,7 @@ class TurnFinder:
         return next((match[0] for match in self._special.finditer(text, 0, end) if match.end() == end), "")
 
     def last_token(self, text: str) -> int | None:
-        """Where the last special token of a text ends, if only white space follows it."""
+        """The position of a text's last special token, if only whitespace follows it."""
         end = len(text.rstrip())
         return end if self.token_before(text, end) else None
 
@@ -173,13 +173,13 @@ class _Search:
             found = [end for end in ends if end is not None]
             if not found:
                 raise UserError(REWRITTEN)
-            return max(found)  # some templates prompt only behind a question
+            return max(found)  # some templates prompt only after a question
 
         return self.finder.split(("start", before, gap), find)
 
     def _start_asked(self, before: Sequence[Message], gap: str) -> int | None:
-        """The start of a turn in `gap`, found by the generation prompt of this conversation: all of it, or the part
-        that the template still writes once an answer follows."""
+        """The start of a turn in `gap`, found with this conversation's generation prompt: all of the prompt, or the
+        part that the template still writes when an answer follows."""
         try:
             plain, asked = self._tail(before), self._tail(before, answer=True)
         except UserError:  # many templates want a question first
@@ -190,7 +190,7 @@ class _Search:
         return end if whole or (asked[closed:end].strip() and not _begins_word(gap[end:])) else None
 
     def _start_prompted(self, number: int, gap: str) -> int | None:
-        """The start of a turn in `gap`, found by the generation prompt that follows a question, at any place."""
+        """The start of a turn in `gap`, found with the generation prompt after a question, at any position."""
         before = self.messages[:number]
         for asking in (before, [*before, {"role": "user", "content": "?"}]):
             try:
@@ -230,7 +230,7 @@ class _Search:
         return known if known is not None else self.finder.split(("end", role, follower, gap), find)
 
     def _opening(self, follower: int, gap: str) -> int:
-        """Number of characters of `gap` that start the message after it, as they start another message of its role."""
+        """Number of characters of `gap` that start the next message: the same as start another message of its role."""
         role = self.messages[follower]["role"]
         others = [number for number in self.written.regions if self.messages[number]["role"] == role]
         other = next((number for number in sorted(others) if number != follower), None)
@@ -250,7 +250,7 @@ class _Search:
             last = self.finder.last_token(alone)
             return (len(alone) if last is None else last), 0
         ends = self.finder.token_at(alone, common), self.finder.token_at(followed, common)
-        if ends[0] is None:  # nothing but text ends a turn
+        if ends[0] is None:  # only text ends a turn
             return common, common
         return ends[0], common if ends[1] is None else ends[1]
 
@@ -285,7 +285,7 @@ def _meet(one: Span, other: Span) -> bool:
 
 
 def _check_written(messages: Sequence[Message], written: Written, wanted: Collection[int]) -> None:
-    """Raise UserError if a message's words are left out; an answer that is not wanted may be."""
+    """Raise UserError if a message's words are missing; an answer that is not wanted may be missing."""
     marked = any(messages[text.message]["role"] != "assistant" for _, text in written.places)
     for number, message in enumerate(messages):
         region, role = written.regions.get(number), message["role"]

@@ -1,7 +1,7 @@
-"""Fine-tuning of a parameter table: which rows train, and which rows are added.
+"""Fine-tuning of a parameter table: marks the rows that train, and adds adapters' rows.
 
-An adapter's rows follow the rows of the module that it extends and inherit its dim names. So adapters are split,
-sharded, initialized, saved and planned by the table, without special code:
+An adapter's rows follow the rows of the module that it extends and inherit its dim names. The table therefore splits,
+shards, initializes, saves and plans adapters without special code:
 
 - LoRA: a linear layer of weight [out, in] gets `lora_a` [rank, in] and `lora_b` [out, rank], DoRA also `magnitude`
   [out]; an embedding [vocab, embed] gets `lora_a` [vocab, rank] and `lora_b` [embed, rank].
@@ -53,7 +53,7 @@ class Adapter:
         return self.weight.dims[1] in TP_SPLITS
 
     def rows(self) -> Iterator[Parameter]:
-        """The parameters that appear, in the order of `named_parameters()`."""
+        """The added parameters, in the order of `named_parameters()`."""
         (out, into), (rows, columns) = self.weight.dims, self.weight.shape
 
         def row(name: str, dims: tuple[str, ...], shape: tuple[int, ...], **more) -> Parameter:
@@ -77,9 +77,9 @@ class Adapter:
 def finetuned_table(model: ModelSpec, finetune: FinetuneSpec | None) -> tuple[Parameter, ...]:
     """Every parameter of the fine-tuned model in the order of `named_parameters()`, adapters included.
 
-    Without the adapters' rows it is `parameter_table`; frozen rows are marked, and quantized matrices are replaced by
-    their codes and scales. Raises `UserError` if a pattern matches nothing, with the nearest name, or matches a module
-    that cannot have an adapter.
+    Without the adapters' rows it is `parameter_table`, with frozen rows marked and quantized matrices replaced by their
+    codes and scales. Raises `UserError` if a pattern matches nothing, with the nearest name, or matches a module that
+    cannot have an adapter.
     """
     table = parameter_table(model)
     if finetune is None:
@@ -102,7 +102,7 @@ def finetuned_table(model: ModelSpec, finetune: FinetuneSpec | None) -> tuple[Pa
 def find_adapters(model: ModelSpec, finetune: FinetuneSpec) -> tuple[Adapter, ...]:
     """The adapters of a fine-tuned model in the order of its modules.
 
-    Raises as `finetuned_table`.
+    Raises like `finetuned_table`.
     """
     if isinstance(finetune, FullSpec):
         return ()
@@ -172,7 +172,7 @@ def _is_inner(row: Parameter) -> bool:
 
 
 def _targets(model: ModelSpec, patterns: Iterable[str], weights: dict[str, Parameter]) -> list[str]:
-    """The modules of the patterns that can have an adapter; of each pattern at least one."""
+    """The modules that match the patterns and can have an adapter; at least one for each pattern."""
     found: set[str] = set()
     able = {name for name, weight in weights.items() if _is_inner(weight) or name in (EMBEDDING, HEAD)}
     _matching(model, patterns, "finetune.targets", able)  # reports all patterns that match nothing at once
@@ -244,8 +244,8 @@ def _by_pattern(
 def _matching(
     model: ModelSpec, patterns: Iterable[str], setting: str, able: Collection[str] | None = None
 ) -> list[str]:
-    """The modules that a pattern matches, by our name or Hugging Face's, in their order. If it matches nothing, the
-    error suggests modules that are `able` (default all)."""
+    """The modules that a pattern matches, by our name or Hugging Face's, in order. If it matches nothing, the error
+    suggests modules that are `able` (default all)."""
     places = hf_tensors(model)
     names = {module_of(row): (module_of(row), _hf_module(places[row.name].key)) for row in parameter_table(model)}
     found: set[str] = set()

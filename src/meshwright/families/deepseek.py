@@ -1,5 +1,5 @@
-"""DeepSeek V3 (DeepSeek-AI, "DeepSeek-V3 Technical Report", 2024) and models built like it: latent attention, many
-small experts beside a shared one, load balanced by a bias instead of a loss.
+"""DeepSeek V3 (DeepSeek-AI, "DeepSeek-V3 Technical Report", 2024) and similar models: latent attention, and many small
+experts with a shared one, load balanced by a bias instead of a loss.
 """
 
 from meshwright.families.family import Family, gated_ffn
@@ -39,7 +39,7 @@ DEEPSEEK_V3 = Family(
         "router_top_groups": 4,
         "router_normalised": True,
         "router_scale": 2.5,
-        # Of the report's alpha = 0.0001: there the shares of a token's 8 experts add up to 1, here to 8.
+        # The report's alpha = 0.0001 is for shares of a token's 8 experts that add up to 1; here they add up to 8.
         "balance_loss": 0.0000125,
         "balance_rate": 0.001,
         "kv_rank": 512,

@@ -20,9 +20,8 @@ EXPERT_FIELDS = DEEPSEEK_FIELDS | {"num_experts", "experts_per_token", "expert_f
 
 
 def gated_ffn(hidden: int) -> int:
-    """Default width of a SwiGLU layer: 8/3 of the hidden width, rounded up to a multiple of 256, so that
-    three matrices cost what two of width 4 * hidden do (Shazeer, "GLU Variants Improve Transformer", 2020;
-    LLaMA's rounding)."""
+    """Default width of a SwiGLU layer: 8/3 of the hidden width, rounded up to a multiple of 256, so that three matrices
+    cost as much as two of width 4 * hidden (Shazeer, "GLU Variants Improve Transformer", 2020; LLaMA's rounding)."""
     return -(-(8 * hidden // 3) // GATED_MULTIPLE) * GATED_MULTIPLE
 
 
@@ -38,9 +37,9 @@ class Family:
     name: str
     """Name in recipes, equal to Hugging Face's `model_type`."""
     switches: Mapping[str, Any]
-    """Fields of `ModelSpec` that make the family what it is; no recipe changes them."""
+    """Fields of `ModelSpec` that define the family; no recipe changes them."""
     defaults: Mapping[str, Any]
-    """Fields of `ModelSpec` that a recipe may change and need not give."""
+    """Fields of `ModelSpec` that a recipe may change, with defaults."""
     default_ffn: Callable[[int], int]
     """Width of the feed-forward layer from the hidden width."""
     unavailable: frozenset[str] = EXPERT_FIELDS
@@ -53,29 +52,29 @@ class Family:
     hf_fields: Mapping[str, str]
     """Field of `ModelSpec` -> key in config.json."""
     hf_aliases: Mapping[str, str] = field(default_factory=dict)
-    """Keys that transformers 4 and 5 spell differently: the spelling of 4 -> that of 5."""
+    """Keys that transformers 4 and 5 spell differently: spelling in 4 -> spelling in 5."""
     hf_absent: Mapping[str, Any]
-    """Values of keys that config.json omits (a key absent here as well is required)."""
+    """Values of keys that config.json omits (a key that is missing here too is required)."""
     hf_accepts: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     """Keys that must have one of these values if present; the first is written."""
     hf_window: Literal["given", "switched", "by_layer"] = "given"
     """When the sliding window of config.json applies: if it is given; if use_sliding_window is set as well; or per
     layer, by max_window_layers or layer_types."""
     hf_modules: Mapping[str, str]
-    """Our module -> the module that holds it in a checkpoint, `{i}` for the layer. Modules that share one are stacked
-    there, rows below rows, in the parameter table's order. With `{e}` each expert has a module of its own there. A
-    tensor that is called otherwise there has an entry of its own."""
+    """Our module -> the module that contains it in a checkpoint, `{i}` for the layer. Modules with the same entry are
+    stacked row-wise in one stored module, in the parameter table's order. With `{e}` each expert has its own stored
+    module. A tensor with a different name has its own entry."""
     hf_prefix: str
-    """What a checkpoint saved from the model without its head leaves out of its names."""
+    """The part of names that a checkpoint of the model without its head omits."""
     hf_transposed: frozenset[str] = frozenset()
     """Modules whose weight is stored (in, out): the last part of their name in a checkpoint."""
     hf_more_layers: bool = False
     """Checkpoints may hold layers after the last one, for multi-token prediction; they are left out."""
     hf_ignored: tuple[str, ...] = ()
-    """Ends of the names of stored tensors that are not parameters: masks and tables that old versions saved."""
+    """Suffixes of the names of stored tensors that are not parameters: masks and tables from old versions."""
 
     def model(self, given: Mapping[str, Any]) -> ModelSpec:
-        """The complete model of the given fields: at least hidden, num_layers, num_heads and vocab.
+        """The complete model with the given fields: at least hidden, num_layers, num_heads and vocab.
 
         Raises:
             UserError: sizes that do not fit together, or (pydantic's `ValidationError`) a value of the wrong type.

@@ -1,5 +1,5 @@
-"""Architectures that are not ours, described by their Hugging Face directory: config.json, and the names and shapes in
-the files. `models/foreign.py` lets transformers compute them.
+"""Foreign architectures, described by their Hugging Face directory: config.json, and the names and shapes in the files.
+transformers computes them (`models/foreign.py`).
 """
 
 import json
@@ -27,7 +27,7 @@ SPELLINGS = {
     "sliding_window": ("sliding_window",),
     "experts_per_token": ("num_experts_per_tok", "moe_k"),
 }
-"""Field of `ModelSpec` -> keys of config.json that hold it, by architecture."""
+"""Field of `ModelSpec` -> keys of config.json that contain it, by architecture."""
 
 STACKS = (
     ("gate_up_proj", ("gate_proj", "up_proj")),
@@ -35,7 +35,7 @@ STACKS = (
     ("down_proj", ("down_proj",)),
     ("down_proj", ("w2",)),
 )
-"""Parameter of transformers' module, and what it holds of each expert, as the files name it (`stacks` of
+"""Parameter of transformers' module -> its parts for each expert, by their names in the files (`stacks` of
 `ForeignModel`)."""
 
 LIKE_MIXTRAL = (".mlp.", ".block_sparse_moe.")
@@ -44,27 +44,26 @@ RENAMED = {
     "ernie4_5_moe": (".mlp.gate.moe_statics.", ".mlp.moe_statics."),
     "exaone_moe": (".mlp.gate.e_score_correction_bias", ".mlp.e_score_correction_bias"),
 }
-"""model_type -> a part of names in transformers' module, and how files spell it."""
+"""model_type -> a part of names in transformers' module, and its spelling in files."""
 
 BUFFERS = (
     *("e_score_correction_bias", "expert_bias", "balancing_biases", "layer_scalar"),
     *("slope_rate", "query_decay", "key_decay", "diagonal_decay"),
 )
-"""Last parts of the names of stored tensors that transformers' modules keep and do not train."""
+"""Last parts of the names of stored tensors that are untrained state of transformers' modules."""
 
 ROUTERS = (".gate.weight", ".router.weight")
-"""Ends of the names of matrices that choose experts, where they have a row for each."""
+"""Suffixes of the names of matrices that choose experts, if they have one row per expert."""
 
 ENDLESS = 2**20
-"""Positions of a model whose config.json has no limit."""
+"""Positions of a model if config.json sets no limit."""
 
 NO_WEIGHTS = ("inv_freq", "masked_bias", "lm_head.weight")
-"""Ends of the names of tensors that are not parameters: tables that old versions saved, and a head that is the
-embedding."""
+"""Suffixes of the names of tensors that are not parameters: tables from old versions, and a tied head."""
 
 
 def read_foreign(directory: Path, config: Mapping[str, Any], *, where: str) -> ModelSpec:
-    """The model of a Hugging Face directory, whatever its architecture.
+    """The model of a Hugging Face directory of any architecture.
 
     Raises:
         UserError: it is not a causal language model, its blocks cannot be identified, or its files are malformed.
@@ -137,7 +136,7 @@ def foreign_table(foreign: ForeignModel, vocab: int) -> tuple[Parameter, ...]:
 
 
 def foreign_state(foreign: ForeignModel) -> tuple[Parameter, ...]:
-    """Every stored tensor that is no parameter, as `foreign_table`."""
+    """Every stored tensor that is not a parameter, in the form of `foreign_table`."""
     return tuple(
         Parameter(name=name, dims=("other",) * len(shape), shape=shape, init="zeros") for name, shape in foreign.buffers
     )
@@ -149,8 +148,8 @@ def _stacked(
     """The parameters of transformers' module, which stacks all experts of a layer in two tensors, and the stored
     tensors of each stack.
 
-    Experts with other names are not stacked: transformers renames more than the experts there, so the module's other
-    parameters would not match the files either.
+    Experts with other names are not stacked: transformers also renames other parameters there, so the module would not
+    match the files either.
     """
     parts: dict[tuple[str, str], dict[int, tuple[int, ...]]] = {}
     for name, shape in tensors.items():
@@ -181,7 +180,7 @@ def _dims(name: str, shape: tuple[int, ...], blocks: str, vocab: int) -> tuple[s
 
 
 def _blocks(tensors: Mapping[str, Any], num_layers: int, where: str) -> str:
-    """The name that is followed by a block's number."""
+    """The prefix of names before a block's number."""
     numbers: dict[str, set[int]] = {}
     tensors_of: Counter[str] = Counter()
     for name in tensors:

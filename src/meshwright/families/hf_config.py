@@ -1,4 +1,4 @@
-"""Hugging Face's config.json, read and written, as transformers 4 and 5 spell it."""
+"""Hugging Face's config.json, read and written, in the spellings of transformers 4 and 5."""
 
 import json
 from collections.abc import Mapping
@@ -31,12 +31,12 @@ SCALINGS = {
 def model_from_hf_config(config: Mapping[str, Any], *, where: str = "config.json") -> ModelSpec:
     """The model that a parsed config.json describes.
 
-    Dropout is ignored (training here has none). Whatever else would change the numbers and is not implemented
+    Dropout is ignored (training here has none). Any other setting that would change the numbers and is not implemented
     is refused.
 
     Raises:
-        UserError: unknown model_type, a missing or malformed size, or a feature that is not supported;
-        `where` is named.
+        UserError: unknown model_type, a missing or malformed size, or an unsupported feature; the message names
+            `where`.
     """
     family = FAMILIES.get(str(config.get("model_type")))
     if family is None:
@@ -53,7 +53,7 @@ def model_from_hf_config(config: Mapping[str, Any], *, where: str = "config.json
     if family.switches["positions"] == "rope":
         values |= _rope(config, family, where)
     try:
-        # config.json uses null for "follows from the other sizes".
+        # config.json uses null for a size that follows from the others.
         return family.model({field: value for field, value in values.items() if value is not None})
     except ValidationError as error:
         first = error.errors()[0]
@@ -128,11 +128,11 @@ def _slides(config: Mapping[str, Any], family: Family, num_layers: int, where: s
 def model_to_hf_config(
     spec: ModelSpec, *, dtype: str = "float32", **token_ids: int | list[int] | None
 ) -> dict[str, Any]:
-    """config.json of `spec`: what transformers 4 and 5 spell differently is there in both spellings.
+    """config.json of `spec`; keys that transformers 4 and 5 spell differently are written in both spellings.
 
     Args:
-        dtype: of the weights beside it, e.g. `bfloat16`.
-        token_ids: `bos_token_id`, `eos_token_id`, `pad_token_id` where the tokenizer has them.
+        dtype: of the accompanying weights, e.g. `bfloat16`.
+        token_ids: `bos_token_id`, `eos_token_id`, `pad_token_id`, if the tokenizer has them.
     """
     if spec.foreign is not None:
         config = json.loads(spec.foreign.config) | {"dtype": dtype, "torch_dtype": dtype}

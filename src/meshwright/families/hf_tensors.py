@@ -1,4 +1,4 @@
-"""Where each parameter is stored in a Hugging Face checkpoint."""
+"""The location of each parameter in a Hugging Face checkpoint."""
 
 import re
 from dataclasses import dataclass
@@ -11,8 +11,8 @@ from meshwright.spec.model import ModelSpec, Parameter
 
 @dataclass(frozen=True, kw_only=True)
 class HfTensor:
-    """Where a parameter is stored: in tensor `key` (transposed, if `transposed`), from row `offset` on; or, if it
-    stacks all experts of a layer, in one tensor for each expert."""
+    """The location of a parameter: in tensor `key` (transposed, if `transposed`), starting at row `offset`; or, if it
+    stacks all experts of a layer, in one tensor per expert."""
 
     key: str
     """Name of the stored tensor, `{e}` for the expert and `{part}` for each of several parts."""
@@ -21,7 +21,7 @@ class HfTensor:
     experts: int | None = None
     """Number of stored tensors that our parameter stacks along an extra first dim; None: it does not stack any."""
     parts: tuple[str, ...] = ("",)
-    """Stored tensors whose rows follow one another in each expert's matrix."""
+    """Stored tensors whose rows are concatenated in each expert's matrix."""
     transposed: bool = False
     """The tensor is stored (in, out); ours are (out, in)."""
     offset: int = 0
@@ -36,18 +36,17 @@ class HfTensor:
 
 
 def hf_tensors(spec: ModelSpec) -> dict[str, HfTensor]:
-    """Our tensor's name -> where it is stored, for every row of the parameter table, in its order, and of the state
-    table."""
+    """Our tensor's name -> its location, for every row of the parameter table, in order, and of the state table."""
     table = parameter_table(spec) + state_table(spec)
     if spec.foreign is not None:  # its names are Hugging Face's
         stacks, renamed = dict(spec.foreign.stacks), spec.foreign.renamed
         return {row.name: _of_foreign(row, stacks.get(row.name), renamed) for row in table}
-    if spec.family not in FAMILIES:  # a user's own, which adapters name as it does
+    if spec.family not in FAMILIES:  # a user's own; adapters use its names
         return {row.name: _of_foreign(row, None, ()) for row in table}
     family = FAMILIES[spec.family]
     keys = {parameter.name: _hf_key(family, parameter.name) for parameter in table}
     offsets: dict[str, int] = {}
-    rows: dict[str, int] = {}  # of each stored tensor: the parameters that share it are stacked in table order
+    rows: dict[str, int] = {}  # per stored tensor: parameters that share it are stacked in table order
     for parameter in table:
         key = keys[parameter.name]
         offsets[parameter.name] = rows.get(key, 0)
@@ -73,7 +72,7 @@ def hf_tensors(spec: ModelSpec) -> dict[str, HfTensor]:
 
 
 def stored_name(name: str, renamed: tuple[tuple[str, str], ...]) -> str:
-    """How files spell the name of a tensor of transformers' module."""
+    """The name in files of a tensor of transformers' module."""
     for theirs, files in renamed:
         name = name.replace(theirs, files)
     return name

@@ -6,20 +6,20 @@ from pathlib import Path
 from meshwright.spec.errors import UserError
 
 HUB_ID = re.compile(r"\w[\w.-]*/[\w.-]+")
-"""As in meta-llama/Llama-3.2-1B."""
+"""A hub id, such as meta-llama/Llama-3.2-1B."""
 
 
 def cached_snapshot(name: str, *needs: str) -> Path | None:
-    """The directory of the hub's model `name` in the local cache, whose place HF_HOME and HF_HUB_CACHE decide.
+    """The directory of the hub's model `name` in the local cache, whose location HF_HOME and HF_HUB_CACHE set.
 
-    `needs` are patterns, each of which has to match a file there. None if `name` is not written as an id.
+    `needs` are patterns; each must match a file there. None if `name` is not written as an id.
 
     Raises:
-        UserError: it is not there, or not all of it; with the command that downloads it.
+        UserError: the model is missing or incomplete; the message gives the command that downloads it.
     """
-    if not HUB_ID.fullmatch(name) or name.endswith(".json"):  # which is a file
+    if not HUB_ID.fullmatch(name) or name.endswith(".json"):  # a file name
         return None
-    # Heavy to import, so only if something may be found there.
+    # Heavy to import, so imported only if the model may be there.
     from huggingface_hub import constants, try_to_load_from_cache
 
     found = try_to_load_from_cache(name, "config.json") or try_to_load_from_cache(name, "tokenizer.json")

@@ -1,5 +1,5 @@
-"""Llama 2, 3, 3.1, 3.2 (Touvron et al., 2023; Dubey et al., "The Llama 3 Herd of Models", 2024), and what families
-built like it share.
+"""Llama 2, 3, 3.1, 3.2 (Touvron et al., 2023; Dubey et al., "The Llama 3 Herd of Models", 2024), and the
+parts shared by similar families.
 """
 
 from meshwright.families.family import EXPERT_FIELDS, Family, gated_ffn
@@ -64,7 +64,7 @@ def sized(
     num_kv_heads: int | None = None,
     **more,
 ) -> ModelFields:
-    """A published size: what its generation shares, and its own numbers."""
+    """A published size: the values of its generation, and its own."""
     sizes = {"hidden": hidden, "num_layers": num_layers, "num_heads": num_heads, "ffn": ffn, **more}
     if num_kv_heads is not None:
         sizes["num_kv_heads"] = num_kv_heads

@@ -1,5 +1,5 @@
-"""Which linear layers and experts multiply in low precision, the state of their scales, and the layouts that cannot do
-so."""
+"""The linear layers and experts that multiply in low precision, the state of their scales, and the layouts that cannot
+do so."""
 
 import re
 from collections.abc import Iterable, Iterator
@@ -15,13 +15,13 @@ from meshwright.spec.model import ModelSpec, Parameter
 from meshwright.spec.training import TrainingSpec
 
 HEADS, INNER = frozenset({"heads", "v_heads"}), frozenset({"ffn", "shared_ffn", "expert_ffn"})
-"""Named dims of the inputs that attention keeps, and of those that only one layer reads."""
+"""Named dims of the inputs that attention saves, and of those that only one layer reads."""
 OPERANDS = 3
-"""Of a layer's products: input, weight and gradient."""
+"""The operands of a layer's products: input, weight and gradient."""
 
 
 HISTORY = ".scaling.amax_history"
-"""How the name of a layer's largest values in the last steps ends."""
+"""Suffix of the name of a layer's largest values in the last steps."""
 
 
 def low_precision_layers(table: Iterable[Parameter], training: TrainingSpec) -> tuple[str, ...]:
@@ -51,8 +51,8 @@ def low_precision_layers(table: Iterable[Parameter], training: TrainingSpec) -> 
 
 
 def keeps_codes(row: Parameter, training: TrainingSpec) -> bool:
-    """Whether the layer of this matrix keeps its input in codes for the backward pass. Not where attention keeps the
-    same tensor anyway; nor where others read it and have scales of their own, so that each would keep its codes."""
+    """Whether the layer of this matrix saves its input as codes for the backward pass. Not if attention saves the same
+    tensor anyway, nor if other layers read it with their own scales, because each would save its codes."""
     into = row.dims[-1]
     if not training.keeps_codes or into in HEADS:
         return False
@@ -68,7 +68,7 @@ def describe_low_precision(table: Iterable[Parameter], training: TrainingSpec) -
 
 
 def low_precision_state(table: Iterable[Parameter], training: TrainingSpec) -> tuple[Parameter, ...]:
-    """The histories behind delayed scales: state, sharded and saved like a parameter but not trained."""
+    """The histories for delayed scales: state, sharded and saved like a parameter but not trained."""
     if training.product_recipe != DELAYED:
         return ()
     table = tuple(table)
@@ -126,7 +126,7 @@ def _is_linear(row: Parameter) -> bool:
 
 
 def _expert_misfits(where: str, recipe: str, layout: LayoutSpec) -> Iterator[str]:
-    """Ranks that share a microbatch have some of each expert's rows each."""
+    """Ranks that share a microbatch each have a part of every expert's rows."""
     sharers = layout.cp * layout.tp
     axes = " and ".join(f"layout.{axis}={getattr(layout, axis)}" for axis in ("cp", "tp") if getattr(layout, axis) > 1)
     if recipe in BLOCKS:

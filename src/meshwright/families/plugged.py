@@ -1,6 +1,6 @@
 """Users' models: one of our families with the user's blocks, and the named dims of their parameters.
 
-`models/own.py` has the class that users subclass; here, without torch, is what its table must keep to.
+`models/own.py` has the class that users subclass; this file, without torch, checks its table.
 """
 
 from collections.abc import Iterable, Mapping
@@ -19,7 +19,7 @@ ENDS = ("layers", "tok_embeddings", "pos_embeddings", "norm", "output")
 
 
 class OwnModel(Protocol):
-    """What can be known of a user's model without torch."""
+    """The properties of a user's model that are known without torch."""
 
     base: str
     """Family that provides its default sizes and switches."""

@@ -7,9 +7,8 @@
 | double    | [out, in / 2] uint8 | [out, in / 64] uint8  | [out in / 16384 + 1] int32 | 0.5159            |
 
 `models/blockwise.py` defines the numbers. Codes and scales have the matrix's rows and dim names, and no block spans two
-rows: so whatever splits the matrix splits these. Where `in` is not a multiple of 64,
-blocks span rows, as they do in bitsandbytes; codes [blocks, 32] and scales [blocks] then have dims of their own, which
-only data parallelism shards.
+rows, so they are split like the matrix. If `in` is not a multiple of 64, blocks span rows, as in bitsandbytes; codes
+[blocks, 32] and scales [blocks] then have their own dims, which only data parallelism shards.
 """
 
 from collections.abc import Iterable, Iterator

@@ -1,4 +1,4 @@
-"""The registry of families and, from them, of every published size by name."""
+"""The registry of families, and of every published size by name."""
 
 from meshwright.families.deepseek import DEEPSEEK_V3
 from meshwright.families.family import Family
@@ -20,7 +20,7 @@ PRESETS: dict[str, ModelFields] = {
 
 
 def family_of(spec: ModelSpec) -> Family:
-    """The family of a model of ours; raises `UserError` for a user's own, of which Hugging Face knows nothing."""
+    """The family of one of our models; raises `UserError` for a user's own model, which Hugging Face does not know."""
     if spec.family not in FAMILIES:
         raise UserError(f"{spec.family} is not a Hugging Face family, so its files cannot be read or written")
     return FAMILIES[spec.family]

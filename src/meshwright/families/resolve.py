@@ -1,4 +1,4 @@
-"""The recipe's `model:` section, resolved into a complete model."""
+"""Resolution of the recipe's `model:` section into a complete model."""
 
 import json
 from collections.abc import Iterable
@@ -23,10 +23,10 @@ SIZES = [field for field in ModelFields.model_fields if field not in ("name", "w
 
 
 def resolve_model(fields: ModelFields, *, base_dir: Path, vocab: int | None = None) -> ModelSpec:
-    """The complete model that `fields` asks for.
+    """The complete model that `fields` describes.
 
-    Given fields win over the values of the name (a preset, or a Hugging Face directory relative to `base_dir`), and
-    these over the family's defaults. `vocab`, the tokenizer's size, is used if none of them gives a vocabulary.
+    Given fields override the values of the name (a preset, or a Hugging Face directory relative to `base_dir`), which
+    override the family's defaults. `vocab`, the tokenizer's size, is used if none of them gives a vocabulary.
 
     Raises:
         UserError: one sentence saying what is wrong and what would work.
@@ -46,8 +46,8 @@ def pretrained_directory(fields: ModelFields, *, base_dir: Path) -> Path | None:
     """The Hugging Face directory named by `model.name`: a path, or the cached snapshot of a hub id; None if it is a
     preset or not given.
 
-    A preset's name wins over a directory of the same name, and a directory over a hub id; `./gpt2` is always the
-    directory.
+    A preset's name takes precedence over a directory of the same name, and a directory over a hub id; `./gpt2` is
+    always the directory.
 
     Raises:
         UserError: the name is none of them, or the cache does not hold it.
@@ -72,10 +72,10 @@ def pretrained_directory(fields: ModelFields, *, base_dir: Path) -> Path | None:
 
 
 def starting_weights(fields: ModelFields, *, base_dir: Path) -> Literal["random", "pretrained"]:
-    """Where training starts, `auto` decided: pretrained where `model.name` is a directory that holds weights
-    (of those in `.bin` files the reader says why it refuses them).
+    """The weights that training starts from, with `auto` resolved: pretrained if `model.name` is a directory with
+    weights (for `.bin` files the reader reports why it refuses them).
 
-    Raises `UserError` as `pretrained_directory`.
+    Raises `UserError` like `pretrained_directory`.
     """
     if fields.weights != "auto":
         return fields.weights
@@ -85,8 +85,8 @@ def starting_weights(fields: ModelFields, *, base_dir: Path) -> Literal["random"
 
 
 def read_hf_directory(directory: Path, *, family: str | None = None) -> ModelSpec:
-    """The model of a Hugging Face directory, from its config.json alone; for an architecture that is not one of ours,
-    or if `family` is transformers, also from its files' headers.
+    """The model of a Hugging Face directory, from its config.json alone; for a foreign architecture, or if `family` is
+    transformers, also from its files' headers.
 
     Raises:
         UserError: config.json is missing, malformed, or needs an unsupported feature.
@@ -115,7 +115,7 @@ def read_hf_directory(directory: Path, *, family: str | None = None) -> ModelSpe
     except UnsupportedError as error:
         try:
             foreign.read_foreign(directory, config, where=str(path))
-        except UserError:  # its files do not serve either, so only the first is worth telling
+        except UserError:  # its files fail too; the first error is more useful
             raise error from None
         remedy = (
             "to compute it with transformers, set model.family=transformers (for eval, generate and export: --family "
@@ -141,7 +141,7 @@ def _from_directory(fields: ModelFields, directory: Path, weights: Literal["rand
 
 
 def _checked_foreign(published: ModelSpec, fields: ModelFields, directory: Path) -> ModelSpec:
-    """The model as published, of which a recipe can change nothing."""
+    """The published model; a recipe can change none of its fields."""
     given = [f"model.{field}" for field in SIZES if getattr(fields, field) is not None]
     if given or fields.weights == "random":
         what = f"remove {', '.join(given)}" if given else "set model.weights=pretrained"
@@ -180,7 +180,7 @@ def _complete(family: Family, given: dict[str, Any]) -> ModelSpec:
 
 
 def _given(fields: ModelFields, family: Family) -> dict[str, Any]:
-    """The sizes that are given, all of which the family must have."""
+    """The given sizes; the family must have all of them."""
     if fields.family not in (None, family.name):
         raise UserError(f"model.name {fields.name!r} has family {family.name}, not {fields.family!r}; remove one")
     given = {field: getattr(fields, field) for field in SIZES if getattr(fields, field) is not None}

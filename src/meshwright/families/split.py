@@ -1,4 +1,4 @@
-"""Which part of each parameter a rank keeps; planner and engine both use it."""
+"""The part of each parameter that a rank keeps; used by planner and engine."""
 
 from collections.abc import Container, Iterable, Iterator
 
@@ -6,14 +6,14 @@ from meshwright.spec.layout import LayoutSpec
 from meshwright.spec.model import ModelSpec, Parameter
 
 TP_SPLITS = frozenset({"heads", "kv_heads", "v_heads", "ffn", "shared_ffn", "vocab"})
-"""Named dims that tensor-parallel ranks split. A weight's dims are (out, in): one split on its out side is column-wise
-parallel, on its in side row-wise."""
+"""Named dims that tensor-parallel ranks split. A weight's dims are (out, in): splitting the out dim makes it
+column-wise parallel, the in dim row-wise."""
 
 
 def split_dim(row: Parameter, model: ModelSpec, tp: int) -> int | None:
     """Index of the dim of `row` that `tp` ranks split; None if each of them keeps the whole.
 
-    Where a model has fewer key and value heads than there are ranks, every rank keeps all of them and computes the one
+    If a model has fewer key and value heads than there are ranks, every rank keeps all of them and computes the one
     that its query heads need.
     """
     for index, dim in enumerate(row.dims):
@@ -23,9 +23,9 @@ def split_dim(row: Parameter, model: ModelSpec, tp: int) -> int | None:
 
 
 def shard_dim(row: Parameter, model: ModelSpec, tp: int) -> int:
-    """Index of the dim that ZeRO's ranks split: the rows that tensor parallelism leaves. If it leaves unequal numbers
-    of rows (a vocabulary that `tp` does not divide), the columns, because torch can locate pieces of a dim that is
-    split twice only if they are equal."""
+    """Index of the dim that ZeRO's ranks split: the rows that remain after tensor parallelism. If these are unequal (a
+    vocabulary that `tp` does not divide), the columns, because torch can locate pieces of a dim that is split twice
+    only if they are equal."""
     dim = split_dim(row, model, tp)
     return 1 if dim == 0 and row.shape[0] % tp else 0
 
@@ -50,7 +50,7 @@ def split_range(size: int, ranks: int, rank: int) -> tuple[int, int]:
 
 def rows_of_layers(table: Iterable[Parameter], model: ModelSpec, layers: Container[int]) -> Iterator[Parameter]:
     """The rows that a pipeline rank with these layers keeps: embeddings go with the first layer, norm and head with the
-    last; a tied head is the embedding, of which the last layer's rank has a copy."""
+    last. A tied head is the embedding; the last layer's rank has a copy of it."""
     first, last = 0 in layers, model.num_layers - 1 in layers
     ends = {
         "tok_embeddings": first or (last and model.tied_embeddings),
@@ -67,8 +67,8 @@ def rows_of_layers(table: Iterable[Parameter], model: ModelSpec, layers: Contain
 def kept_shape(
     row: Parameter, model: ModelSpec, layout: LayoutSpec, *, tp_rank: int, shard_rank: int
 ) -> tuple[int, ...]:
-    """Shape of what a rank stores of a parameter, its gradient and each of its moments, given its place on the axes
-    `tp` (of `layout.tp`) and `shard` (of `layout.shard`)."""
+    """Shape of a rank's stored part of a parameter, of its gradient and of each of its moments, given the rank's index
+    on the axes `tp` (of `layout.tp`) and `shard` (of `layout.shard`)."""
     shape = list(row.shape)
     if is_experts(row):
         place = shard_rank * layout.tp + tp_rank

@@ -48,18 +48,18 @@ def parameter_table(spec: ModelSpec) -> tuple[Parameter, ...]:
 
 
 def active_parameters(spec: ModelSpec) -> int:
-    """Parameters that one token meets: all but the experts that it is not sent to."""
+    """Parameters that one token uses: all except the experts that it is not routed to."""
     return sum(active_numel(spec, row) for row in parameter_table(spec))
 
 
 def active_numel(spec: ModelSpec, row: Parameter) -> int:
-    """Elements of one parameter that one token meets."""
+    """Elements of one parameter that one token uses."""
     of_all_experts = len(row.dims) == 3 and row.dims[0] == "experts"
     return row.numel // row.shape[0] * spec.experts_per_token if of_all_experts else row.numel
 
 
 def state_table(spec: ModelSpec) -> tuple[Parameter, ...]:
-    """Every tensor that is kept and saved like a parameter, but not trained: the module's buffers, in their order."""
+    """Every tensor that is stored and saved like a parameter, but not trained: the module's buffers, in order."""
     if spec.foreign is not None:
         return foreign_state(spec.foreign)
     moe_layers = (i for i in range(spec.num_layers) if spec.router_bias and spec.is_moe(i))

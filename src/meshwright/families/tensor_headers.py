@@ -22,7 +22,7 @@ HEADER_LIMIT = 25 * 10**6
 """Largest header accepted, in bytes: the limit of the Hugging Face Hub's own parser."""
 
 FLOATS = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
-"""Bytes of a number of the dtypes that weights have, as safetensors names them."""
+"""Bytes per number of the dtypes that weights have, by safetensors' names."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class StoredTensor:
 
     file: Path
     dtype: str
-    """As safetensors names it, e.g. `BF16`."""
+    """safetensors' name, e.g. `BF16`."""
     shape: tuple[int, ...]
     begin: int
     """Its first byte in the file."""
@@ -100,7 +100,7 @@ def _checked(file: Path, name: str, entry: Mapping[str, Any], data: int, availab
 
 
 def read_scalar(file: Path, name: str) -> float:
-    """The value of a tensor of no dims, of a file whose header has been read, in one of FLOATS."""
+    """The value of a 0-dim tensor with a dtype in FLOATS, from a file whose header has been read."""
     with file.open("rb") as stream:
         length = int.from_bytes(stream.read(8), "little")
         entry = json.loads(stream.read(length))[name]
@@ -113,7 +113,7 @@ def read_scalar(file: Path, name: str) -> float:
 
 
 def stored_tensors(directory: Path) -> tuple[dict[str, StoredTensor], Path]:
-    """Every tensor of the directory by its stored name, and the file that holds it."""
+    """Every tensor of the directory by its stored name, and its file."""
     index = directory / INDEX
     if index.exists():
         return _from_index(index), index

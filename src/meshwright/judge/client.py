@@ -16,7 +16,7 @@ from meshwright.spec.errors import UserError
 BUSY = (408, 409, 425, 429, 500, 502, 503, 504)
 """Statuses after which a request is repeated."""
 LONGEST_WAIT = 60.0
-"""Seconds between two attempts, at most."""
+"""Maximum seconds between two attempts."""
 LARGEST_REPLY = 2**24
 """Bytes of a response."""
 LOCAL = ("localhost", "127.0.0.1", "::1")
@@ -24,7 +24,7 @@ LOCAL = ("localhost", "127.0.0.1", "::1")
 
 @dataclass(frozen=True)
 class Reply:
-    """The judge's reply, and the tokens that it read and wrote."""
+    """The judge's reply, and the numbers of tokens read and written."""
 
     text: str
     prompt_tokens: int
@@ -44,7 +44,7 @@ class Client:
         attempts: int = 6,
         sleep: Callable[[float], object] = time.sleep,
     ) -> None:
-        """`url`: such as http://localhost:8000/v1. `model`: its name there; None if the server has only one. Raises
+        """`url`: for example http://localhost:8000/v1. `model`: its name there; None if the server has only one. Raises
         `UserError` if the address is invalid, the key would be sent unencrypted, or the model must be named."""
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname:

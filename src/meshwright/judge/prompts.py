@@ -12,7 +12,7 @@ from meshwright.judge.questions import Question
 from meshwright.spec.errors import UserError
 
 SHIPPED = Path(__file__).with_name("prompts")
-"""Folder of the prompts that are used by default."""
+"""Folder of the default prompts."""
 FIELDS = {
     "pairwise": ("conversation_a", "conversation_b"),
     "single": ("conversation",),
@@ -32,7 +32,7 @@ class Prompts:
     texts: Mapping[str, str]
 
     def pairwise(self, question: Question, first: Sequence[str], second: Sequence[str]) -> str:
-        """The prompt that asks which of two answers to the last of as many messages is better."""
+        """The prompt that asks which of the two last answers is better; each message so far has one answer."""
         return self._filled(
             "pairwise",
             question,
@@ -42,23 +42,23 @@ class Prompts:
         )
 
     def single(self, question: Question, answer: Sequence[str]) -> str:
-        """The prompt that asks for a rating of the answer to the last of as many messages."""
+        """The prompt that asks for a rating of the last answer; each message so far has one answer."""
         conversation = _conversation(question, answer, "assistant")
         return self._filled("single", question, len(answer), conversation=conversation)
 
     def _filled(self, name: str, question: Question, turn: int, **values: str) -> str:
         shown, reference = "", question.reference
         if len(reference) == len(question.turns):
-            reference = reference[:turn]  # one for each turn, as in MT-bench: later ones would give away what follows
+            reference = reference[:turn]  # one per turn, as in MT-bench: later ones would reveal the next turns
         if reference:
             shown = _fill(self.texts["reference"], {"text": "\n\n".join(reference)})
         return _fill(self.texts[name], {"reference": shown, **values})
 
 
 def read_prompts(folder: Path | None) -> Prompts:
-    """The prompts in a folder (`pairwise.txt`, `single.txt`, `reference.txt`), and ours for those that it lacks.
+    """The prompts in a folder (`pairwise.txt`, `single.txt`, `reference.txt`), and ours for missing ones.
 
-    Raises `UserError` if one has no place for an answer.
+    Raises `UserError` if one has no placeholder for an answer.
     """
     texts = {}
     for name, fields in FIELDS.items():
@@ -84,7 +84,7 @@ def rating(reply: str) -> float | None:
 
 
 def _fill(text: str, values: Mapping[str, str]) -> str:
-    """The text with its fields; braces in values stay."""
+    """The text with its fields filled in; braces in values are unchanged."""
     return _FIELD.sub(lambda found: values.get(found[1], found[0]), text)
 
 

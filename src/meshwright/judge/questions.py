@@ -1,4 +1,4 @@
-"""Questions to be answered and judged, and the answers to them, read from .jsonl files."""
+"""Questions for models, and the answers to be judged, read from .jsonl files."""
 
 import hashlib
 import json
@@ -18,9 +18,9 @@ class Question:
     id: str
     turns: tuple[str, ...]
     reference: tuple[str, ...] = ()
-    """Right answers, which the judge is shown: one for each turn, or any number for all of them."""
+    """Correct answers for the judge: one for each turn, or any number for all turns."""
     category: str = ""
-    """A heading under which results are also given, such as `math`."""
+    """A category with separate results, such as `math`."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Answers:
 def read_questions(path: Path, limit: int | None = None) -> list[Question]:
     """The questions of a file: `turns` and `question_id` as in MT-bench, or `question` (or `prompt`).
 
-    Raises `UserError` if a line is none, or two have the same id.
+    Raises `UserError` if a line is not a question, or two have the same id.
     """
     found: dict[str, Question] = {}
     for place, row in read_objects(path):

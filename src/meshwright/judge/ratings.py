@@ -30,7 +30,7 @@ PRIOR = 0.5
 
 @dataclass(frozen=True)
 class Verdict:
-    """Which of two answers to one question was better, shown in this order."""
+    """Which of two answers to one question was better, in the order shown."""
 
     question: str
     model_a: str
@@ -38,7 +38,7 @@ class Verdict:
     score: float
     """1: the first; 0: the second; 0.5: a tie."""
     turn: int = 1
-    """Which of the question's messages they answered; the first is 1."""
+    """The number of the message that they answered; the first is 1."""
 
 
 @dataclass(frozen=True)
@@ -48,13 +48,13 @@ class Rated:
     question: str
     model: str
     rating: float
-    """From 1 to 10."""
+    """The rating, from 1 to 10."""
     turn: int = 1
 
 
 @dataclass(frozen=True)
 class Interval:
-    """A figure, and the range that holds 95 % of its bootstrap samples."""
+    """A value, and the range of 95 % of its bootstrap samples."""
 
     value: float
     low: float
@@ -99,7 +99,7 @@ def read_verdicts(paths: Sequence[Path]) -> list[Verdict]:
 
 
 def settled(verdicts: Sequence[Verdict]) -> list[Verdict]:
-    """One verdict for each turn of a question and pair: a tie where both orders were judged and disagree.
+    """One verdict for each turn of a question and pair: a tie if both orders were judged and disagree.
 
     After Zheng et al. (2023). Verdicts in one order only, such as people's, stay as they are.
     """

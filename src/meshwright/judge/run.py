@@ -1,4 +1,4 @@
-"""A judge's work: every question's prompts, sent to the judge and recorded one by one, so that it can be resumed."""
+"""A judge's work: the prompts for every question, sent to the judge and recorded one by one, so that it can resume."""
 
 import itertools
 import json
@@ -19,7 +19,7 @@ from meshwright.storage.jsonl import read_objects
 
 Mode = Literal["pairwise", "single"]
 CHARACTERS_PER_TOKEN = 4
-"""A rough figure of English text, for estimates before anything is sent."""
+"""A rough figure for English text, for estimates before anything is sent."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Item:
     """The models whose answers it shows, in order: two, or one that is rated."""
     prompt: str
     turn: int = 1
-    """Which of the question's messages the judged answers are to; the first is 1."""
+    """The message, by number, that the judged answers respond to; the first is 1."""
 
     def key(self, judge: str) -> str:
         """Equal for equal prompts to the same judge about the same models."""
@@ -56,7 +56,7 @@ class Cost:
 def items_of(questions: Sequence[Question], answers: Sequence[Answers], mode: Mode, prompts: Prompts) -> list[Item]:
     """All prompts: for each turn of each question, each pair of answers in both orders, or each answer alone.
 
-    Raises `UserError` if two models have one name, or there are too few.
+    Raises `UserError` if two models have the same name, or there are too few.
     """
     names = [each.model for each in answers]
     if len(set(names)) < len(names):
@@ -78,7 +78,7 @@ class Journal:
     def __init__(self, path: Path, judge: str) -> None:
         self.path, self.judge, self._lock = path, judge, threading.Lock()
         self.records: dict[str, dict[str, Any]] = {}
-        """Verdicts by their keys; the last of several."""
+        """Verdicts by their keys; of several, the last."""
         if path.is_file():
             _cut_unfinished_line(path)
             self.records = {row["key"]: row for _, row in read_objects(path) if isinstance(row.get("key"), str)}
@@ -89,7 +89,7 @@ class Journal:
         return record.get("winner") is not None or record.get("rating") is not None
 
     def add(self, item: Item, reply: Reply) -> dict[str, Any]:
-        """Write the verdict in a reply, and the reply."""
+        """Write a reply and its verdict."""
         record: dict[str, Any] = {"key": item.key(self.judge), "time": time.time(), "question_id": item.question}
         record["turn"] = item.turn
         if len(item.models) == 2:
@@ -118,9 +118,9 @@ def judge_all(
     at_once: int,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Cost:
-    """Ask the judge about every item that the journal lacks, `at_once` at a time; return the tokens spent.
+    """Ask the judge about every item that is not in the journal, `at_once` at a time; returns the tokens spent.
 
-    An error ends it after requests that are under way have been written. Raises the first error.
+    After an error, requests in progress are still recorded. Raises the first error.
     """
     waiting, cost, lock, stopping = [item for item in items if not journal.has(item)], Cost(), threading.Lock(), []
 
@@ -142,19 +142,19 @@ def judge_all(
             for future in done:
                 future.result()
         finally:
-            stopping.append(True)  # those that wait do nothing then, after an error or Ctrl-C
+            stopping.append(True)  # after an error or Ctrl-C, waiting requests then do nothing
     return cost
 
 
 def estimate(items: Iterable[Item], journal: Journal, most_written: int) -> Cost:
-    """Estimated cost of judging the rest: prompts by their length, replies of the greatest length."""
+    """Estimated cost of judging the rest: prompts by their length, replies of maximum length."""
     waiting = [item for item in items if not journal.has(item)]
     read = sum(len(item.prompt) for item in waiting) // CHARACTERS_PER_TOKEN
     return Cost(len(waiting), read, len(waiting) * most_written)
 
 
 def verdicts_of(items: Sequence[Item], journal: Journal) -> list[Verdict]:
-    """The verdicts on pairs, of the items that have one."""
+    """The verdicts on pairs, for the items that have one."""
     found = []
     for item in items:
         record = journal.records.get(item.key(journal.judge), {})
@@ -165,7 +165,7 @@ def verdicts_of(items: Sequence[Item], journal: Journal) -> list[Verdict]:
 
 
 def single_ratings(items: Sequence[Item], journal: Journal) -> list[Rated]:
-    """The ratings of single answers, of the items that have one."""
+    """The ratings of single answers, for the items that have one."""
     found = []
     for item in items:
         record = journal.records.get(item.key(journal.judge), {})
@@ -180,7 +180,7 @@ def unclear(items: Sequence[Item], journal: Journal) -> int:
 
 
 def _cut_unfinished_line(path: Path) -> None:
-    """Remove the last line if a killed process has written only a part of it."""
+    """Remove the last line if a killed process has written only part of it."""
     content = path.read_bytes()
     if content and not content.endswith(b"\n"):
         path.write_bytes(content[: content.rfind(b"\n") + 1])

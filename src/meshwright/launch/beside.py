@@ -1,4 +1,4 @@
-"""A process beside a run, on the machine of the rank that starts it."""
+"""A process that runs alongside a rank, on its machine."""
 
 import os
 import subprocess
@@ -8,8 +8,8 @@ from pathlib import Path
 
 
 class Beside:
-    """A module of this package that runs as a process of its own until it ends or is stopped. It must end itself
-    together with its parent (`signals.end_with`), whose process id it receives as `--parent`."""
+    """A module of this package that runs as a separate process until it ends or is stopped. It must exit with its
+    parent (`signals.end_with`), whose process id it receives as `--parent`."""
 
     def __init__(self, module: str, words: Sequence[str], log: Path) -> None:
         """Start `python -m module words...`; its output goes to `log`."""
@@ -22,7 +22,7 @@ class Beside:
 
     @property
     def status(self) -> int | None:
-        """How it ended; None while it runs."""
+        """Its exit status; None while it runs."""
         return self._process.poll()
 
     def last_words(self) -> str:
@@ -31,6 +31,6 @@ class Beside:
         return lines[-1] if lines else f"ended with status {self.status} and without a message"
 
     def end(self) -> None:
-        """End it, if it still runs."""
+        """End it if it is still running."""
         self._process.kill()
         self._process.wait()

@@ -1,9 +1,9 @@
 """The fork server: a process that has loaded torch and this program, and forks workers (Linux, without GPUs).
 
-Loading takes five seconds of a core, and is done once instead of once per worker and per restart. A worker is a child
-of the process that asked for it, as if `subprocess.Popen` had started it: the server forks a process that forks the
-worker and ends, and Linux gives the orphan to its nearest ancestor that is a subreaper (prctl(2)). CUDA does not
-survive a fork, so on machines with GPUs workers start afresh.
+Loading takes five seconds of a core, and is done once instead of once per worker and restart. A worker is a child of
+the process that requested it, as if `subprocess.Popen` had started it: the server forks a process that forks the worker
+and exits, and Linux reparents the orphan to its nearest ancestor that is a subreaper (prctl(2)). CUDA does not survive
+a fork, so on machines with GPUs workers are started as new processes.
 """
 
 import atexit
@@ -38,21 +38,21 @@ LOADED = (
     *("torch._dynamo", "torch.distributed.fsdp"),
     *("meshwright.trainer.run", "meshwright.prove.locate", "meshwright.rehearse.fake", "meshwright.rehearse.shorten"),
 )
-"""What every worker would load."""
+"""Modules that every worker would load."""
 PR_SET_NAME, PR_SET_CHILD_SUBREAPER = 15, 36
-"""Of <linux/prctl.h>."""
+"""Constants of <linux/prctl.h>."""
 READ_AT_LOAD = (
     *("OMP_", "MKL_", "KMP_", "GOMP_", "OPENBLAS_", "DNNL_", "ONEDNN_", "MALLOC_", "LD_"),
     *("PYTHON", "TORCH", "PYTORCH_", "ATEN_"),
 )
-"""Prefixes of variables that libraries read while they load: workers that differ in one have different servers."""
+"""Prefixes of variables that libraries read while they load: workers whose values differ use different servers."""
 READ_LATER = ("OMP_NUM_THREADS", "TORCHELASTIC_", "TORCHINDUCTOR_CACHE_DIR")
-"""Prefixes of variables among these that are read later. PyTorch itself sets the last when its compiler loads."""
+"""Prefixes of those that are read later. PyTorch itself sets the last when its compiler loads."""
 MOST_DESCRIPTORS = 16
 
 
 class Process(Protocol):
-    """A started process, as `subprocess.Popen` has it."""
+    """A started process, with the interface of `subprocess.Popen`."""
 
     @property
     def pid(self) -> int:
@@ -61,19 +61,19 @@ class Process(Protocol):
 
     @property
     def returncode(self) -> int | Any:
-        """Its status, negative the signal that killed it; None while it runs."""
+        """Its exit status, or the negative number of the signal that killed it; None while it runs."""
         ...
 
     def poll(self) -> int | None:
-        """Its status if it has ended."""
+        """Its status if it has ended, else None."""
         ...
 
     def wait(self, timeout: float | None = None) -> int:
-        """Its status, once it has ended; raises `subprocess.TimeoutExpired` after `timeout` seconds."""
+        """Wait for its end and return its status; raises `subprocess.TimeoutExpired` after `timeout` seconds."""
         ...
 
     def send_signal(self, sig: int) -> None:
-        """Send it a signal, if it still runs."""
+        """Send it a signal if it is still running."""
         ...
 
     def kill(self) -> None:
@@ -90,11 +90,11 @@ def start(
     stdout: int | None = None,
     stderr: int | None = None,
 ) -> Process:
-    """Start `command`, which is `python -P -u -m MODULE WORDS...`, as `subprocess.Popen` does: by a fork where this
-    machine can, else afresh.
+    """Start `command`, which is `python -P -u -m MODULE WORDS...`, like `subprocess.Popen`: by a fork if this machine
+    supports it, else as a new process.
 
     A fork has the resource limits, CPU affinity and umask that this process had when the server started, and /dev/null
-    for a standard stream that is closed here.
+    for any standard stream that is closed in this process.
     """
     env = os.environ if env is None else env
     if can_fork():
@@ -108,9 +108,9 @@ def start(
 
 
 def fork_here() -> None:
-    """Make the server by a fork of this process, so that it need not load everything as well.
+    """Make the server by a fork of this process, so that it need not load everything itself.
 
-    For a process that has computed nothing yet: threads of torch's do not survive a fork.
+    Only for a process that has computed nothing yet: torch's threads do not survive a fork.
     """
     key = _read_at_load(os.environ)
     if key not in _servers and can_fork() and threading.active_count() == 1:
@@ -139,7 +139,7 @@ def _read_at_load(env: Mapping[str, str]) -> str:
 
 
 def _server_with(env: Mapping[str, str]) -> "_Server":
-    """The server of this process whose libraries were loaded with such variables."""
+    """This process's server whose libraries were loaded with the same variables."""
     with _lock:
         key = _read_at_load(env)
         if key in _servers and not _servers[key].serves:
@@ -151,7 +151,7 @@ def _server_with(env: Mapping[str, str]) -> "_Server":
 
 @dataclass
 class _Server:
-    """The fork server, as its parent sees it. It ends with its parent."""
+    """The fork server, seen from its parent. It exits with its parent."""
 
     process: "Forked | subprocess.Popen[bytes]"
     connection: socket.socket
@@ -192,7 +192,7 @@ class _Server:
                 socket.send_fds(self.connection, [len(asked).to_bytes(8)], list(descriptors.values()))
                 self.connection.sendall(asked)
                 answer = _received(self.connection, 8)
-            except BaseException:  # such as Ctrl-C: the answer would be taken for that of the next request
+            except BaseException:  # such as Ctrl-C: the next request would read this one's answer
                 self.connection.close()
                 raise
             finally:
@@ -201,11 +201,11 @@ class _Server:
 
     @property
     def serves(self) -> bool:
-        """Whether it can be asked for a fork."""
+        """Whether it accepts requests for forks."""
         return self.connection.fileno() >= 0 and self.process.poll() is None
 
     def end(self) -> None:
-        """End the server; its forks live on."""
+        """End the server; its forks keep running."""
         self.connection.close()
         self.process.kill()
         self.process.wait()
@@ -223,21 +223,21 @@ def _end() -> None:
 
 
 class Forked:
-    """A child process that the fork server made."""
+    """A child process made by the fork server."""
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
         self.returncode: int | None = None
 
     def poll(self) -> int | None:
-        """As `Process`."""
+        """See `Process`."""
         if self.returncode is None:
             ended, code = os.waitpid(self.pid, os.WNOHANG)
             self.returncode = os.waitstatus_to_exitcode(code) if ended else None
         return self.returncode
 
     def wait(self, timeout: float | None = None) -> int:
-        """As `Process`."""
+        """See `Process`."""
         deadline = time.monotonic() + (float("inf") if timeout is None else timeout)
         while (status := self.poll()) is None:
             if time.monotonic() > deadline:
@@ -246,12 +246,12 @@ class Forked:
         return status
 
     def send_signal(self, sig: int) -> None:
-        """As `Process`."""
+        """See `Process`."""
         if self.poll() is None:
             os.kill(self.pid, sig)
 
     def kill(self) -> None:
-        """As `Process`."""
+        """See `Process`."""
         self.send_signal(signal.SIGKILL)
 
 
@@ -278,7 +278,7 @@ def _received(connection: socket.socket, size: int) -> bytes:
 
 
 def _serve(connection: socket.socket) -> NoReturn:
-    """Fork on request, until the parent has ended. No fork returns either."""
+    """Fork on request until the parent has ended. In a fork it does not return either."""
     before = {number: signal.signal(number, signal.SIG_IGN) for number in STOP_SIGNALS}
     _prctl(PR_SET_NAME, b"forkserver")
     _load()
@@ -335,8 +335,8 @@ def _fork() -> int:
 def _become(
     env: Mapping[str, str], folder: str, descriptors: Mapping[int, int], handlers: Mapping[signal.Signals, Any]
 ) -> None:
-    """Give this fork the variables, folder, file descriptors (number -> received as), signal handlers and seeds that a
-    fresh process has."""
+    """Give this fork the variables, folder, file descriptors (number -> received as), signal handlers and seeds of a
+    new process."""
     os.environ.clear()
     os.environ.update(env)
     os.chdir(folder)
@@ -362,7 +362,7 @@ def _become(
 
 
 def untouched() -> bool:
-    """Whether this process has surely computed nothing yet: torch is not loaded, or it is a fresh fork."""
+    """Whether this process has certainly computed nothing yet: torch is not loaded, or it is a new fork."""
     return "torch" not in sys.modules or _fresh
 
 
@@ -370,6 +370,6 @@ _fresh = False
 
 
 if __name__ == "__main__":
-    from meshwright.launch import forkserver  # this module once more, under the name by which all others know it
+    from meshwright.launch import forkserver  # this module again, under the name that others import
 
     forkserver._serve(socket.socket(fileno=int(sys.argv[1])))

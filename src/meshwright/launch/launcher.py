@@ -1,4 +1,4 @@
-"""The launcher, which reads the environment: a process's rank from torchrun, Slurm, Kubeflow or our own launcher.
+"""The launcher: reads a process's rank from the environment of torchrun, Slurm, Kubeflow or our own launcher.
 
 The command line starts one process. If the layout needs more and no other launcher started them, this process becomes
 the parent of the local workers (`supervise.py`), each of which runs `meshwright.trainer.worker`.
@@ -33,7 +33,7 @@ from meshwright.spec.layout import LayoutSpec
 WORKER = "meshwright.trainer.worker"
 """The module that a worker process runs."""
 CHILD = "meshwright.launch.child"
-"""The module that starts it."""
+"""The module that starts `WORKER`."""
 LAUNCHER = "MESHWRIGHT_LAUNCHER"
 """The variable in which a worker finds the process id of our own launcher."""
 GLOO_INTERFACE, NCCL_INTERFACE = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
@@ -50,26 +50,26 @@ class Worker:
     world_size: int = 1
     local_world_size: int = 1
     store: str = ""
-    """`host:port` where the ranks meet; empty for one process alone."""
+    """`host:port` of the rendezvous; empty for a single process."""
     hosts_store: bool = False
-    """Whether this rank hosts the store for all, because no launcher does."""
+    """Whether this rank hosts the store for all; only if no launcher does."""
     attempt: int = 0
     """Number of restarts so far."""
     parent: int = 0
-    """The process whose end must end this one: our launcher or torchrun's agent; 0 if it has none."""
+    """The process that this one must exit with: our launcher or torchrun's agent; 0 if none."""
 
 
 class Job(Protocol):
-    """What processes work on together, such as a `Run`."""
+    """The common work of processes, such as a `Run`."""
 
     @property
     def layout(self) -> LayoutSpec:
-        """How many there are."""
+        """The number of processes."""
         ...
 
     @property
     def guards(self) -> GuardSpec:
-        """How long they wait for one another."""
+        """The time limits for waiting."""
         ...
 
     @property
@@ -207,7 +207,7 @@ def start_workers(
 def _meeting_of_launchers(run: Job, nodes: Nodes) -> tuple[dist.Store, str, bytes]:
     """The store of all machines' launchers, its address, and the secret of the run.
 
-    It is kept here and not in a worker, so that it outlives them, and that no worker meets another attempt's.
+    It is in this process and not in a worker, so that it outlives workers, and no worker meets one of another attempt.
     """
     seconds, first, several = run.guards.arrive_within, nodes.rank == 0, nodes.count > 1
     try:
@@ -221,7 +221,7 @@ def _meeting_of_launchers(run: Job, nodes: Nodes) -> tuple[dist.Store, str, byte
 
 
 def _own_machine_only() -> dict[str, str]:
-    """The loopback interface for gloo and NCCL, unless the environment has chosen one."""
+    """The loopback interface for gloo and NCCL, unless the environment sets another."""
     names, found = (GLOO_INTERFACE, NCCL_INTERFACE), loopback()
     return {name: found for name in names if found and name not in os.environ}
 
@@ -252,7 +252,7 @@ def rank_environments(ranks: int) -> list[dict[str, str]]:
 def join_group(worker: Worker, run: Job, device: torch.device) -> None:
     """Make this process one rank of the default process group; gloo serves CPUs, nccl GPUs (gloo their host copies).
 
-    Raises `StuckError`, naming them, where ranks have not arrived within `guards.arrive_within`.
+    Raises `StuckError`, naming the missing ranks, if ranks have not arrived within `guards.arrive_within`.
     """
     if worker.world_size != run.layout.world_size:
         raise UserError(
@@ -261,24 +261,24 @@ def join_group(worker: Worker, run: Job, device: torch.device) -> None:
         )
     backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")  # torch's flight recorder, which the watchdog reads
-    store: dist.Store = dist.HashStore()  # for one process alone, which only offloading needs
+    store: dist.Store = dist.HashStore()  # for a single process, which only offloading needs
     if worker.store:
         plain, signed = _meet(worker, run)
         _choose_interface(worker)
-        # On GPUs threads of NCCL's ask the store too, and must never wait for Python.
+        # On GPUs, NCCL's threads also use the store, and must never wait for Python.
         store = signed if backend == "gloo" else plain
         _watch_others(worker, run.guards.stuck_after)
     dist.init_process_group(
         backend, store=store, rank=worker.rank, world_size=worker.world_size, timeout=timedelta(minutes=30)
     )
     if worker.store:
-        gather_everywhere("here")  # nobody has joined who does not know the secret
+        gather_everywhere("here")  # every rank here knows the secret
 
 
 def _meet(worker: Worker, run: Job) -> tuple[dist.Store, dist.Store]:
-    """The store of this attempt, plain and signed, once all ranks have arrived; this rank's values are signed too."""
+    """The store of this attempt, plain and signed, after all ranks have arrived; this rank's values are signed too."""
     seconds, opened = run.guards.arrive_within, _open_store(worker, run.guards.arrive_within)
-    # A prefix for each attempt, so that no rank finds the address of one that died before.
+    # A prefix for each attempt, so that no rank finds the address of a dead one.
     attempt, run_dir = f"attempt-{worker.attempt}", Path(run.run_dir)
     secret = os.environ.get(SECRET, "").encode()
     if not secret:
@@ -292,7 +292,7 @@ def _meet(worker: Worker, run: Job) -> tuple[dist.Store, dist.Store]:
 
 
 def _choose_interface(worker: Worker) -> None:
-    """Let gloo listen at the one interface that leads to the others, unless the environment has chosen one."""
+    """Make gloo listen on the one interface that leads to the others, unless the environment sets another."""
     alone = worker.local_world_size == worker.world_size
     found = loopback() if alone else interface_towards(worker.store.rpartition(":")[0])
     if found:
@@ -300,7 +300,7 @@ def _choose_interface(worker: Worker) -> None:
 
 
 def watch_store(worker: Worker) -> dist.Store | None:
-    """Another connection to the ranks' store; None for one process alone."""
+    """A second connection to the ranks' store; None for a single process."""
     if not worker.store:
         return None
     host, _, port = worker.store.rpartition(":")
@@ -309,7 +309,7 @@ def watch_store(worker: Worker) -> dist.Store | None:
 
 
 _kept_stores: list[SignedStore] = []
-"""Those that torch holds."""
+"""Stores that torch refers to."""
 _sentries: list[Sentry] = []
 """This process's sentry, from start to exit."""
 
@@ -349,7 +349,7 @@ def leave_group() -> None:
 
 
 def make_cublas_deterministic() -> None:
-    """Give cuBLAS a workspace of fixed size, without which its results may differ from run to run."""
+    """Give cuBLAS a workspace of fixed size; otherwise its results may differ from run to run."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 

@@ -20,16 +20,17 @@ from meshwright.spec.errors import UserError
 
 POLL_SECONDS = 0.05
 SETTLE_SECONDS = 60.0
-"""How long a network file system may show the secret of the run before."""
+"""How long a network file system may show the secret of a previous run."""
 SIOCGIFADDR = 0x8915
 """Linux's request for the IPv4 address of an interface."""
 
 
 def open_store(host: str, port: int, patience: timedelta, *, hosts: bool, machines: bool = False) -> dist.TCPStore:
-    """The store at `host:port`, which this process keeps for all, if it `hosts`; port 0: any free one.
+    """The store at `host:port`; if it `hosts`, this process hosts it for all; port 0: any free port.
 
-    It is kept at that one address: torch would listen at every address of the machine, and its store asks nobody who
-    they are. A run on one machine so meets where nobody else can come. `machines`: others must be able to.
+    It listens only at that address: torch would listen at every address of the machine, and its store does not
+    authenticate clients. A run on one machine is therefore unreachable from outside. `machines`: other machines must be
+    able to reach it.
     """
     await_name(host, patience)
     if not hosts:
@@ -38,7 +39,7 @@ def open_store(host: str, port: int, patience: timedelta, *, hosts: bool, machin
         if machines and host != "localhost" and ipaddress.ip_address(socket.gethostbyname(host)).is_loopback:
             raise OSError("a name that resolves to a loopback address only on this machine, as in Debian's /etc/hosts")
         listener = socket.create_server((host, port), backlog=1024)
-    except OSError:  # or the address is another's, who passes on what comes
+    except OSError:  # or the address belongs to a host that forwards
         return dist.TCPStore(host, port, None, True, patience, wait_for_workers=False)
     port, handle = listener.getsockname()[1], listener.detach()
     return dist.TCPStore(host, port, None, True, patience, wait_for_workers=False, master_listen_fd=handle)
@@ -47,7 +48,7 @@ def open_store(host: str, port: int, patience: timedelta, *, hosts: bool, machin
 def await_name(host: str, patience: timedelta) -> None:
     """Wait until the name service knows `host`: a pod's name may take some seconds.
 
-    Raises `UserError` if it does not; torch would warn twice a second meanwhile.
+    Raises `UserError` if it does not; torch would warn twice a second while waiting.
     """
     began = told = time.monotonic()
     while True:
@@ -68,7 +69,8 @@ def await_name(host: str, patience: timedelta) -> None:
 def share_secret(store: dist.Store, key: str, run_dir: Path, seconds: float, *, first: bool, where: str) -> bytes:
     """The secret of this rendezvous, which its first member writes into the run directory.
 
-    The first member then signs `key` of the store. The others wait for it and check with it that they have read the
+    The first member then signs `key` of the store. The others wait for it and verify with it that they have read the
+    current secret. Raises `StuckError` if the first member does not arrive, `StrangerError` if its secret differs.
     current secret. Raises `StuckError` if the first member does not arrive, `StrangerError` if its secret is another.
     """
     if first:
@@ -130,7 +132,7 @@ def interface_towards(host: str) -> str | None:
     with contextlib.suppress(OSError):
         address = socket.gethostbyname(host)
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            probe.connect((address, 9))  # sends nothing: it asks for the route
+            probe.connect((address, 9))  # sends nothing, only looks up the route
             mine = probe.getsockname()[0]
             for _, name in socket.if_nameindex():
                 with contextlib.suppress(OSError):  # it has no address
@@ -142,5 +144,5 @@ def interface_towards(host: str) -> str | None:
 
 
 def loopback() -> str | None:
-    """The interface that only this machine reaches."""
+    """The loopback interface, which only this machine can reach."""
     return next((name for _, name in socket.if_nameindex() if name.startswith("lo")), None)

@@ -9,7 +9,7 @@ from pathlib import Path
 GB = 1e9
 ADVICE = "use a smaller training.micro_batch, training.recompute=full, or shard over more ranks"
 FULL, WAITS = 0.9, 5.0
-"""Fraction of memory in use, and percentage of time that processes wait for memory, above which a run reports them."""
+"""Fraction of memory in use, and percentage of time that processes wait for memory, above which runs report them."""
 
 
 class MemoryWatch:
@@ -36,11 +36,11 @@ class MemoryWatch:
         )
 
     def of(self, pid: int) -> tuple[int, int]:
-        """Bytes that process `pid` held when it was last looked at, and that there are."""
+        """Bytes that process `pid` held at the last look, and bytes that exist."""
         return self._held.get(pid, 0), memory_there(self._root)
 
     def _count(self) -> int:
-        """How many processes the kernel has ended for want of memory since the machine started."""
+        """How many processes the kernel has killed for lack of memory since the machine started."""
         return field_of(self._root / "proc/vmstat", "oom_kill")
 
 
@@ -50,7 +50,7 @@ def memory_there(root: Path = Path("/")) -> int:
 
 
 def resident(root: Path = Path("/")) -> int:
-    """Bytes of memory that this process holds."""
+    """Bytes of this process's resident set."""
     return field_of(root / "proc/self/status", "VmRSS:") * 1024
 
 
@@ -60,14 +60,14 @@ LIMITS = {resource.RLIMIT_AS: "VmSize:", resource.RLIMIT_DATA: "VmData:"}
 
 @functools.cache
 def bare_addresses(kind: int) -> int:
-    """Bytes that a limit counts although they hold nothing, at the first call; later a process also has addresses of
+    """Bytes that a limit counts although they are unused, at the first call; later a process also has addresses of
     freed memory."""
     return field_of(Path("/proc/self/status"), LIMITS[kind]) * 1024 - resident()
 
 
 def memory_room(ranks: int) -> int:
     """Bytes that each of `ranks` processes here can use: its share of the machine or control group, or its own limit if
-    lower."""
+    that is lower."""
     room = [memory_there() // max(1, ranks)]
     for kind in LIMITS:
         limit, bare = resource.getrlimit(kind)[0], bare_addresses(kind)
@@ -77,8 +77,8 @@ def memory_room(ranks: int) -> int:
 
 
 def memory_free(root: Path = Path("/")) -> int:
-    """Bytes that this process can still take: of the machine, of its control groups, or of its own limits, whichever
-    has fewest."""
+    """Bytes that this process can still allocate: the minimum over the machine, its control groups and its own
+    limits."""
     free = [memory_for_files(root)]
     for kind, entry in LIMITS.items():
         limit = resource.getrlimit(kind)[0]
@@ -88,15 +88,15 @@ def memory_free(root: Path = Path("/")) -> int:
 
 
 def memory_for_files(root: Path = Path("/")) -> int:
-    """Bytes of memory that this machine and this process's control groups have free, for the page cache too."""
+    """Bytes of memory that this machine and this process's control groups have free, also for the page cache."""
     free = [field_of(root / "proc/meminfo", "MemAvailable:") * 1024]
     free += [group.limit - group.used for group in _groups(root)]
     return max(0, min(free))
 
 
 def host_pressure(root: Path = Path("/")) -> str:
-    """`host 94% full, waits 12%` where this machine or control group has little memory left, or where processes have
-    waited for memory in the last ten seconds; else empty."""
+    """`host 94% full, waits 12%` if this machine or control group has little memory left, or if processes have waited
+    for memory in the last ten seconds; else empty."""
     total = field_of(root / "proc/meminfo", "MemTotal:") * 1024
     used = [(total - field_of(root / "proc/meminfo", "MemAvailable:") * 1024) / total] if total else []
     used += [group.used / group.limit for group in _groups(root)]

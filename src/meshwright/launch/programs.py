@@ -1,4 +1,4 @@
-"""Ranks of a program that alternates with others on this machine: between its turns, all wait for a line of input."""
+"""Ranks of a program that takes turns with others on this machine: between turns, all wait for a line of input."""
 
 import contextlib
 import ctypes
@@ -30,11 +30,11 @@ class NoStepError(ProgramError):
 
 
 class RankedProgram:
-    """The processes of one program, one per rank. Use it in `with`, which ends them; on Linux they also end with this
-    process, however it ends."""
+    """The processes of one program, one per rank. Use it in `with`, which ends them. On Linux they also end with this
+    process, even if it crashes."""
 
     def __init__(self, command: Sequence[str], ranks: int, log: Path) -> None:
-        """Start `command` once per rank, as torchrun would; their output goes to `log`."""
+        """Start `command` once per rank, like torchrun; their output goes to `log`."""
         self.log, self.began = log, time.time()
         with log.open("wb") as output:
             self._processes = [
@@ -51,7 +51,7 @@ class RankedProgram:
             ]
 
     def go_on(self) -> None:
-        """Let every rank compute up to its next pause."""
+        """Make every rank compute up to its next pause."""
         for process in self._processes:
             assert process.stdin is not None
             with contextlib.suppress(BrokenPipeError):  # it has ended; the next poll reports it
@@ -61,7 +61,7 @@ class RankedProgram:
     def wait_for(self, journal: Path, sign: bytes, seconds: float) -> None:
         """Wait until a whole line of `journal` contains `sign`.
 
-        Raises `ProgramError` if a rank ends before, or `journal` does not grow for `seconds`.
+        Raises `ProgramError` if a rank ends first, or `journal` does not grow for `seconds`.
         """
         size, deadline = -1, time.monotonic() + seconds
         while True:
@@ -94,7 +94,7 @@ class RankedProgram:
         return f"rank {rank} ended {how}: {said} (output: {self.log})"
 
     def _lines(self) -> list[str]:
-        """What the ranks have said."""
+        """The lines that the ranks have printed."""
         return [line.strip() for line in self.log.read_text(errors="replace").splitlines() if line.strip()]
 
     def close(self) -> None:
@@ -123,7 +123,7 @@ def _end_with_parent(parent: int) -> Callable[[], None] | None:
 
     def ask_kernel() -> None:
         prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:  # it ended before the kernel was asked
+        if os.getppid() != parent:  # it ended before prctl was called
             os._exit(1)
 
     return ask_kernel

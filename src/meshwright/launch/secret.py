@@ -1,7 +1,7 @@
-"""The secret of a run, with which its ranks sign the objects that they send one another (`comm/objects.py`).
+"""The secret of a run; ranks use it to sign the objects that they send each other (`comm/objects.py`).
 
-On one machine the launcher gives it to the workers in their environment. Over several, rank 0 writes it into the run
-directory, which every machine sees and only this user may read.
+On one machine the launcher passes it to the workers in their environment. On several, rank 0 writes it into the run
+directory, which every machine sees and only this user can read.
 """
 
 import os
@@ -16,12 +16,12 @@ SECRET_BYTES = 32
 
 
 def new_secret() -> str:
-    """A fresh secret, as text for an environment variable."""
+    """A new secret, as text for an environment variable."""
     return secrets.token_hex(SECRET_BYTES)
 
 
 def write_secret(run_dir: Path) -> None:
-    """Leave a fresh secret in the run directory, before any other rank may read it."""
+    """Write a new secret into the run directory, before any other rank can read it."""
     run_dir.mkdir(parents=True, exist_ok=True)
     temporary = run_dir / f"{FILE}.writing"
     temporary.unlink(missing_ok=True)

@@ -1,7 +1,7 @@
 """Heartbeats between ranks, from start to exit: they detect a stopped process and a machine without network.
 
 A thread on every rank renews the rank's heartbeat in the group's store and checks the next rank's, in a ring. The
-sentry checks only that processes are alive; `watchdog.py` checks their progress. A call of the store may hang for a
+sentry checks only that processes are alive; `watchdog.py` checks their progress. A call to the store may hang for a
 quarter of an hour if the network is down, so a second thread watches the first.
 """
 
@@ -19,7 +19,7 @@ from meshwright.launch.status import STUCK
 from meshwright.spec.errors import UserError
 
 TIMES_SILENT = 2
-"""The limit of silence, in `guards.stuck_after`."""
+"""The limit of silence, as a multiple of `guards.stuck_after`."""
 ENDED = "sentry/ended"
 """The store's key for the message of the rank that detected a fault."""
 
@@ -46,7 +46,7 @@ class Sentry:
         return self
 
     def stop(self) -> None:
-        """Stop watching: the ranks are about to exit, or this one has failed and reports it itself."""
+        """Stop watching, because the ranks are about to exit, or this one has failed and reports it itself."""
         self._stopped.set()
 
     def _watch_next(self) -> None:
@@ -56,7 +56,7 @@ class Sentry:
                 beats += 1
                 self._store.set(f"sentry/{self._rank}", f"{beats} {socket.gethostname()}")
                 if self._store.check([ENDED]):
-                    self._store.get(ENDED)  # one of us has said so
+                    self._store.get(ENDED)  # raises if no rank has signed it
                     self._give_up(None)
                 now = self._store.get(f"sentry/{self._next}") if self._store.check([f"sentry/{self._next}"]) else b""
                 self._reached = time.monotonic()
@@ -71,7 +71,7 @@ class Sentry:
         except UserError as error:
             self._give_up(str(error))
         except dist.DistError as error:
-            if not self._stopped.wait(self._period):  # otherwise the run has ended meanwhile
+            if not self._stopped.wait(self._period):  # else the run has ended
                 self._give_up(
                     f"rank {self._rank} lost the connection to the rendezvous at {self._where} ({_first_line(error)})"
                 )
@@ -87,7 +87,7 @@ class Sentry:
                 )
 
     def _give_up(self, why: str | None, *, tell: bool = True) -> None:
-        """End this process. If several notice the same failure, the first reports it and the others repeat its
+        """End this process. If several detect the same failure, the first reports it and the others repeat its
         report."""
         if self._stopped.is_set():
             return
@@ -98,7 +98,7 @@ class Sentry:
         if why and first:
             print(f"error: {why}", file=sys.stderr, flush=True)
         if tell:
-            time.sleep(2 * self._period)  # so that the others can read it before the store goes
+            time.sleep(2 * self._period)  # so that the others can read it while the store exists
         self._end(STUCK)
         self._stopped.set()
 

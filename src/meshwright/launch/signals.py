@@ -2,11 +2,11 @@
 
 After the first SIGTERM, SIGINT, SIGUSR1 or SIGHUP, all ranks save and exit at the next agreed step (`loop.py`). Before
 the first step there is nothing to save, and the process exits at once; so does a second signal. Schedulers and
-terminals often signal both a launcher and its workers, so workers receive it twice: a signal within a second of the
-first is ignored as its echo.
+terminals often signal both a launcher and its workers, so workers receive it twice. A signal within a second of the
+first is therefore ignored.
 
-A launcher killed by SIGKILL cannot forward signals: workers notice its end and exit at once, so a restarted run does
-not meet old workers that still save.
+A launcher killed by SIGKILL cannot forward signals. Workers detect its end and exit at once, so a restarted run does
+not meet old workers that are still saving.
 """
 
 import os
@@ -33,7 +33,7 @@ class StopRequest:
     """Whether this process was asked to stop, and by which signal. Use it in `with`, from the main thread.
 
     In the process that the user started (`raises`), it raises `TrainingStopped` in the main thread. A worker may be in
-    a call that waits for other ranks and never returns to Python: there a thread listens, and ends the process.
+    a call that waits for other ranks and never returns to Python, so in a worker a thread listens and ends the process.
     """
 
     def __init__(self, *, raises: bool) -> None:
@@ -48,7 +48,7 @@ class StopRequest:
     def running(self) -> None:
         """Call when there is something to save: from now on a first signal only sets `number`."""
         self._nothing_to_save = False
-        if self.number:  # it came just now
+        if self.number:  # it has just arrived
             self._leave(STOPPED)
 
     def __enter__(self) -> "StopRequest":
@@ -70,7 +70,7 @@ class StopRequest:
 
     def __exit__(self, *_: object) -> None:
         for number, handler in self._before.items():
-            # A worker has nothing left that a signal could damage; the process that a person started continues.
+            # A signal cannot damage anything in a worker any more; the process that the user started continues.
             signal.signal(number, handler if self.raises else signal.SIG_IGN)
         if self._wakeup:
             signal.set_wakeup_fd(-1)
@@ -79,7 +79,7 @@ class StopRequest:
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if self.raises:
             self._heard(number)
-        else:  # the thread hears it as well, but perhaps some steps later
+        else:  # the thread receives it too, but perhaps some steps later
             self.number = self.number or number
 
     def _listen(self, wakeup: socket.socket) -> None:
@@ -120,7 +120,7 @@ def end_with(parent: int) -> None:
             time.sleep(PARENT_SECONDS)
         try:
             print(f"error: the launcher (process {parent}) has ended; this worker ends", file=sys.stderr, flush=True)
-        finally:  # whoever read it may have gone too
+        finally:  # its reader may have ended too
             os._exit(128 + signal.SIGHUP)
 
     if parent and not any(thread.name == PARENT_THREAD for thread in threading.enumerate()):

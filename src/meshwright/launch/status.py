@@ -1,11 +1,11 @@
-"""Exit statuses of a run's processes, and the errors that mean them.
+"""Exit statuses of a run's processes, and their errors.
 
 0    trained to the last step
 1    an exception; its stack trace is printed above
 2    an error in the recipe, the data or the command line
 69   a rank hung or never arrived
 70   crashed three times (guards.restarts) without a new checkpoint in between
-71   out of memory, on the device or the host; what happened and what would fit is printed
+71   out of memory, on the device or the host; the cause and the remedies are printed
 74   the last checkpoint could not be written
 75   stopped by a signal, everything saved: start again with --resume
 76   replicas differ
@@ -27,7 +27,7 @@ LOCK_LOST = 77
 MISCOMPUTED = 78
 
 FINAL = (0, MISUSE, OUT_OF_MEMORY, UNSAVED, STOPPED, LOCK_LOST, MISCOMPUTED)
-"""Statuses after which a restart would not help, or is the user's decision."""
+"""Statuses after which a restart would not help, or is left to the user."""
 
 
 class RunError(RuntimeError):
@@ -43,7 +43,7 @@ class StuckError(RunError):
 
 
 class OutOfMemoryError(RunError):
-    """A rank was refused memory; the message is a page about it."""
+    """A rank ran out of memory; the message is a page about it."""
 
     status = OUT_OF_MEMORY
 
@@ -61,7 +61,7 @@ class ReplicasDifferError(RunError):
 
 
 class VerificationError(RunError):
-    """A step that was computed again on one process came out different, or could not be computed."""
+    """A step differs from its recomputation on one process, or could not be recomputed."""
 
     status = MISCOMPUTED
 
@@ -75,7 +75,7 @@ class TrainingFailed(RuntimeError):  # noqa: N818  (it names what happened, not 
 
 
 class TrainingStopped(KeyboardInterrupt):
-    """A signal ended the run; `status` is `STOPPED` where everything is saved."""
+    """A signal ended the run; `status` is `STOPPED` if everything is saved."""
 
     def __init__(self, status: int) -> None:
         super().__init__(f"training was stopped, status {status}")

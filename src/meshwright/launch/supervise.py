@@ -1,7 +1,7 @@
 """The supervisor of worker processes: starts them, forwards signals, restarts them, gives up.
 
-If launchers of several machines share a run, the first that sees a worker fail decides for all, through the store: all
-end their workers, and either all restart them or none.
+If launchers of several machines share a run, the first one that sees a worker fail decides for all, through the store:
+all end their workers, then either all restart them or none does.
 """
 
 import contextlib
@@ -40,7 +40,7 @@ LEAVE_SECONDS = 30.0
 
 @dataclass(frozen=True, kw_only=True)
 class RestartPolicy:
-    """When workers that failed are started again."""
+    """The conditions for restarting failed workers."""
 
     run_dir: Path | None
     """Folder of checkpoints and journal; None for work that cannot be resumed."""
@@ -50,9 +50,10 @@ class RestartPolicy:
     """Whether a training step was recorded since a time, in seconds since the epoch: workers that crash before the
     first step are not restarted."""
     explain_kill: Callable[[int, int, int], str] | None = None
-    """What more to say of a rank that the kernel killed for want of memory: (rank, bytes held, bytes there)."""
+    """An addition to the message about a rank that the kernel killed for lack of memory: (rank, bytes held, bytes
+    there)."""
     restarts_killed: bool = True
-    """Whether such a rank is started again like any that crashed."""
+    """Whether such a rank is restarted like any crashed one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,7 +107,7 @@ def supervise(spec: WorkerSpec, stop: StopRequest) -> int:
 
 def _leave_together(spec: WorkerSpec, attempt: int) -> None:
     """Wait until the launchers of all machines have read the verdict: a scheduler may kill the others after the first
-    that ends, and with the first machine's the store is gone."""
+    one exits, and the store ends with the first machine's launcher."""
     if spec.nodes == 1:
         return
     with contextlib.suppress(dist.DistError, TimeoutError):
@@ -115,15 +116,15 @@ def _leave_together(spec: WorkerSpec, attempt: int) -> None:
         while left < spec.nodes and time.monotonic() < deadline:
             time.sleep(POLL_SECONDS)
             left = within(ANSWER_SECONDS, lambda: spec.store.add(gone, 0))
-        time.sleep(2 * POLL_SECONDS)  # the last word of all is read
+        time.sleep(2 * POLL_SECONDS)  # so that every launcher's last message is read
 
 
 def _agreed(spec: WorkerSpec, key: str, mine: Verdict) -> Verdict:
-    """The verdict of the first launcher that decided; if the store does not answer, ours, without a restart."""
+    """The verdict of the first launcher to decide; if the store does not answer, ours, without a restart."""
     try:
         answer = within(ANSWER_SECONDS, lambda: spec.store.compare_set(key, "", json.dumps(asdict(mine))))
         return Verdict(**json.loads(answer))
-    except UserError as error:  # somebody else has written there, and so our workers were ended
+    except UserError as error:  # written by a stranger, which is why our workers were ended
         return replace(mine, again=False, status=MISUSE, message=f"error: {error}")
     except (dist.DistError, TimeoutError):
         lost = "error: the launcher of the first machine does not answer; this machine's processes end"
@@ -187,7 +188,7 @@ class _Worker:
 
     @property
     def status(self) -> int:
-        """Exit status; a worker ended by a stop signal before it could handle it counts as stopped."""
+        """Exit status; a worker that a stop signal ended before it could handle it counts as stopped."""
         code = self.process.returncode
         if not self.spec.policy.restarts_killed and self.lack_of_memory:
             return OUT_OF_MEMORY
@@ -197,7 +198,7 @@ class _Worker:
 
     @property
     def lack_of_memory(self) -> str:
-        """Why the kernel most likely killed it; empty if it did not, or for another reason than memory."""
+        """Why the kernel most likely killed it; empty if it did not, or not for memory."""
         killed = self.process.returncode == -signal.SIGKILL
         return self.memory.explain(self.process.pid) if killed else ""
 
@@ -214,7 +215,7 @@ class _Worker:
 
 
 def _wait(workers: list[_Worker], store: dist.Store, verdict: str, stop: StopRequest) -> _Worker | None:
-    """Until all workers have ended; returns the one that failed first. The rest are made to follow it."""
+    """Wait until all workers have ended; returns the first that failed. The rest are made to follow it."""
     forwarded, failed, deadline = False, None, float("inf")
     elsewhere = _Elsewhere(store, verdict)
     while None in [worker.process.poll() for worker in workers]:
@@ -235,7 +236,7 @@ def _wait(workers: list[_Worker], store: dist.Store, verdict: str, stop: StopReq
                 _kill(workers)
         time.sleep(POLL_SECONDS)
     elsewhere.over = True
-    return failed or _first_failure(workers)  # all may have ended between two looks
+    return failed or _first_failure(workers)  # all may have ended between two polls
 
 
 class _Elsewhere:
@@ -246,15 +247,15 @@ class _Elsewhere:
         threading.Thread(target=self._ask, args=(store, verdict), name="meshwright-verdict", daemon=True).start()
 
     def _ask(self, store: dist.Store, verdict: str) -> None:
-        with contextlib.suppress(dist.DistError):  # the workers notice that too and report it
+        with contextlib.suppress(dist.DistError):  # the workers detect that too and report it
             while not self.over and not self.failed:
                 self.failed = store.check([verdict])
                 time.sleep(POLL_SECONDS)
 
 
 def _first_failure(workers: list[_Worker]) -> _Worker | None:
-    """The worker that failed first: of several, one that stopped, was killed, or has a status that means something;
-    the others only lost connection, which is status 1."""
+    """The worker that failed first: of several, one that stopped, was killed, or has a specific status; the others only
+    lost their connection, which is status 1."""
     ended = [worker for worker in workers if worker.process.returncode]
 
     def rank(worker: _Worker) -> tuple[bool, bool, int]:
@@ -277,13 +278,13 @@ def _kill(workers: list[_Worker]) -> None:
 
 
 def _judge(spec: WorkerSpec, attempt: int, failure: _Failure, before: Verdict) -> Verdict:
-    """Whether to start again after `failure`."""
+    """Whether to restart after `failure`."""
     reached = _newest_step(spec.policy.run_dir)
     fruitless = 1 if reached > before.reached else before.fruitless + 1
     trained = attempt > 0 or spec.policy.stepped(failure.began)
     again, status, message = False, failure.status, failure.message
     if status == STOPPED:
-        message = ""  # the process that started the job reports what it can resume from
+        message = ""  # the process that started the job reports the checkpoint to resume from
     elif status not in FINAL and status - 128 not in STOP_SIGNALS and trained and spec.policy.restarts:
         again = fruitless <= spec.policy.restarts
         newest = f"the newest checkpoint is {checkpoint_name(reached) if reached else 'none'}"

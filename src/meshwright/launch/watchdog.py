@@ -1,8 +1,8 @@
 """The watchdog: detects a hung run, names the rank at fault, and ends the process.
 
-A thread beside training regularly publishes this rank's progress in the group's store. If the main thread of one rank
+A thread alongside training regularly publishes this rank's progress in the group's store. If one rank's main thread
 makes no progress within a limit, which is learned from the run, all ranks' threads publish their Python stack and their
-last collective. One of them prints all reports, and then every rank exits. A rank that is stopped, or whose machine is
+last collective. One of them prints all reports, then every rank exits. A rank that is stopped, or whose machine is
 gone, publishes nothing, which identifies it.
 """
 
@@ -27,14 +27,14 @@ from meshwright.spec.errors import UserError
 from meshwright.spec.guards import GuardSpec
 
 TIMES_LONGEST, TIMES_UNKNOWN, TIMES_PATIENT = 10, 30, 720
-"""The limit as a multiple of the longest step so far; as a multiple of `guards.stuck_after` for operations without
-precedent, and for slow disks."""
+"""The limit as a multiple: of the longest step so far; of `guards.stuck_after`, for operations that have not occurred
+before and for slow disks."""
 
 FAMILIAR = 3
-"""How often something must have happened before its longest time means anything."""
+"""How often an operation must have occurred before its longest time is used."""
 
 ANSWER_SECONDS = 3.0
-"""Least time that a rank has to answer: hung machines are often busy."""
+"""Minimum time for a rank to answer: hung machines are often busy."""
 
 
 @dataclass
@@ -43,7 +43,7 @@ class Collective:
 
     group: str
     number: int
-    """Running number of the group's collectives; equal on all its ranks when they are in step."""
+    """Running number of the group's collectives; equal on all ranks that are in step."""
     name: str
     waiting: bool
     """Whether the rank still waits for others in it."""
@@ -57,9 +57,9 @@ class Report:
     host: str
     doing: str
     seconds: float
-    """Since it last made progress."""
+    """Since its last progress."""
     limit: float = 0.0
-    """Seconds that this may take."""
+    """Seconds allowed without progress."""
     stack: str = ""
     collectives: list[Collective] = field(default_factory=list)
 
@@ -75,8 +75,8 @@ class Watchdog:
         store: dist.Store | None = None,
         end: Callable[[int], object] = os._exit,
     ) -> None:
-        """`store` is a separate connection to the group's store, because the main thread may block the other. `end`
-        receives the exit status after everything has been reported."""
+        """`store` is a separate connection to the group's store, because the main thread may block the other. `end` is
+        called with the exit status after everything has been reported."""
         self.spec, self._rank, self._world_size, self._end = spec, rank, world_size, end
         self._store = store or dist.HashStore()
         self._doing, self._kind, self._since = "start", "start", time.monotonic()
@@ -90,7 +90,8 @@ class Watchdog:
         self._pulse = min(5.0, spec.stuck_after / 20)
 
     def enter(self, kind: str, which: object = "", *, patient: bool = False) -> None:
-        """The main thread starts an operation of this kind; `patient` if it may take any time (a slow disk)."""
+        """Report that the main thread starts an operation of this kind; `patient` if it may take any time (a slow
+        disk)."""
         now = time.monotonic()
         if not self._patient:
             self._longest[self._kind] = max(self._longest.get(self._kind, 0.0), now - self._since)
@@ -115,7 +116,7 @@ class Watchdog:
     def __exit__(self, *_: object) -> None:
         self._done.set()
         if self._giving_up:
-            self._thread.join()  # the first to end takes the others' collectives along: all end alike
+            self._thread.join()  # a rank that exits early breaks the others' collectives
 
     def _watch(self) -> None:
         try:
@@ -128,7 +129,7 @@ class Watchdog:
                     self._give_up(seconds)
                     return
                 self._done.wait(self._pulse)
-        except dist.DistError:  # the store's host is gone, and with it the run: the main thread will notice
+        except dist.DistError:  # the store's host is gone, and so is the run: the main thread will fail
             return
         except UserError as error:
             print(f"error: {error}", file=sys.stderr, flush=True)
@@ -161,7 +162,7 @@ class Watchdog:
         mine.stack = "".join(traceback.format_stack(sys._current_frames()[self._main]))
         mine.collectives = last_collectives()
         patience = max(ANSWER_SECONDS, 6 * self._pulse)
-        with contextlib.suppress(dist.DistError):  # the store goes with the first to end; then all has been said
+        with contextlib.suppress(dist.DistError):  # the store ends with the first rank; by then everything is reported
             self._publish("report", mine)
             noticed = int(self._store.compare_set("stuck", "", str(self._rank)))
             self._await([f"report/{rank}" for rank in range(self._world_size)], patience)
@@ -174,14 +175,14 @@ class Watchdog:
         self._end(STUCK)
 
     def _await(self, keys: list[str], seconds: float) -> None:
-        """Until the store has all `keys`, or the time is over."""
+        """Wait until the store has all `keys`, or until the time is over."""
         deadline = time.monotonic() + seconds
         while not self._store.check(keys) and time.monotonic() < deadline:
             time.sleep(0.05)
 
 
 def last_collectives() -> list[Collective]:
-    """This process's last collective in every group, as torch's flight recorder has them."""
+    """This process's last collective in every group, from torch's flight recorder."""
     last: dict[str, Collective] = {}
     for entry in sorted(torch_internals.recorded_collectives(), key=lambda entry: entry["record_id"]):
         group = f"{entry['process_group'][1] or 'group'} {entry['process_group'][0]}"
@@ -220,7 +221,7 @@ def explain(reports: list[Report | None], pulses: dict[int, Report | None], noti
 
 
 def _late(reports: list[Report]) -> list[Report]:
-    """The ranks that wait for nobody while others wait; else those that are behind in a group."""
+    """The ranks that wait for no one while others wait; else those that are behind in a group."""
     if len(reports) == 1:
         return reports
     free = [report for report in reports if not any(found.waiting for found in report.collectives)]

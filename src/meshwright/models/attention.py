@@ -29,7 +29,8 @@ if torch.cuda.is_available():  # skipped on CPUs: the import loads torch's compi
 
 
 Mask = torch.Tensor | Documents | None
-"""Which tokens see which: a mask from `attention_mask` (None: causal order only), or the documents of packed rows."""
+"""The tokens that each token sees: a mask from `attention_mask` (None: causal order only), or the documents of packed
+rows."""
 
 VARLEN = frozenset(inspect.signature(varlen_attn).parameters) if varlen_attn else frozenset()
 """Options that this torch's kernel for packed documents accepts."""
@@ -39,7 +40,7 @@ class Core:
     """Computes the heads' outputs from queries, keys and values; here on one device, by the kernel that applies."""
 
     def __call__(self, q_BHTK: torch.Tensor, k_BGSK: torch.Tensor, v_BGSK: torch.Tensor, mask: Mask) -> torch.Tensor:
-        """Softmax attention [B, H, T, K] of queries to the keys that `mask` lets them see."""
+        """Softmax attention [B, H, T, K] of queries to the keys that `mask` allows."""
         if isinstance(mask, Documents):
             return attend_documents(q_BHTK, k_BGSK, v_BGSK, mask)
         return scaled_dot_product(q_BHTK, k_BGSK, v_BGSK, mask)
@@ -78,8 +79,8 @@ class Attention(nn.Module):
     ) -> torch.Tensor:
         """[B, T, D] to [B, T, D]; `mask` is from `attention_mask` (None: causal), or the row's documents."""
         x_BTD = x_BTD if self.entry is None else self.entry(x_BTD)
-        # The number of heads is read off the projections, so a rank that holds a share of them needs no other
-        # code.
+        # The number of heads is read from the projections, so the same code serves a rank that holds only a part of
+        # them.
         q_BTHK = self.wq(x_BTD).unflatten(-1, (-1, self.head_dim))
         k_BTGK = self.wk(x_BTD).unflatten(-1, (-1, self.head_dim))
         v_BTGK = self.wv(x_BTD).unflatten(-1, (-1, self.head_dim))
@@ -123,9 +124,9 @@ def attend_documents(
 ) -> torch.Tensor:
     """Causal attention [B, H, T, K] within documents.
 
-    On a GPU by the flash kernel for packed documents where it applies; on a CPU span by span, which computes hardly any
-    score that a mask would discard. Else under a mask: in fp32 on a GPU, and in compiled code for CPUs, where spans
-    would force a compilation for each of their arrangements.
+    Uses the flash kernel for packed documents on a GPU where it applies. On a CPU computes span by span, which wastes
+    few scores on masked keys. Otherwise uses a mask: in fp32 on a GPU, and in compiled code for CPUs, where every
+    arrangement of spans would be compiled separately.
     """
     if serves_varlen(q_BHTK):
         return attend_varlen(q_BHTK, k_BGTK, v_BGTK, documents)
@@ -143,7 +144,7 @@ def serves_varlen(q_BHTK: torch.Tensor) -> bool:
 
 
 def has_varlen(device: torch.device, dtype: torch.dtype) -> bool:
-    """The same for a device and a dtype."""
+    """Whether that kernel can be used for a device and a dtype."""
     return device.type == "cuda" and dtype in (torch.bfloat16, torch.float16) and "window_size" in VARLEN
 
 
@@ -154,7 +155,7 @@ def attend_varlen(
     q_NHK, k_NGK, v_NGK = (x.transpose(1, 2).flatten(0, 1) for x in (q_BHTK, k_BGTK, v_BGTK))
     repeats = q_NHK.shape[1] // k_NGK.shape[1]
     options: dict[str, Any] = {
-        # No document is longer than a row; how long the longest is, only the GPU knows.
+        # No document is longer than a row; only the GPU knows the longest length.
         **dict.fromkeys(("max_q", "max_k"), q_BHTK.shape[2]),
         "window_size": (-1 if documents.window is None else documents.window - 1, 0),
     }
@@ -167,5 +168,5 @@ def attend_varlen(
 
 
 def _flat(x_BHTK: torch.Tensor) -> torch.Tensor:
-    """[1, H, N, K]: all rows behind one another, without a copy where x is a transposed [B, T, H, K]."""
+    """[1, H, N, K]: all rows concatenated, without a copy if x is a transposed [B, T, H, K]."""
     return x_BHTK.transpose(1, 2).flatten(0, 1).transpose(0, 1)[None]

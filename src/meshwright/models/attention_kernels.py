@@ -1,13 +1,13 @@
-"""Attention kernels by name (`training.attention`), and which of them a device has.
+"""Attention kernels by name (`training.attention`), and which of them a device supports.
 
-| name          | what computes                                  | packed documents and windows              |
+| name          | implementation                                 | packed documents and windows              |
 |---------------|------------------------------------------------|-------------------------------------------|
 | flash         | torch's SDPA, flash kernel                     | on a CPU under a mask; on a GPU refused   |
 | mem_efficient | torch's SDPA, memory-efficient kernel          | under a mask                              |
 | cudnn         | torch's SDPA, cuDNN                            | under a mask                              |
 | math          | torch's SDPA as matrix products, all scores    | under a mask                              |
-| flex          | FlexAttention, compiled; blocks of a mask      | blocks that no token sees are left out    |
-| varlen        | flash kernel for packed documents              | documents behind one another, and windows |
+| flex          | FlexAttention, compiled; blocks of a mask      | fully masked blocks are skipped           |
+| varlen        | flash kernel for packed documents              | concatenated documents, and windows       |
 
 Shapes: B batch, T sequence, S keys, H heads, G key and value heads, K head_dim.
 """
@@ -37,11 +37,11 @@ RECORDED = {"Flash": "flash", "Efficient": "mem_efficient", "Cudnn": "cudnn"}
 """Words in autograd's names of kernels."""
 
 PROBED = 32
-"""Tokens of the attention that shows whether a device has a kernel."""
+"""Tokens of the attention that tests whether a device has a kernel."""
 
 
 class NamedCore(Core):
-    """Attention by one kernel, which fails where it cannot serve."""
+    """Attention by one kernel; it fails where the kernel does not apply."""
 
     def __init__(self, name: AttentionName, window: int | None = None) -> None:
         """`window`: the model's sliding window."""
@@ -67,7 +67,7 @@ class NamedCore(Core):
 
 
 class Asked(NamedTuple):
-    """What a run asks of its attention."""
+    """The requirements of a run for its attention."""
 
     device: torch.device
     dtype: torch.dtype
@@ -94,7 +94,7 @@ class Asked(NamedTuple):
 
 
 def use_kernel(model: Decoder, name: AttentionName) -> None:
-    """Let every attention layer of `model` use a kernel."""
+    """Make every attention layer of `model` use a kernel."""
     if name == "auto":
         return
     layers = [module for module in model.modules() if isinstance(module, Attention)]
@@ -105,7 +105,7 @@ def use_kernel(model: Decoder, name: AttentionName) -> None:
 
 
 def check_kernel(name: AttentionName, asked: Asked) -> None:
-    """Raise `UserError` where the device cannot train with a kernel; what each can do is found by trying."""
+    """Raise `UserError` if the device cannot train with a kernel, which is tested by trying."""
     if name == "auto" or serves(name, asked):
         return
     works = [other for other in get_args(AttentionName) if other not in ("auto", name) and serves(other, asked)]
@@ -119,7 +119,7 @@ def serves(name: AttentionName, asked: Asked) -> bool:
         return False
     try:
         NamedCore(name, asked.window)(asked.heads(), asked.heads(), asked.heads(), asked.mask()).sum().backward()
-    except (RuntimeError, ValueError):  # what torch raises where a kernel cannot serve; NotImplementedError is one
+    except (RuntimeError, ValueError):  # torch's errors for an unsuitable kernel; NotImplementedError is one
         return False
     return True
 
@@ -134,7 +134,7 @@ def describe_kernel(name: AttentionName, asked: Asked) -> str:
     mask = mask.mask() if isinstance(mask, Documents) else mask
     heads = asked.heads()
     node: Any = F.scaled_dot_product_attention(heads, heads, heads, attn_mask=mask, is_causal=mask is None).grad_fn
-    while node is not None:  # what autograd recorded: a kernel's backward pass, or products'
+    while node is not None:  # nodes that autograd recorded: a kernel's backward pass, or products'
         if found := next((kernel for word, kernel in RECORDED.items() if word in node.name()), None):
             return f"{found}, chosen by auto"
         node = next((function for function, _ in node.next_functions if function is not None), None)
@@ -142,7 +142,7 @@ def describe_kernel(name: AttentionName, asked: Asked) -> str:
 
 
 def _documents(q_BHTK: torch.Tensor, mask: Mask, window: int | None) -> Documents:
-    """The mask as documents: where rows hold none, every row is one."""
+    """The mask as documents; without documents, every row is one."""
     if isinstance(mask, Documents):
         return mask
     rows_BT = torch.zeros(len(q_BHTK), q_BHTK.shape[2], dtype=torch.int64, device=q_BHTK.device)
@@ -169,7 +169,7 @@ def _flex_kernel(device_type: str) -> Callable[..., Any]:
 
 
 def _sees(mask: Mask) -> Callable[..., torch.Tensor]:
-    """Whether a query sees a key, as FlexAttention asks."""
+    """Whether a query sees a key, with FlexAttention's signature."""
     if mask is None:
         return lambda b, h, query, key: query >= key
     if isinstance(mask, torch.Tensor):

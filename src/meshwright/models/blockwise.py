@@ -47,7 +47,7 @@ class Scales(NamedTuple):
     """The scales of one matrix's blocks."""
 
     scales: torch.Tensor
-    """int32, the bits of fp32; or uint8 codes, where there are groups."""
+    """int32, the bits of fp32; or uint8 codes, if there are groups."""
     groups: torch.Tensor | None
     """int32, the bits of fp32 [G + 1]: the largest deviation of each 256 scales from their mean, and the mean."""
 
@@ -70,7 +70,7 @@ def block_scales(values: torch.Tensor) -> torch.Tensor:
 def decode_nf4(packed: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """The numbers [2 * len(packed)] of packed codes and fp32 scales (of a block each), rounded from fp32 to `dtype`.
 
-    By bitsandbytes' kernel where `load_kernels` has found one: the same bits.
+    Uses bitsandbytes' kernel if `load_kernels` has found it; it gives the same bits.
     """
     packed, scales = packed.reshape(-1, BLOCK // 2), scales.reshape(-1, 1)
     if _kernels and packed.device.type in ("cpu", "cuda") and dtype in KERNEL_DTYPES and len(scales):
@@ -100,7 +100,7 @@ def encode_scales(scales: torch.Tensor, *, double: bool) -> Scales:
     scales = scales.cpu()
     if not double:
         return Scales(as_bits(scales), None)
-    # Summed beside a copy: torch sums a single row with several threads, and the last bit would depend on their number.
+    # Summed with a copy: torch sums a single row in several threads, and the last bit would depend on their number.
     mean = scales.expand(2, -1).mean(1)[:1]
     deviations = scales - mean
     padded = F.pad(deviations, (0, -len(scales) % GROUP)).view(-1, GROUP)

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 ROOM = 64
 """Capacity for keys at least doubles when it grows, to a multiple of this."""
 KEYS = 16
-"""Where lengths differ, keys are read up to a multiple of this."""
+"""If lengths differ, the number of keys read is rounded up to a multiple of this."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Part:
 
     row: int
     begin: int
-    """Their start among all new tokens."""
+    """Their first index among all new tokens."""
     start: int
     """Number of tokens of the sequence before them."""
     stop: int
@@ -43,13 +43,13 @@ class Part:
 
     @property
     def end(self) -> int:
-        """Their end among all new tokens."""
+        """The index after their last among all new tokens."""
         return self.begin + self.stop - self.start
 
 
 @dataclass(frozen=True)
 class Step:
-    """Which tokens attend to which keys in one forward pass."""
+    """The tokens of one forward pass, and the keys that they attend to."""
 
     singles: int
     """Number of sequences that get one token: the first new tokens, of the first rows."""
@@ -58,13 +58,13 @@ class Step:
     places: torch.Tensor
     """Positions of the tokens in their sequences, int64 [P]."""
     keys: slice
-    """Which keys those P read."""
+    """The keys read by these P tokens."""
     mask: torch.Tensor | None
     """Added to their scores, [P, 1, 1, S]."""
     parts: tuple[Part, ...]
-    """The others."""
+    """The parts of all other sequences."""
     padding: int = 0
-    """Tokens after these that belong to no sequence."""
+    """Trailing tokens that belong to no sequence."""
 
 
 class LayerCache:
@@ -143,12 +143,12 @@ class Cache:
 
     @property
     def device(self) -> torch.device:
-        """Where keys and values are."""
+        """The device of keys and values."""
         return self._like.device
 
     def places(self, groups: int) -> torch.Tensor:
-        """Where the keys, then the values, of each sequence that gets one token lie in a layer's memory: int64 [P * 2 *
-        G], in vectors of K."""
+        """The indices in a layer's memory of the keys, then the values, of each sequence that gets one token: int64 [P
+        * 2 * G], in vectors of K."""
         if groups not in self._places:
             step, device = self.step, self._like.device
             kinds_2G = torch.arange(2, device=device).repeat_interleave(groups) * self.rows * groups
@@ -182,13 +182,13 @@ class Cache:
         return self._batch(new, starts)
 
     def move(self, source: int, target: int) -> None:
-        """Put the sequence in row `source` into row `target`."""
+        """Move the sequence in row `source` to row `target`."""
         length = self.lengths[target] = self.lengths[source]
         for layer in self.layers.values():
             layer.both_2MGCK[:, target, :, :length] = layer.both_2MGCK[:, source, :, :length]
 
     def drop_last(self) -> None:
-        """Forget the last row."""
+        """Drop the last row."""
         self.lengths.pop()
 
     def copy(self, row: int, length: int) -> list[torch.Tensor]:

@@ -1,8 +1,8 @@
 """One step of generation compiled for this machine: `decode.cpp`, by its C++ compiler.
 
 `compile_step` fills the model's slot `next_step` with copies of its weights in the order in which the compiled code
-reads them. It computes steps in which every sequence gets one token; the modules compute prompts, with weights of their
-own. Both share the KV cache.
+reads them. The compiled code computes steps in which every sequence gets one token. The modules compute prompts, with
+their own weights. Both share the KV cache.
 
 Shapes: B rows, V vocabulary, O out, D in, P panels, C room for keys.
 """
@@ -41,12 +41,12 @@ FLAGS = ("-O3", "-march=native", "-std=c++17", "-fPIC", "-fopenmp")
 PANEL = 32
 """Outputs that lie side by side in memory; as in `decode.cpp`."""
 AHEAD = 4096
-"""Bytes after a matrix that the code may ask the processor to fetch."""
+"""Bytes after a matrix that the code may prefetch."""
 LANES = 16
 """Numbers computed together; as in `decode.cpp`."""
 OPENMP = re.compile(r"lib(gomp|iomp|omp)\b.*\.so")
 PROCESSOR = ("model name", "flags", "Features", "CPU part")
-"""Lines of /proc/cpuinfo that say what the processor can do."""
+"""Lines of /proc/cpuinfo with the processor's instruction sets."""
 DTYPES = (torch.float32, torch.bfloat16)
 
 
@@ -97,7 +97,7 @@ class CompiledStep:
         self._decode.restype = None
         self._spec, self._dtype = spec, model.like.dtype
         self._kept: list[Any] = []
-        """Whatever the structures point to."""
+        """Objects that the structures point to, kept alive."""
         layers = (_Layer * spec.num_layers)()
         for place, block in zip(layers, model.layers.values(), strict=True):
             assert isinstance(block, Block)
@@ -188,7 +188,8 @@ class CompiledStep:
         return _Norm(self._keep(norm.weight.float()), bias, eps)
 
     def _product(self, *layers: Linear) -> _Matrix:
-        """The products of one input with several layers, as one; adapters merged, quantized weights decoded."""
+        """The products of one input with several layers, merged into one; adapters merged, quantized weights
+        decoded."""
         merged = [layer.merged() for layer in layers]
         weight_OD = torch.cat([each["weight"].detach().to(self._dtype) for each in merged])
         bias_O = torch.cat([each["bias"].detach().float() for each in merged]) if "bias" in merged[0] else None
@@ -207,14 +208,14 @@ class CompiledStep:
 
 
 class _CompilerError(Exception):
-    """The code cannot be compiled or loaded here; its text says why."""
+    """The code cannot be compiled or loaded on this machine; its text gives the reason."""
 
 
 def compile_step(model: Decoder, tell: Callable[[str], None]) -> None:
-    """Fill the slot `next_step` of a model that is used only for generation from now on: later changes of its weights
-    have no effect on it. `tell` is told if the compiler runs.
+    """Fill the slot `next_step` of a model that from now on is used only for generation: later changes of its weights
+    have no effect on it. `tell` is called if the compiler runs.
 
-    Raises `UserError` where the code computes no such model, or cannot be compiled.
+    Raises `UserError` if the code does not support the model, or cannot be compiled.
     """
     try:
         if (reason := _why_not(model)) is not None:
@@ -225,8 +226,8 @@ def compile_step(model: Decoder, tell: Callable[[str], None]) -> None:
 
 
 def compile_where_possible(model: Decoder, tell: Callable[[str], None]) -> None:
-    """`compile_step` where the code computes the model, its weights are plain and their copies take at most
-    `COPIED_BYTES`, and the machine has a compiler. `tell` is also told if the compiler fails."""
+    """`compile_step` if the code supports the model, its weights are plain and their copies take at most
+    `COPIED_BYTES`, and the machine has a compiler. `tell` is also called if the compiler fails."""
     layers = [layer for layer in model.modules() if isinstance(layer, Linear)]
     if weight_bytes(model) > COPIED_BYTES or not all_plain(*layers) or _why_not(model) or _compiler() is None:
         return
@@ -237,7 +238,7 @@ def compile_where_possible(model: Decoder, tell: Callable[[str], None]) -> None:
 
 
 def _why_not(model: Decoder) -> str | None:
-    """What the compiled code does not compute, or None."""
+    """The feature of the model that the compiled code does not support, or None."""
     spec, like = model.spec, model.like
     if spec.foreign is not None:
         return "transformers computes this model"
@@ -279,13 +280,13 @@ def _library(tell: Callable[[str], None]) -> ctypes.CDLL:
                 _build(compiler, openmp, Path(folder) / "decode")
                 (Path(folder) / "decode.so").replace(built)
         return ctypes.CDLL(str(built))
-    except OSError as error:  # a home that is read-only or full, or from which nothing may be executed
+    except OSError as error:  # a home directory that is read-only, full or mounted noexec
         raise _CompilerError(f"{SOURCE.name} cannot be compiled in {CACHE}: {error}") from error
 
 
 def _openmp() -> str | None:
-    """The file of the OpenMP library that torch has loaded, whose threads the code then uses too; its symbols become
-    visible. A second one beside it would have threads of its own."""
+    """The file of the OpenMP library that torch has loaded, with its symbols made visible, so that the compiled code
+    shares its threads. A second library would start its own threads."""
     mapped = {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines()}
     found = sorted(name for name in mapped if OPENMP.match(Path(name).name))
     if not found:
@@ -295,7 +296,7 @@ def _openmp() -> str | None:
 
 
 def _fingerprint(compiler: str, openmp: str | None) -> str:
-    """Of whatever the compiled code depends on; `-march=native` is this processor."""
+    """A hash of everything that the compiled code depends on; `-march=native` is this processor."""
     version = subprocess.run([compiler, "--version"], capture_output=True, check=False).stdout
     processor = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith(PROCESSOR)]
     parts = [SOURCE.read_bytes(), version, repr((compiler, FLAGS, openmp is None, sorted(set(processor)))).encode()]

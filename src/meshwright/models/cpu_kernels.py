@@ -1,11 +1,11 @@
-"""Replacements for torch kernels that are slow on CPUs; each can be deleted once torch's is faster.
+"""Replacements for torch kernels that are slow on CPUs; delete each one when torch's is faster.
 
-- `linear`: torch gives fp32 matrix products to MKL, which leaves AVX-512 unused on AMD; oneDNN, in the same build of
-  torch, is twice as fast there and as fast elsewhere. Both compute in full fp32.
+- `linear`: torch gives fp32 matrix products to MKL, which does not use AVX-512 on AMD. oneDNN, in the same build of
+  torch, is twice as fast there and equally fast elsewhere. Both compute in full fp32.
 - `causal_attention`: the backward pass of torch's bf16 flash kernel takes twice as long as the few batched matrix
-  products that it consists of, and over short rows so does its forward pass.
-- `gelu_tanh`: torch takes every tanh twice, once a pass; ours takes it once and keeps the derivative, in place of the
-  input, for the backward pass.
+  products that it consists of; with short rows, so does its forward pass.
+- `gelu_tanh`: torch computes every tanh twice, once in each pass. Ours computes it once and saves the derivative for
+  the backward pass instead of the input.
 
 Shapes: M rows, D in, N out; B batch, H heads, G key and value heads, R = H / G query heads that share one, T sequence,
 K head_dim; C pairs (batch, G) computed together, Q queries of a block, q = R Q their rows, S keys that they see.
@@ -29,7 +29,7 @@ MATMULS = () if ONEDNN_LINEAR is None else (ONEDNN_LINEAR.default,)
 """Operations that are matrix products, besides torch's own names for them."""
 
 SCORES = 2**20
-"""Attention scores computed together, at most (one head's at least): so few that they stay in the cache."""
+"""Attention scores computed together, at most (but at least one head's), so that they stay in the cache."""
 
 SHORT = 4
 """Rows of attention are short up to this many times a head's width."""
@@ -48,13 +48,13 @@ def linear(input: torch.Tensor, weight_ND: torch.Tensor, bias_N: torch.Tensor | 
 
 
 def matmul(a_MD: torch.Tensor, b_DN: torch.Tensor, room_MN: torch.Tensor | None = None) -> torch.Tensor:
-    """`a @ b`, without autograd. `room` is memory that the result may take."""
+    """`a @ b`, without autograd. `room` is memory for the result."""
     return _onednn(a_MD, b_DN.t()) if _by_onednn(a_MD, b_DN) else torch.mm(a_MD, b_DN, out=room_MN)
 
 
 def serves_training(x: torch.Tensor) -> bool:
-    """Whether `causal_attention` and `gelu_tanh` are for it: a plain CPU tensor in bf16 that needs a backward pass, in
-    eager mode."""
+    """Whether `causal_attention` and `gelu_tanh` apply: a plain CPU tensor in bf16 that needs a backward pass, in eager
+    mode."""
     trained = torch.is_grad_enabled() and x.requires_grad
     return x.dtype == torch.bfloat16 and trained and _is_plain(x)
 
@@ -74,7 +74,7 @@ def gelu_tanh(x: torch.Tensor) -> torch.Tensor:
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
-    """A tensor with its numbers on the CPU, met in eager mode; not a DTensor, a fake one or one being compiled."""
+    """Whether a tensor has its numbers on the CPU in eager mode: not a DTensor, a fake one or one being compiled."""
     plain = type(tensor) in (torch.Tensor, nn.Parameter)
     return plain and tensor.device.type == "cpu" and not torch.compiler.is_compiling()
 
@@ -84,8 +84,8 @@ def _by_onednn(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def _onednn(a: torch.Tensor, b_ND: torch.Tensor, bias_N: torch.Tensor | None = None) -> torch.Tensor:
-    """`a @ b.T + bias`, [..., D] to [..., N]. `b` or its transpose must be contiguous: oneDNN has no fast kernel
-    for rows that are apart."""
+    """`a @ b.T + bias`, [..., D] to [..., N]. `b` or its transpose must be contiguous: oneDNN has no fast kernel for
+    strided rows."""
     assert b_ND.is_contiguous() or b_ND.t().is_contiguous()
     return linear_by_onednn(a, b_ND, bias_N)
 
@@ -112,8 +112,8 @@ class _Linear(torch.autograd.Function):
 class _CausalAttention(torch.autograd.Function):
     """Forward by torch's flash kernel, backward as in FlashAttention (Dao et al., 2022), block by block.
 
-    Over short rows the same few products are faster forward too, and their probabilities are kept for the way back:
-    they take no more memory than q, k, v and y.
+    With short rows the same few products are faster in the forward pass too. Their probabilities are then saved for the
+    backward pass: they take no more memory than q, k, v and y.
     """
 
     @staticmethod
@@ -146,7 +146,7 @@ class _CausalAttention(torch.autograd.Function):
 
 
 def _chunks(groups: int, *tensors_BHT: torch.Tensor) -> list[tuple[torch.Tensor, ...]]:
-    """The tensors as [C, R, T, ...], as many pairs at a time as are computed together; R is 1 for keys and values."""
+    """The tensors as [C, R, T, ...], in groups of pairs that are computed together; R is 1 for keys and values."""
     _, heads, length, *_ = tensors_BHT[0].shape
     together = max(1, SCORES // (_queries(length) * length * (heads // groups)))
 
@@ -170,7 +170,7 @@ def _query_blocks(length: int) -> list[tuple[int, int]]:
 def _attention(
     q_CRTK: torch.Tensor, k_C1TK: torch.Tensor, v_C1TK: torch.Tensor
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """The output, and of each block of queries the probabilities [C, R Q, S]; scores and softmax in fp32."""
+    """The output, and the probabilities [C, R Q, S] of each block of queries; scores and softmax in fp32."""
     pairs, repeats, length, width = q_CRTK.shape
     y_CRTK, kept = torch.empty_like(q_CRTK, memory_format=torch.contiguous_format), []
     k_CTK, v_CTK = k_C1TK.squeeze(1).float(), v_C1TK.squeeze(1)
@@ -190,8 +190,8 @@ def _probabilities(
     """The scores of a block of queries [C, R Q, S], recomputed."""
     pairs, repeats, _, width = q_CRTK.shape
     q_CqK, k_CSK = q_CRTK[:, :, start:stop].reshape(pairs, -1, width), k_C1TK[:, 0, :stop]
-    # Scores are rounded to bf16 only after their logsumexp, or nearly that, is taken off: large probabilities,
-    # whose logarithms are small, come out exact, and softmax makes up for the rounding of the logsumexp itself.
+    # An approximate logsumexp is subtracted from the scores before they are rounded to bf16. Large probabilities, whose
+    # logarithms are small, are then exact, and softmax corrects for the rounding of the logsumexp itself.
     minus_Cq1 = -logsumexp_CRT[:, :, start:stop].reshape(pairs, -1, 1).to(q_CqK.dtype)
     p_CqS = torch.baddbmm(minus_Cq1, q_CqK, k_CSK.mT, alpha=width**-0.5)
     future_QQ = torch.ones(stop - start, stop - start, dtype=torch.bool).triu_(1)
@@ -208,7 +208,7 @@ def _attention_backward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Gradients of q, k and v; the latter two are summed in fp32 over blocks of queries.
 
-    The last block comes first: it alone sees all keys, and the others are added to its result.
+    The last block comes first: only it sees all keys, and the others are added to its result.
     """
     pairs, repeats, length, width = q_CRTK.shape
     k_CTK, v_CTK = k_C1TK.squeeze(1), v_C1TK.squeeze(1)
@@ -217,7 +217,7 @@ def _attention_backward(
     for start, stop in reversed(_query_blocks(length)):
         q_CqK, dy_CqK = (x[:, :, start:stop].reshape(pairs, -1, width) for x in (q_CRTK, grad_CRTK))
         p_CqS = probabilities(start, stop)
-        grad_v_CSK = torch.bmm(p_CqS.mT, dy_CqK).float()  # widened before it is added: adding across dtypes is slow
+        grad_v_CSK = torch.bmm(p_CqS.mT, dy_CqK).float()  # cast before the addition: adding across dtypes is slow
         dp_CqS = torch.bmm(dy_CqK, v_CTK[:, :stop].mT)
         ds_CqS = softmax_backward(dp_CqS, p_CqS)
         grad_q_CqK = torch.bmm(ds_CqS, k_CTK[:, :stop]).mul_(width**-0.5)

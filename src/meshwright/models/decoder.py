@@ -1,4 +1,4 @@
-"""A language model put together: embeddings, blocks, final norm and head.
+"""The language model: embeddings, blocks, final norm and head.
 
 Shapes: B batch, T sequence, D hidden, V vocabulary.
 """
@@ -108,7 +108,7 @@ class Decoder(nn.Module):
 
     @property
     def head_weight(self) -> torch.Tensor:
-        """The output head's weight [V, D]; the embedding's where they are tied."""
+        """The output head's weight [V, D]; the embedding's if they are tied."""
         head = self.tok_embeddings if self.output is None else self.output
         return head.merged()["weight"]
 
@@ -129,7 +129,7 @@ class Decoder(nn.Module):
                 head's weight is gathered however the model is sharded.
             cache: keys and values of earlier tokens; it made the batch (`Cache.append`) and stores the new ones.
             layers: the layers to run; default all.
-            x_BTD: the residual stream [B, T, D] that enters `layers` where they do not begin with the first.
+            x_BTD: the residual stream [B, T, D] that enters `layers` if they do not begin with the first.
 
         Raises:
             UserError: more positions than learned position embeddings.
@@ -165,7 +165,7 @@ class Decoder(nn.Module):
         return y_BTD if layers.stop < self.spec.num_layers else self.norm(y_BTD)
 
     def wrap(self, wrapper: Wrapper) -> None:
-        """Fill the slot around `compute`, where nothing is generated."""
+        """Fill the slot around `compute`, for a model that does not generate."""
         self.wrapper, self.run = wrapper, wrapper(self.compute)
 
     def extra_repr(self) -> str:
@@ -174,8 +174,8 @@ class Decoder(nn.Module):
         return ", ".join(f"{name}: {slot}" for name, slot in slots if slot is not None)
 
     def tell_draws(self, batch: TensorBatch) -> None:
-        """Give dropouts the batch's tokens: before it is computed, or recomputed in a backward pass after other
-        batches."""
+        """Give dropouts the batch's tokens. Call it before the batch is computed, and before it is recomputed in a
+        backward pass after other batches."""
         if self.draws is not None:
             self.draws.numbers = batch.numbers
 

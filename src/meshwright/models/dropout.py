@@ -1,9 +1,9 @@
-"""Dropout that is the same on every layout: a hash of seed, layer, token and feature decides what is dropped.
+"""Dropout that is the same on every layout: a hash of seed, layer, token and feature decides which numbers are dropped.
 
-A token has a number in the run's endless order of samples (`Batch.numbers`), which encodes step, sample and place. So
-no generator has a state, and the same numbers are dropped on any rank, in any microbatch and in every recomputation of
-a forward pass (counter-based, as in Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3", 2011; the mixing is
-MurmurHash3's, Appleby, 2011).
+A token has a number in the run's endless order of samples (`Batch.numbers`), which encodes step, sample and position.
+There is no generator state: the same numbers are dropped on any rank, in any microbatch and in every recomputation of a
+forward pass. (Counter-based, as in Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3", 2011; the mixing is
+MurmurHash3's, Appleby, 2011.)
 
 Shapes: B batch, T sequence, N = B T tokens, D features of a token on this rank.
 """
@@ -32,13 +32,13 @@ class Dropout(nn.Module):
     """Sets a share of its inputs to 0 and scales up the others, in training only."""
 
     def __init__(self, share: float, draws: Draws, seed: int, name: str) -> None:
-        """`name`: of the layer; each layer draws for itself."""
+        """`name`: the layer's; each layer draws different numbers."""
         super().__init__()
         self.share, self.draws = share, draws
         digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest()
         self.key = int.from_bytes(digest, "little", signed=True)
         self.part = 0
-        """A slot: the index of this rank's part of the features, where tensor-parallel ranks have equal parts."""
+        """A slot: the index of this rank's part of the features, if tensor-parallel ranks have equal parts."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[B, T, D] to [B, T, D]."""
@@ -51,7 +51,7 @@ class Dropout(nn.Module):
 
     @torch.no_grad()
     def dropped(self, numbers_N: torch.Tensor, features: int) -> torch.Tensor:
-        """Which of `features` features of each token, bool [N, D]."""
+        """Which of the `features` features of each token are dropped, bool [N, D]."""
         return drawn_bits(self.key, numbers_N, self.part * features, features) < int(self.share * 2**31)
 
     def extra_repr(self) -> str:
@@ -60,8 +60,8 @@ class Dropout(nn.Module):
 
 
 def drawn_bits(key: int, numbers_N: torch.Tensor, first: int, features: int) -> torch.Tensor:
-    """Uniform in [0, 2**31), int32 [N, D]: a hash of a key, the tokens' numbers and `features` features from `first`
-    on."""
+    """Uniform in [0, 2**31), int32 [N, D]: a hash of a key, the tokens' numbers and `features` features, starting at
+    `first`."""
     features_D = torch.arange(first, first + features, device=numbers_N.device, dtype=torch.int32) * ODD_32
     mixed_N = (numbers_N + key) * ODD_64
     keys_N1 = (mixed_N ^ (mixed_N >> 32)).to(torch.int32)[:, None]

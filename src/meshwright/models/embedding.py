@@ -28,8 +28,8 @@ class LookUp(Op):
 
 
 class Embedding(Layer, nn.Embedding):
-    """`nn.Embedding` with slots and without initialization: on the meta device torch's own loads its compiler, for
-    seconds."""
+    """`nn.Embedding` with slots and without initialization: on the meta device torch's own initialization loads torch's
+    compiler, which takes seconds."""
 
     def __init__(self, rows: int, width: int) -> None:
         super().__init__(rows, width, _weight=torch.empty(rows, width))

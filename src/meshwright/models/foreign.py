@@ -55,10 +55,10 @@ class ForeignDecoder(Decoder):
     takes_positions: bool
 
     def forward(self, batch: TensorBatch, read: Read | None = None) -> Any:  # type: ignore[override]
-        """As `Decoder.forward`, for a whole model without a cache; returns logits instead of hidden states.
+        """Like `Decoder.forward`, but for a whole model without a cache; returns logits instead of hidden states.
 
-        transformers detects documents by their positions: wherever these do not increase by one, it masks everything
-        before.
+        transformers detects documents by their positions: where a position is not the previous one plus one, it masks
+        all earlier tokens.
         """
         self.tell_draws(batch)
         arguments = {"input_ids": batch.tokens}
@@ -98,8 +98,7 @@ class ForeignDecoder(Decoder):
 
     @torch.no_grad()
     def check_documents(self) -> None:
-        """Raise `UserError` if a document of a packed row is not read as if alone; collective where the model is
-        sharded.
+        """Raise `UserError` if a document of a packed row is not read as if alone; collective if the model is sharded.
 
         With two documents in a row, the second must have the same logits as alone and after any other document.
         """
@@ -124,8 +123,8 @@ class ForeignDecoder(Decoder):
         return torch.randint(self.spec.vocab, (1, PROBE), generator=generator).to(self.like.device)
 
     def _same(self, left: torch.Tensor, right: torch.Tensor, *, same_shapes: bool = False) -> bool:
-        """Whether logits differ by rounding only. Computations of the `same_shapes` round alike, except where experts
-        get more or fewer rows."""
+        """Whether logits differ only by rounding. Computations of the `same_shapes` round the same way, except where
+        experts get more or fewer rows."""
         room = 1e-4 if self.like.dtype.itemsize >= 4 else 2e-2
         return bool((left - right).norm() <= (room / 10 if same_shapes else room) * left.norm())
 
@@ -140,7 +139,7 @@ class ForeignDecoder(Decoder):
                 module._buffers[name] = value.to(moved.device)
         for (module, name), (first, first_name) in ties:
             module._parameters[name] = first._parameters[first_name]
-        if self.like.dtype == torch.float64:  # torch's product of all experts at once has none
+        if self.like.dtype == torch.float64:  # torch's grouped product has no fp64
             cast(Any, self).set_experts_implementation("eager")
         return self
 
@@ -189,7 +188,7 @@ def build_foreign(spec: ModelSpec) -> ForeignDecoder:
 
 
 def _stand_before(module: nn.Module, face: type[nn.Module]) -> None:
-    """Put `face` before the class of a module that was built here, so that its parameters keep their names."""
+    """Put `face` before the class of a module built here, so that its parameters keep their names."""
     module.__class__ = _faced(face, type(module))
 
 
@@ -237,7 +236,7 @@ def _take_state(model: nn.Module, foreign: ForeignModel) -> None:
         if module is None or not hasattr(module, last):
             continue  # reported with the parameters that do not fit
         kept = module._buffers.get(last)
-        if kept is None and not getattr(module, last).requires_grad:  # transformers has it as a frozen parameter
+        if kept is None and not getattr(module, last).requires_grad:  # in transformers it is a frozen parameter
             del module._parameters[last]
             module.register_buffer(last, torch.zeros(shape))
     for name, value in foreign.scalars:
@@ -249,7 +248,7 @@ def _take_state(model: nn.Module, foreign: ForeignModel) -> None:
 
 
 def _check_parameters(model: ForeignDecoder) -> None:
-    """Raise where the module's parameters are not the files', so that it would compute with others."""
+    """Raise if the module's parameters differ from the files' parameters."""
     built = {name: tuple(tensor.shape) for name, tensor in named_tensors(model).items()}
     stored = {row.name: row.shape for row in (*model.table, *state_table(model.spec))}
     for name in sorted(built.keys() | stored.keys()):
@@ -267,7 +266,7 @@ def _check_parameters(model: ForeignDecoder) -> None:
 
 
 def _ties(model: nn.Module) -> list[tuple[tuple[nn.Module, str], tuple[nn.Module, str]]]:
-    """(module, name) of every tied parameter, and of the one that it is tied to."""
+    """(module, name) of every tied parameter, and of the parameter that it is tied to."""
     first: dict[nn.Parameter, tuple[nn.Module, str]] = {}
     places = [(module, name) for module in model.modules() for name in module._parameters]
     found = [(module._parameters[name], (module, name)) for module, name in places]

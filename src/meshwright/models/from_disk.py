@@ -1,7 +1,7 @@
 """Blocks whose weights stay on disk: each is read while the block before it computes.
 
-Memory holds embeddings, final norm and head, and the weights of two blocks: of the one that computes, and of the next
-one, which a thread reads meanwhile. Every forward pass reads every block once, for however many rows.
+Memory holds embeddings, final norm and head, and the weights of two blocks: the one that computes, and the next one,
+which a thread reads meanwhile. Every forward pass reads every block once, for any number of rows.
 """
 
 from collections.abc import Callable, Mapping
@@ -17,15 +17,15 @@ from meshwright.models.slots import Compute
 Fill = Callable[[Mapping[str, torch.Tensor]], None]
 """Reads the numbers of parameters into these tensors, by name."""
 ALIGNED = 64
-"""Parameters begin at a multiple of this many bytes."""
+"""Parameters begin at multiples of this many bytes."""
 
 
 class BlocksFromDisk:
-    """The weights of a model's blocks, two blocks' at a time in memory."""
+    """The weights of a model's blocks, with two blocks in memory at a time."""
 
     def __init__(self, model: Decoder, fill: Fill) -> None:
-        """`model` is on the meta device. Its blocks get a wrapper and everything else gets memory, on the CPU; what is
-        not a block's parameter is still to be filled."""
+        """`model` is on the meta device. Its blocks get a wrapper and everything else gets memory on the CPU;
+        parameters outside blocks are left uninitialised."""
         self._fill = fill
         self._count = len(model.layers)
         self._parameters: list[dict[str, nn.Parameter]] = []
@@ -53,10 +53,10 @@ class BlocksFromDisk:
         self._held: list[int | None] = [None] * len(self._rooms)
         """Number of the block in each room."""
         self._here: int | None = None
-        """Number of the block whose parameters have their numbers."""
+        """Number of the block whose parameters are filled."""
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="meshwright-read")
         self._coming: tuple[int, int, Future[None]] | None = None
-        """The block being read, its room, and the reading."""
+        """The block being read, its room, and the future of the read."""
 
     def enter(self, index: int) -> None:
         """Give block `index` its weights, and read the next one's."""
@@ -104,7 +104,7 @@ def _allocated(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class _FromDisk:
-    """A wrapper of a block that is computed once its weights have been read."""
+    """A wrapper of a block; it computes the block after its weights have been read."""
 
     def __init__(self, blocks: BlocksFromDisk, index: int) -> None:
         self.blocks, self.index = blocks, index
@@ -123,6 +123,6 @@ class _FromDisk:
 
 
 def blocks_from_disk(model: Decoder) -> BlocksFromDisk | None:
-    """The blocks' weights on disk, if they are there."""
+    """The model's blocks on disk, or None if they are in memory."""
     wrappers = (wrapper for block in model.layers.values() for wrapper in getattr(block, "wrappers", ()))
     return next((wrapper.blocks for wrapper in wrappers if isinstance(wrapper, _FromDisk)), None)

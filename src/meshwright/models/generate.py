@@ -106,8 +106,8 @@ def continue_rows(
 
 
 class WholeRows:
-    """Rows without a cache, padded on the right to one length and read in full for every token: for any model with a
-    forward pass, however it is split."""
+    """Rows without a cache, padded on the right to one length and read in full for every token. Works for any model
+    with a forward pass, however it is split."""
 
     def __init__(
         self,
@@ -118,7 +118,7 @@ class WholeRows:
         multiple: int,
         device: torch.device,
     ) -> None:
-        """`read`: tokens [B, T], int64, and the place asked for in each row [B, T], bool, to logits [B, V]. T is a
+        """`read`: (tokens [B, T], int64, and the requested position in each row [B, T], bool) to logits [B, V]. T is a
         multiple of `multiple`."""
         self.read = read
         length = ceil((max(map(len, prompts)) + max_tokens) / multiple) * multiple
@@ -145,16 +145,17 @@ def choose(logits_BV: torch.Tensor, sampling: Sampling, streams: Sequence[random
     probability_BV, order_BV = _allowed((logits_BV.double() / temperature).softmax(-1), sampling)
     cumulative_BV = probability_BV.cumsum(-1)
     total_B1 = cumulative_BV[:, -1:]
-    # Never the total itself, which a product may be rounded to: only forbidden tokens come after it.
+    # Never the total itself, to which a product may be rounded: only forbidden tokens come after it.
     target_B1 = (drawn_B[:, None] * total_B1).minimum(total_B1.nextafter(torch.zeros_like(total_B1)))
     index_B1 = torch.searchsorted(cumulative_BV, target_B1, right=True)
     return (index_B1 if order_BV is None else order_BV.gather(-1, index_B1)).squeeze(-1)
 
 
 def _allowed(probability_BV: torch.Tensor, sampling: Sampling) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """The probabilities of tokens that may be drawn, others 0, and the tokens' ids where they are in another order.
+    """The probabilities of tokens that may be drawn, 0 for the others, and the tokens' ids if they are in another
+    order.
 
-    Probabilities need not sum to 1: `top_p` is a share of what `top_k` leaves.
+    Probabilities need not sum to 1: `top_p` is a share of the tokens that `top_k` keeps.
     """
     order_BV, minimum_B1 = None, sampling.min_p * probability_BV.amax(-1, keepdim=True)
     if 0 < sampling.top_k < probability_BV.shape[1]:
@@ -183,7 +184,7 @@ def penalize(logits_V: torch.Tensor, sampling: Sampling, read_V: torch.Tensor, w
 
 
 def check_room(prompts: Sequence[Sequence[int]], max_tokens: int, room: int) -> None:
-    """Raise `UserError` if prompts and new tokens exceed the `room` positions that the model is meant for."""
+    """Raise `UserError` if prompts and new tokens exceed the `room` positions that the model supports."""
     if max_tokens < 1:
         raise UserError(f"max_tokens={max_tokens} is not allowed: must be at least 1")
     if not prompts or not all(prompts):

@@ -1,8 +1,8 @@
-"""Experts' grouped products in low precision: each expert's rows and matrix are quantized by themselves.
+"""Experts' grouped products in low precision: each expert's rows and matrix are quantized separately.
 
-An expert is a linear layer, whose products are those of `models/low_precision.py`. What is scaled together are an
-expert's rows of one microbatch, as on one process, wherever they come from: a rank that computes for several
-data-parallel ranks keeps their rows apart. An expert without rows computes nothing.
+An expert is a linear layer with the products of `models/low_precision.py`. An expert's rows of one microbatch share
+their scales, as on one process, wherever the rows come from: a rank that computes for several data-parallel ranks keeps
+their rows separate. An expert without rows computes nothing.
 
 Shapes: as in `models/moe.py`.
 """
@@ -30,7 +30,7 @@ class GroupedLowPrecision:
         """`products`: of each expert on this rank."""
         self.products = tuple(products)
         self.last: LastEncoded[list[Encoded]] | None = None
-        """A slot: what matrices that read the same rows share."""
+        """A slot: the codes shared by matrices that read the same rows."""
 
     def __call__(
         self, x_MI: torch.Tensor, weight_EOI: torch.Tensor, rows: Rows, read: Callable[..., list[list[int]]]
@@ -63,13 +63,13 @@ class GroupedLowPrecision:
 
     @property
     def keeps_codes(self) -> bool:
-        """As `LowPrecision.keeps_codes`, of all experts."""
+        """`LowPrecision.keeps_codes` of all experts."""
         return self.products[0].keeps_codes
 
     @property
     def together(self) -> bool:
-        """Whether other ranks have rows of the same microbatch and expert, so that scales are agreed on for all
-        groups, also for those without rows here."""
+        """Whether other ranks have rows of the same microbatch and expert. Then scales are reduced for all groups, also
+        for groups without rows here."""
         return self.products[0].spreads
 
     def __repr__(self) -> str:
@@ -139,7 +139,7 @@ def _computed(grouped: GroupedLowPrecision, counts: Counts) -> Iterator[_Group]:
 
 
 def _rows(x_MI: torch.Tensor, group: _Group, product: LowPrecision) -> torch.Tensor:
-    """A group's rows and rows of zeros, which change no scale and add nothing: one, where there would be no row, and as
+    """A group's rows, padded with rows of zeros, which change no scale and add nothing: one for an empty group, and as
     many as a kernel needs."""
     unit = KERNEL_SIZES if has_kernel(product.recipe, x_MI.device, x_MI.dtype) else 1
     more = unit if not group.size else -group.size % unit

@@ -23,7 +23,7 @@ class SplitVocabulary(VocabularyShare, Protocol):
         ...
 
     def own_sequence(self, x_BTD: torch.Tensor) -> torch.Tensor:
-        """This rank's part of all tokens, where they need no gradient."""
+        """This rank's part of all tokens, if they need no gradient."""
         ...
 
     def gather_vocabulary(self, logits_BV: torch.Tensor) -> torch.Tensor:
@@ -43,7 +43,7 @@ class SplitSequence(Protocol):
 
 
 class HeadSplit(nn.Module):
-    """The slots of a head: the ranks that hold the rest of its vocabulary and sequences if it is split, and how logits
+    """The slots of a head: the ranks that hold the rest of its vocabulary and sequences, if it is split, and how logits
     are computed if only logits are needed."""
 
     def __init__(self) -> None:
@@ -94,19 +94,19 @@ class Head:
     def logits(self, x_BTD: torch.Tensor) -> torch.Tensor:
         """Logits [..., V] of hidden states [..., D], in the model's dtype.
 
-        Raises `UserError` if the vocabulary is split, for then no rank has them all.
+        Raises `UserError` if the vocabulary is split, because then no rank has all logits.
         """
         if self.split.vocabulary is not None:
             raise UserError("no rank has all logits of a model that tensor parallelism splits")
         return self._project(x_BTD)
 
     def logits_at(self, x_1ND: torch.Tensor, places_B: torch.Tensor) -> torch.Tensor:
-        """The logits [B, V] of these places in one flat row; where ranks split the sequence, of its whole."""
+        """The logits [B, V] at these places of one flat row; if ranks split the sequence, of the whole row."""
         logits_BV = self._project(self._whole(x_1ND)[0, places_B])
         return logits_BV if self.split.vocabulary is None else self.split.vocabulary.gather_vocabulary(logits_BV)
 
     def next_logits(self, x_BTD: torch.Tensor, asked_BT: torch.Tensor) -> torch.Tensor:
-        """The logits [B, V] of the one position in each row that `asked_BT`, bool, marks, on whichever rank it is."""
+        """The logits [B, V] of the one position in each row that `asked_BT`, bool, marks, on any rank."""
         x_BD = self.row_sums(self._whole(x_BTD).where(asked_BT.unsqueeze(-1), 0).sum(1))
         logits_BV = self._project(x_BD)
         return logits_BV if self.split.vocabulary is None else self.split.vocabulary.gather_vocabulary(logits_BV)
@@ -123,7 +123,7 @@ class Head:
 
 
 class LogitsHead(Head):
-    """The head of a model that computes all its logits itself: they take the place of the hidden states."""
+    """The head of a model that computes all its logits itself: the logits replace the hidden states."""
 
     def __init__(self, split: HeadSplit) -> None:
         self.split = split

@@ -1,6 +1,6 @@
 """Weight initialization: any rows of any parameter, equal on every layout.
 
-A tensor is drawn in blocks of whole rows, each from a generator seeded by (seed, name, block). So a rank draws only the
+A tensor is drawn in blocks of whole rows, each from a generator seeded by (seed, name, block). A rank draws only the
 blocks of its own rows, and every layout starts from the same weights.
 """
 

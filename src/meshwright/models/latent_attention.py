@@ -1,7 +1,6 @@
 """Multi-head latent attention: queries, keys and values projected from narrow latents.
 
-Shapes: B batch, T sequence, D hidden, H heads, K head_dim = P + R, of which P has no positions and R is rotated, V
-v_head_dim.
+Shapes: B batch, T sequence, D hidden, H heads, K head_dim = P + R (P without positions, R rotated), V v_head_dim.
 """
 
 import torch
@@ -16,7 +15,7 @@ from meshwright.models.rope import RopeTables, apply_rope, attention_scale
 from meshwright.spec.model import ModelSpec
 
 LATENT_NORM_EPS = 1e-6
-"""The latents' norms use this, whatever the model's other norms use: so it was published."""
+"""The latents' norms use this epsilon, as published, whatever the model's other norms use."""
 
 
 class LatentAttention(Attention):
@@ -47,7 +46,7 @@ class LatentAttention(Attention):
         mask: Mask = None,
         cache: LayerCache | None = None,
     ) -> torch.Tensor:
-        """As `Attention.forward`. The cache holds expanded keys and values, the latter padded to the keys' width."""
+        """Like `Attention.forward`. The cache holds expanded keys and values, the latter padded to the keys' width."""
         assert rope is not None
         x_BTD = x_BTD if self.entry is None else self.entry(x_BTD)
         q_BTC = self.wq_b(self.q_norm(self.wq_a(x_BTD))) if self.wq is None else self.wq(x_BTD)
@@ -57,8 +56,8 @@ class LatentAttention(Attention):
         k_BTHP, v_BTHV = kv_BTHC.split(self.widths_PV, -1)
         q_BTHR = apply_rope(_halves(q_BTHR), rope)
         k_BT1R = apply_rope(_halves(k_BTR.unsqueeze(-2)), rope)
-        # YaRN's scale goes into the queries, and values are padded to the keys' width, so that every attention kernel
-        # serves unchanged.
+        # YaRN's scale is applied to the queries, and values are padded to the keys' width, so every attention kernel
+        # works unchanged.
         q_BTHK = torch.cat((q_BTHP, q_BTHR), -1) * self.scale
         k_BTHK = torch.cat((k_BTHP, k_BT1R.expand(*k_BTHP.shape[:-1], -1)), -1)
         v_BTHK = F.pad(v_BTHV, (0, k_BTHK.shape[-1] - v_BTHV.shape[-1]))
@@ -71,6 +70,6 @@ class LatentAttention(Attention):
 
 
 def _halves(x_BTHR: torch.Tensor) -> torch.Tensor:
-    """Moves rotated pairs from (2 i, 2 i + 1), these weights' order, to (i, i + R / 2), `apply_rope`'s order. Queries
-    and keys move alike, so their products do not change."""
+    """Moves rotated pairs from (2 i, 2 i + 1), the order in these weights, to (i, i + R / 2), the order of
+    `apply_rope`. Queries and keys are permuted the same way, so their products do not change."""
     return x_BTHR.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)

@@ -1,7 +1,8 @@
 """Linear layers: the product with a weight, with separate functions for its input and weight gradients.
 
-A kind of product (plain, a quantized weight, low precision) is a class with three methods; the rest follows: adapters
-compute beside it, zero-bubble schedules defer its weight gradient, tensor parallelism sums it over ranks.
+A kind of product (plain, a quantized weight, low precision) is a class with three methods. The rest works with any
+kind: adapters compute beside it, zero-bubble schedules defer its weight gradient, tensor parallelism sums it over
+ranks.
 
 Shapes: M rows, D in, N out.
 """
@@ -15,7 +16,7 @@ from meshwright.models.cpu_kernels import linear, matmul
 from meshwright.models.slots import Layer, Op, Place, Weights
 
 Kept = tuple[torch.Tensor, ...]
-"""What the forward pass keeps of a product's input."""
+"""The tensors that the forward pass saves of a product's input."""
 
 
 class Product(Op):
@@ -23,16 +24,15 @@ class Product(Op):
 
     place = Place.PRODUCT
     names: tuple[str, ...] = ("weight",)
-    """The parameters that make up the matrix W, of which only the first may train, and the entries that `noted`
-    adds."""
+    """The parameters that make up the matrix W, and the entries that `noted` adds. Only the first may train."""
 
     def noted(self, weights: Weights) -> Weights:
-        """The parameters, with whatever state of the forward pass the gradients need."""
+        """The parameters, and any state of the forward pass that the gradients need."""
         return weights
 
     def forward(self, x: torch.Tensor, weights: Weights) -> torch.Tensor:
-        """[..., D] to [..., N]; only the tensors that make up W are saved for the backward pass, and what
-        `compute_keeping` keeps of x where W trains."""
+        """[..., D] to [..., N]. Saves for the backward pass only the tensors that make up W, and, if W trains, the
+        result of `compute_keeping`."""
         weights = self.noted(weights)
         matrix = (weights.get(name) for name in self.names)
         y = _Apart.apply(x, weights.get("bias"), self, *matrix)
@@ -52,11 +52,11 @@ class Product(Op):
         raise NotImplementedError
 
     def compute_keeping(self, x: torch.Tensor, weights: Weights) -> tuple[torch.Tensor, Kept]:
-        """`compute`, and what the gradient of W needs of x: x itself."""
+        """`compute`, and the tensors that the gradient of W needs of x: x itself."""
         return self.compute(x, weights), (x,)
 
     def weight_gradient_of(self, kept: Kept, grad: torch.Tensor, weights: Weights) -> torch.Tensor:
-        """`weight_gradient`, from what `compute_keeping` kept."""
+        """`weight_gradient`, from the tensors that `compute_keeping` saved."""
         (x,) = kept
         return self.weight_gradient(x, grad, weights)
 
@@ -69,7 +69,7 @@ class Plain(Product):
     """The product in the dtype of its inputs."""
 
     def forward(self, x: torch.Tensor, weights: Weights) -> torch.Tensor:
-        """As `Product.forward`, by torch's own autograd, which compilers can trace."""
+        """Like `Product.forward`, but by torch's own autograd, which compilers can trace."""
         return linear(x, weights["weight"], weights.get("bias"))
 
     def compute(self, x: torch.Tensor, weights: Weights) -> torch.Tensor:
@@ -89,7 +89,7 @@ class Plain(Product):
 
 
 class Linear(Layer, nn.Linear):
-    """`nn.Linear` with slots: [..., D] to [..., N]. On a CPU fp32 products are oneDNN's."""
+    """`nn.Linear` with slots: [..., D] to [..., N]. fp32 products on a CPU use oneDNN."""
 
     def __init__(self, in_features: int, out_features: int, bias: bool = True) -> None:
         super().__init__(in_features, out_features, bias)
@@ -104,7 +104,7 @@ class Linear(Layer, nn.Linear):
 
 
 def take_over(module: nn.Linear) -> Linear:
-    """A `Linear` with the very parameter objects of `module`, so that ties and names stay."""
+    """A `Linear` with the same parameter objects as `module`, so that ties and names stay."""
     with torch.device("meta"):
         ours = Linear(module.in_features, module.out_features, bias=False)
     for name, parameter in module._parameters.items():

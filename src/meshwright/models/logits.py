@@ -12,7 +12,7 @@ from meshwright.models.loss import VocabularyShare, add_product_, logit_chunks, 
 
 
 class Logits:
-    """The logits of some tokens. Other ranks may hold a part; every method returns the result over all."""
+    """The logits of some tokens. Other ranks may hold a part; every method returns the result over all parts."""
 
     def __init__(self, here_CV: torch.Tensor, share: VocabularyShare | None = None) -> None:
         """`here_CV`: in fp32 (fp64), of the whole vocabulary or of the rows of `share`."""

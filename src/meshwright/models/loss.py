@@ -1,8 +1,8 @@
 """The fused head and cross-entropy, which never materializes all logits.
 
-Logits are made for a chunk of tokens at a time, turned in place into their own gradient, and used at once for
-the gradients of the hidden states and of the head, as in Liger's fused linear cross-entropy (Hsu et al.,
-2024). So the backward pass has nothing to recompute, only to scale.
+Logits are computed for one chunk of tokens at a time and overwritten in place by their own gradient. The gradients of
+the hidden states and of the head are computed from it at once, as in Liger's fused linear cross-entropy (Hsu et al.,
+2024). The backward pass recomputes nothing; it only scales.
 
 Shapes: N tokens, D hidden, V vocabulary, C tokens of a chunk, R rows that are converted to fp32 together.
 """
@@ -21,10 +21,10 @@ IGNORED = -100
 """The label of a token that is not trained on."""
 
 CHUNK_BYTES = {"cpu": 2**26, "cuda": 2**30}
-"""Bytes of logits held at a time. Larger chunks mean fewer passes over the head's gradient: one a chunk."""
+"""Bytes of logits held at a time. Larger chunks mean fewer passes over the head's gradient: one per chunk."""
 
 WIDE_BYTES = {"cpu": 2**22, "cuda": 2**28}
-"""Numbers held in fp32 at a time; so few on a CPU that every pass after the first reads from its cache."""
+"""Numbers held in fp32 at a time; on a CPU few enough that every pass after the first reads from the cache."""
 
 BUDGETS_OF: ContextVar[str | None] = ContextVar("BUDGETS_OF", default=None)
 """A slot: the device type whose budgets apply, if it differs from the tensors'."""
@@ -144,8 +144,8 @@ class _LinearTokenLosses(torch.autograd.Function):
 def logit_chunks(
     hidden_ND: torch.Tensor, weight_VD: torch.Tensor, labels_N: torch.Tensor, share: VocabularyShare | None
 ) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]]:
-    """The logits of all tokens in chunks of `CHUNK_BYTES`: (which tokens, their hidden states [C, D], 0 if there is
-    no label, their labels [C], a valid one where there is none, whether they have one [C], their logits [C, V] in the
+    """The logits of all tokens in chunks of `CHUNK_BYTES`: (which tokens, their hidden states [C, D], 0 without a
+    label, their labels [C], a valid one if there is none, whether they have a label [C], their logits [C, V] in the
     dtype of the hidden states, which the next chunk overwrites)."""
     tokens, vocab, first = len(hidden_ND), len(weight_VD), 0
     if share is not None:
@@ -159,7 +159,7 @@ def logit_chunks(
     for start in range(0, tokens, max(1, chunk)):
         rows = slice(start, start + chunk)
         trained_C = labels_N[rows] != IGNORED
-        # Zeroing a token's hidden state ignores it; its row of logits is many times longer.
+        # A token is ignored by zeroing its hidden state: its row of logits is many times longer.
         hidden_CD = hidden_ND[rows].where(trained_C[:, None], 0)
         made_CV = matmul(hidden_CD, weight_VD.t(), logits_CV[: len(hidden_CD)])
         yield rows, hidden_CD, labels_N[rows].where(trained_C, first), trained_C, made_CV
@@ -224,10 +224,11 @@ def _cross_entropy_(logits_CV: torch.Tensor, targets_C1: torch.Tensor, share: Vo
 
 
 def add_product_(total_VD: torch.Tensor, grad_CV: torch.Tensor, hidden_CD: torch.Tensor) -> None:
-    """total += grad.T @ hidden, by rows of the total, so that no product is held in full or leaves the cache."""
+    """total += grad.T @ hidden, by rows of the total, so that the product is never held in full and stays in the
+    cache."""
     rows = _wide_rows(total_VD)
     for total_RD, grad_CR in zip(total_VD.split(rows), grad_CV.split(rows, dim=1), strict=True):
-        # Widened before it is added: adding across dtypes is ten times slower on a CPU.
+        # Cast before the addition: adding across dtypes is ten times slower on a CPU.
         total_RD += matmul(grad_CR.t(), hidden_CD).to(total_RD.dtype)
 
 

@@ -5,7 +5,7 @@
     weight gradient g^T x      sums over tokens
 
 Each product quantizes its operands along the dim that it sums over, multiplies them with accumulation in fp32 and
-rounds the result to the dtype of its inputs. Where the device has a kernel (`has_kernel`), it multiplies the codes;
+rounds the result to the dtype of its inputs. If the device has a kernel (`has_kernel`), it multiplies the codes;
 elsewhere the dequantized operands are multiplied in fp32: the same numbers on any device.
 
 A recipe's scales belong to whole matrices, however they are split. A strategy whose ranks share the tokens of a
@@ -48,11 +48,11 @@ class Recipe:
 
     name: str
     forward: Pair
-    """Of input and weight."""
+    """The scalings of input and weight."""
     input_gradient: Pair
-    """Of gradient and weight."""
+    """The scalings of gradient and weight."""
     weight_gradient: Pair | None
-    """Of gradient and input; None: in the dtype of the layer."""
+    """The scalings of gradient and input; None: this product is in the layer's dtype."""
     four_bits: bool = False
     """Weight gradients' operands go through a random Hadamard transform, and gradients are rounded stochastically."""
     kernel: tuple[int, int] | None = None
@@ -60,7 +60,7 @@ class Recipe:
 
     @property
     def reads_codes(self) -> bool:
-        """Whether the weight's gradient scales the input as the forward pass does: by one scale."""
+        """Whether the weight's gradient scales the input as the forward pass does, with one scale."""
         return self.weight_gradient is not None and self.forward[0] == self.weight_gradient[1] and not self._blocks
 
     @property
@@ -74,7 +74,7 @@ class Recipe:
 
 
 def _alike(name: str, one: Scaling, weight: Scaling, kernel: tuple[int, int] | None = None) -> Recipe:
-    """A recipe that scales inputs and gradients alike."""
+    """A recipe with the same scaling for inputs and gradients."""
     return Recipe(name, (one, weight), (one, weight), (one, one), kernel=kernel)
 
 
@@ -144,7 +144,7 @@ class Past:
 
 
 class LastEncoded(Generic[T]):
-    """The codes of the last input, for layers that read the same one after another: quantized once, kept once."""
+    """The codes of the last input, for consecutive layers with the same input: quantized and saved once."""
 
     def __init__(self) -> None:
         self._of: tuple[weakref.ref[torch.Tensor], int, T] | None = None
@@ -197,17 +197,18 @@ class LowPrecision(Product):
         self.over: dict[Dim, Spread] = {"tokens": everywhere, "in": everywhere, "out": everywhere}
         """A slot: reduces a maximum over this rank's part of a dim to the maximum over all of it."""
         self.part = 0
-        """A slot: the index of this rank's part of the outputs, where ranks have equal parts."""
+        """A slot: the index of this rank's part of the outputs, if ranks have equal parts."""
         self.keeps_codes = False
-        """A slot: whether the weight's gradient is computed from the codes of the forward pass, which are kept instead
-        of the input: where it scales them alike, the same numbers; else their values are quantized once more."""
+        """A slot: whether the forward pass saves the codes of the input instead of the input, for the weight's
+        gradient. If both scale the input the same way, the numbers are equal; else the decoded values are quantized
+        once more."""
         self.last: LastEncoded[Encoded] | None = None
-        """A slot: what layers that read the same input share."""
+        """A slot: the codes shared by layers that read the same input."""
         self._keys = {use: _key(seed, name, use) for use in ("input gradient", "weight gradient")}
 
     @property
     def spreads(self) -> bool:
-        """Whether scales are agreed on with other ranks."""
+        """Whether scales are reduced over several ranks."""
         return any(over is not everywhere for over in self.over.values())
 
     def noted(self, weights: Weights) -> Weights:
@@ -303,7 +304,7 @@ class LowPrecision(Product):
 
     def _uniform(self, use: str, features: int, weights: Weights) -> torch.Tensor | None:
         """Numbers in [0, 1) of 24 bits [M, features], which depend only on the run's seed, layer, use, token and
-        output; None if gradients are rounded to the nearest."""
+        output; None if gradients are rounded to nearest."""
         if not self.recipe.four_bits:
             return None
         numbers = weights.get("numbers")
@@ -316,14 +317,14 @@ class LowPrecision(Product):
 
 
 def has_kernel(recipe: Recipe, device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether a kernel computes products of this recipe on this device, rather than emulation."""
+    """Whether a kernel, not emulation, computes products of this recipe on this device."""
     if device.type != "cuda" or dtype != torch.bfloat16 or recipe.kernel is None:
         return False
     return torch.cuda.get_device_capability(device) >= recipe.kernel
 
 
 def _by_kernel(left: Encoded, right: Encoded, dtype: torch.dtype) -> torch.Tensor:
-    """The product of codes with one scale, or one a row."""
+    """The product of codes with one scale, or one scale per row."""
     scaling = F.ScalingType.TensorWise if left.scales.numel() == 1 else F.ScalingType.RowWise
     (a_KS, scale_a), (b_NS, scale_b) = ((one.whole(one.codes), 1 / one.scales) for one in (left, right))
     shapes = ((), ()) if left.scales.numel() == 1 else ((-1, 1), (1, -1))

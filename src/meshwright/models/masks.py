@@ -10,8 +10,8 @@ import torch
 from meshwright.torch_internals import size_varies
 
 MERGED = 128
-"""On a CPU consecutive short documents are attended together, up to this many tokens, under a mask: a call a document
-would cost more than the scores that the mask discards."""
+"""On a CPU, consecutive short documents are attended together under a mask, up to this many tokens: one call per
+document would cost more than the masked scores."""
 
 
 def attention_mask(
@@ -41,13 +41,13 @@ def attention_mask(
 
 
 def document_positions(documents_BT: torch.Tensor) -> torch.Tensor:
-    """Each token's position in its document: int64 [B, T], 0 at every document's first token of a row."""
+    """Each token's position in its document: int64 [B, T], 0 at a document's first token in a row."""
     indices_T = torch.arange(documents_BT.shape[1], device=documents_BT.device)
     return indices_T - torch.where(_starts(documents_BT), indices_T, 0).cummax(1).values
 
 
 class Documents:
-    """The documents of a batch, for attention that never crosses their borders.
+    """The documents of a batch, for attention that never crosses document boundaries.
 
     A plain class, because FSDP2's mixed precision casts tensors in a block's inputs, tuples and dataclasses included.
     """
@@ -58,8 +58,8 @@ class Documents:
         self.window = window
         starts_D = _starts(documents_BT).flatten().nonzero().flatten()
         self.offsets = torch.cat((starts_D, starts_D.new_tensor([documents_BT.numel()]))).int()
-        """Where each document starts among the N tokens of all rows, and N at the end: int32 [D + 1]."""
-        size_varies(self.offsets, 0)  # or compiled blocks would be recompiled for every number
+        """The start of each document among the N tokens of all rows, and N at the end: int32 [D + 1]."""
+        size_varies(self.offsets, 0)  # else compiled blocks would be recompiled for every number
 
     @functools.cached_property
     def spans(self) -> list[tuple[int, torch.Tensor | None]]:

@@ -1,7 +1,7 @@
 """Mixture-of-experts layers: routing, the experts' products, load balancing.
 
-Shapes: B batch, T sequence, D hidden, N = B T tokens, E experts, K experts of a token, M = N K rows, each the copy of
-a token for one of its experts, G microbatches that rows come from (of this rank and of others), I in, O out.
+Shapes: B batch, T sequence, D hidden, N = B T tokens, E experts, K experts of a token, M = N K rows (each the copy of a
+token for one of its experts), G microbatches that rows come from (of this rank and of others), I in, O out.
 """
 
 from collections.abc import Callable
@@ -43,7 +43,7 @@ class Router(Viewed):
         """Tokens sent to each expert in all backward passes since `take_load`, int64."""
 
     def forward(self, x_BTD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Route every token, in fp32 (fp64 in fp64), because a rounded score may choose another expert.
+        """Route every token, in fp32 (fp64 for fp64), because a rounded score may choose another expert.
 
         Returns:
             the chosen experts' weights [B, T, K], the experts [B, T, K], int64, and how many tokens of each
@@ -65,8 +65,8 @@ class Router(Viewed):
         return weights_BTK, experts_BTK, counts_BE
 
     def _choose(self, scores_BTE: torch.Tensor) -> torch.Tensor:
-        """The experts [B, T, K] with the best scores, after adding the bias if there is one. Only the best groups take
-        part, ranked by the sum of their two best scores (DeepSeek-AI, "DeepSeek-V3", 2024, section 2.1.2)."""
+        """The experts [B, T, K] with the best scores, after adding the bias if there is one. Only the best groups are
+        considered, ranked by the sum of their two best scores (DeepSeek-AI, "DeepSeek-V3", 2024, section 2.1.2)."""
         if self.bias is not None:
             scores_BTE = scores_BTE + self.bias.to(scores_BTE)
         if self.spec.router_groups > 1:
@@ -92,11 +92,11 @@ class Router(Viewed):
         return self
 
     def _balance_loss(self, scores_BTE: torch.Tensor, counts_BE: torch.Tensor) -> torch.Tensor | None:
-        """E sum_i f_i P_i of every sequence, summed (Fedus et al., "Switch Transformers", 2021, eq. 4, as Mixtral has
-        it): f_i is the share of the sequence's tokens that expert i gets, of all K choices (so they sum to K), and P_i
-        the mean of its probability. Only P has a gradient.
+        """E sum_i f_i P_i of every sequence, summed (Fedus et al., "Switch Transformers", 2021, eq. 4, as in Mixtral):
+        f_i is the share of the sequence's tokens that expert i gets, over all K choices (so they sum to K), and P_i the
+        mean of its probability. Only P has a gradient.
 
-        Each sequence counts by itself, so that the split of a batch into microbatches and ranks changes nothing.
+        Each sequence counts separately, so the split of a batch into microbatches and ranks changes nothing.
         """
         if self.sequence_weight * self.spec.balance_loss == 0 or not torch.is_grad_enabled():
             return None
@@ -118,7 +118,7 @@ class Router(Viewed):
 class _JoinBackward(torch.autograd.Function):
     """Passes the routing weights through; the backward pass adds the balance loss's gradient and counts the load.
 
-    The loss joins where it arises, so that no block has to return it. The load is counted in the backward pass, which
+    The loss joins at the router, so that no block has to return it. The load is counted in the backward pass, which
     runs once for each microbatch even if the forward pass is recomputed.
     """
 
@@ -137,18 +137,18 @@ class _JoinBackward(torch.autograd.Function):
 
 
 def read_counts(*counts: torch.Tensor) -> list[list[int]]:
-    """Row counts as Python ints, from several tensors of one length at once: only here does a router's decision reach
-    the host and become shapes."""
+    """Row counts as Python ints, from several tensors of one length. Only here does a routing decision reach the host
+    and become a shape."""
     return torch.stack(counts).tolist()
 
 
 class Rows(NamedTuple):
-    """Whose the rows are: they are sorted by expert, and an expert's by microbatch."""
+    """The owners of the rows, which are sorted by expert, then by microbatch."""
 
     counts: torch.Tensor
-    """Of every expert from every microbatch, int64 [E, G]."""
+    """Rows of every expert from every microbatch, int64 [E, G]."""
     numbers: torch.Tensor | None = None
-    """The numbers of their tokens (`Draws`) [M], where a product rounds by them."""
+    """The numbers of their tokens (`Draws`) [M], if a product's rounding uses them."""
 
 
 class GroupedProduct(Protocol):
@@ -157,7 +157,7 @@ class GroupedProduct(Protocol):
     def __call__(
         self, x_MI: torch.Tensor, weight_EOI: torch.Tensor, rows: Rows, read: Callable[..., list[list[int]]]
     ) -> torch.Tensor:
-        """[M, I] to [M, O]; `read`: as `read_counts`."""
+        """[M, I] to [M, O]; `read`: like `read_counts`."""
         ...
 
 
@@ -165,7 +165,7 @@ class ExpertLinear(Viewed):
     """One matrix of every expert."""
 
     read_counts: Callable[..., list[list[int]]] = staticmethod(read_counts)
-    """A slot: as the function of this name."""
+    """A slot for the function of this name."""
     product: GroupedProduct | None = None
     """A slot: the product; None: `grouped_matmul`."""
 
@@ -192,7 +192,7 @@ def grouped_matmul(
 ) -> torch.Tensor:
     """Rows of `x`, sorted by expert, each multiplied by its expert's matrix: [M, O].
 
-    One kernel for all experts where torch has it: not in fp64, and only for rows of whole 16 bytes.
+    One kernel for all experts if torch has it: not in fp64, and only for rows of whole 16 bytes.
     """
     _, out, into = weight_EOI.shape
     if x_MI.dtype != torch.float64 and (into * x_MI.itemsize) % 16 == (out * x_MI.itemsize) % 16 == 0:
@@ -236,15 +236,15 @@ class Dispatch:
 
 
 class MoE(Wrapped):
-    """A feed-forward layer of experts; each token uses a few of them (Shazeer et al., 2017). Dropless: an expert takes
-    all tokens that are sent to it, however many.
+    """A feed-forward layer of experts; each token uses a few of them (Shazeer et al., 2017). Dropless: an expert
+    processes every token that is routed to it.
 
     A slot: `dispatch`; a strategy whose ranks share the experts fills it.
     """
 
     dispatch: Dispatch = Dispatch()
     draws: Draws | None = None
-    """A slot: the numbers of tokens, where the experts' products round by them."""
+    """A slot: the numbers of tokens, if rounding in the experts' products uses them."""
 
     def __init__(self, spec: ModelSpec, layer: int):
         super().__init__()

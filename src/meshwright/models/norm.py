@@ -17,7 +17,7 @@ class LayerNorm(Viewed, nn.LayerNorm):
     """`nn.LayerNorm` that reads its parameters through a view."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """Over the last dim."""
+        """The norm over the last dim."""
         weights = self.view.read(self)
         return F.layer_norm(input, self.normalized_shape, weights["weight"], weights["bias"], self.eps)
 
@@ -29,7 +29,7 @@ class RMSNorm(Viewed, nn.RMSNorm):
     """A slot: the function of input, shape, weight and eps."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Over the last dim."""
+        """The norm over the last dim."""
         return self.kernel(x, self.normalized_shape, self.view.read(self)["weight"], self.eps)
 
 

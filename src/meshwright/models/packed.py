@@ -1,9 +1,9 @@
 """Blocks packed for generation on a CPU: fewer and larger products, with weights in the order that oneDNN reads.
 
-A step of generation multiplies a few rows with every weight, so the overhead of each operation and the order of weights
-in memory decide. `pack` wraps blocks: where a cache is given, they compute with copies of their weights, queries, keys
-and values in one product and both gates in another. Layers with an adapter, a quantized weight or a forward pass of
-their own stay unchanged.
+A step of generation multiplies a few rows with every weight, so its time depends on the overhead of each operation and
+on the order of weights in memory. `pack` wraps blocks. With a cache, wrapped blocks compute with copies of their
+weights: queries, keys and values in one product, both gates in another. Layers with an adapter, a quantized weight or a
+custom forward pass stay unchanged.
 
 Shapes: N tokens, D in, O out, H heads, G key and value heads, K head_dim.
 """
@@ -28,22 +28,22 @@ from meshwright.models.slots import Place
 from meshwright.torch_internals.onednn import linear_by_onednn, onednn_multiplies, reorder_for_onednn
 
 SMALL = 2**16
-"""Size of a weight up to which torch's own product is faster: a call of oneDNN's costs ten microseconds."""
+"""Size of a weight up to which torch's own product is faster: a oneDNN call costs ten microseconds."""
 DTYPES = (torch.float32, torch.bfloat16)
 """The dtypes for which oneDNN has fast products."""
 ROWS = 8
 """The number of rows that weights are ordered for; other numbers work too."""
 COPIED_BYTES = 4 * 2**30
-"""The most that copies of weights take, these and those of compiled steps."""
+"""The most bytes that copies of weights take, for packed blocks and compiled steps."""
 
 
 Total = Callable[[torch.Tensor], torch.Tensor]
-"""Parts to their sum over ranks."""
+"""Takes parts, returns their sum over ranks."""
 
 
 class PackedLinear:
-    """The products of one input with several layers, as one. `rows` and `columns`: the order of its outputs and
-    inputs. `total`: of the products on all ranks, where each has a part of the inputs."""
+    """The products of one input with several layers, merged into one. `rows` and `columns`: the order of its outputs
+    and inputs. `total`: sums the products over ranks that each have a part of the inputs."""
 
     def __init__(
         self,
@@ -84,9 +84,9 @@ class PackedLinear:
 class PackedAttention:
     """`Attention` with one product for queries, keys and values.
 
-    Weights are reordered so that no step copies anything: the numbers of a pair that rope turns lie side by side, as a
-    complex number's, and query heads that share keys lie far apart, in the order in which attention returns them.
-    `halves`: the KV cache has the pairs' first numbers before their second ones, as in the modules and compiled steps.
+    Weights are reordered so that no step copies anything. The two numbers of a rotated pair are adjacent, like a
+    complex number. Query heads that share keys are far apart, in the order in which attention returns them. `halves`:
+    the KV cache has the pairs' first numbers before their second ones, as in the modules and compiled steps.
     """
 
     def __init__(self, attention: Attention, total: Total | None, *, halves: bool) -> None:
@@ -155,7 +155,7 @@ class PackedFeedForward:
 
 
 class PackedRMSNorm:
-    """`RMSNorm` in half as many operations as torch's takes on a CPU; in fp32 inside, rounded once."""
+    """`RMSNorm` in half as many operations as torch's on a CPU; computed in fp32, rounded once."""
 
     def __init__(self, norm: RMSNorm, order: torch.Tensor | None) -> None:
         weight = norm.view.read(norm)["weight"].detach()
@@ -164,7 +164,7 @@ class PackedRMSNorm:
         self._eps = torch.tensor(torch.finfo(weight.dtype).eps if norm.eps is None else norm.eps)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """Over the last dim."""
+        """The norm over the last dim."""
         wide = x.float()
         size = torch.linalg.vector_norm(wide, 2, -1, True)
         scale = torch.addcmul(self._eps, size, size, value=1 / x.shape[-1]).rsqrt_()
@@ -174,8 +174,8 @@ class PackedRMSNorm:
 class PackedBlock:
     """A wrapper of a block: with a cache it computes with packed parts, else unchanged.
 
-    Where ranks share the block, each has every token between packed blocks, so that a block exchanges two sums, and no
-    parts of the sequence: `enter` and `leave` make the sequence whole and take this rank's part.
+    If ranks share the block, each has every token between packed blocks, so a block exchanges two sums and no parts of
+    the sequence. `enter` gathers the sequence and `leave` takes this rank's part.
     """
 
     def __init__(
@@ -239,12 +239,12 @@ class PackedHead:
 
 
 def pack(model: Decoder) -> None:
-    """Fill the slots of a model that is used only for generation from now on: later changes of its weights have no
+    """Fill the slots of a model that from now on is used only for generation: later changes of its weights have no
     effect.
 
-    Nothing happens on a GPU, in other precisions than fp32 and bf16, in bf16 on a processor where oneDNN has no bf16
-    products, for models that transformers computes or whose weights are on disk, and if the copies would take more than
-    `COPIED_BYTES`.
+    Does nothing on a GPU, in precisions other than fp32 and bf16, or in bf16 on a processor without oneDNN's bf16
+    products. Does nothing for models that transformers computes, or whose weights are on disk, or whose copies would
+    take more than `COPIED_BYTES`.
     """
     like = model.like
     if (
@@ -271,12 +271,12 @@ def pack(model: Decoder) -> None:
 
 
 def weight_bytes(model: nn.Module) -> int:
-    """What the weights take in memory."""
+    """Bytes of the weights in memory."""
     return sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
 
 
 def _norm(norm: nn.Module, order: torch.Tensor | None = None) -> Callable[[torch.Tensor], torch.Tensor]:
-    """The norm without the overhead of a module's call; `order`: of the numbers that it is given."""
+    """The norm without the overhead of a module's call; `order`: of its input's numbers."""
     if type(norm) is RMSNorm and _is_known(norm):
         return PackedRMSNorm(norm, order)
     if type(norm) is LayerNorm and _is_known(norm):

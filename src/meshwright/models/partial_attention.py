@@ -1,8 +1,8 @@
 """Attention to a part of the keys at a time, with results that add up to full attention.
 
-A part's result y comes with the logarithm L of the sum of its exponentiated scores. Two parts make one by weights
-exp(L - L'), where exp(L') is the sum of both; the backward pass of each part needs only y and L of the whole
-(Dao et al., "FlashAttention", 2022; Liu et al., "Ring Attention with Blockwise Transformers", 2023).
+A part's result y comes with the logarithm L of the sum of its exponentiated scores. Two parts are combined with weights
+exp(L - L'), where exp(L') is the sum of both. The backward pass of each part needs only y and L of the whole (Dao et
+al., "FlashAttention", 2022; Liu et al., "Ring Attention with Blockwise Transformers", 2023).
 
 Shapes: B batch, H heads, G key and value heads, Q queries, S keys of the part, K head_dim.
 """
@@ -83,7 +83,7 @@ def add_part_(
 
 
 def _flash_kernels(q_BHQK: torch.Tensor, v_BHSK: torch.Tensor):
-    """torch's flash kernels (forward, backward) where they support this dtype, device and head width; else None."""
+    """torch's flash kernels (forward, backward) if they support this dtype, device and head width; else None."""
     if q_BHQK.shape[-1] != v_BHSK.shape[-1]:
         return None
     if q_BHQK.device.type == "cpu":
@@ -135,7 +135,7 @@ def _scores(q_BHQK: torch.Tensor, k_BHSK: torch.Tensor, mask: PartMask, rows: sl
 
 
 def _blocks(q_BHQK: torch.Tensor, k_BHSK: torch.Tensor) -> list[slice]:
-    """Slices of the queries, so that at most SCORES scores a head and row of the batch are held."""
+    """Slices of the queries, each with at most SCORES scores for a head and row of the batch."""
     queries = max(1, SCORES // k_BHSK.shape[2])
     return [slice(start, min(start + queries, q_BHQK.shape[2])) for start in range(0, q_BHQK.shape[2], queries)]
 

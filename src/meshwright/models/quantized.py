@@ -1,9 +1,9 @@
 """Linear layers with quantized weights: quantization, and products with dequantized matrices.
 
-Frozen parameters replace a matrix: `codes`, `scales` and, where scales are quantized too, `groups`
-(`families/quantized.py` gives their shapes, `models/blockwise.py` their contents). They are integers: code that moves,
-shards, gathers or counts parameters treats them like any other. A matrix is decoded for a product, then freed; the
-backward pass decodes it again.
+Frozen parameters replace a matrix: `codes`, `scales` and, if scales are quantized too, `groups`
+(`families/quantized.py` defines their shapes, `models/blockwise.py` their contents). They are integers: code that
+moves, shards, gathers or counts parameters treats them like any other. A matrix is decoded for a product and freed
+after it; the backward pass decodes it a second time.
 
 Shapes: D in, N out.
 """
@@ -35,7 +35,7 @@ RowSource = Callable[[Parameter, int, int], torch.Tensor]
 """(parameter, start, stop) -> rows [start, stop) of dim 0 of its global value."""
 
 NUMBERS_AT_ONCE = 2**26
-"""Numbers of a matrix read at a time where all its scales are needed."""
+"""Numbers of a matrix read at a time if all its scales are needed."""
 
 
 class Quantized(Product):
@@ -70,8 +70,8 @@ class Quantized(Product):
 
 
 def decode(kept: Sequence[torch.Tensor | None], shape_ND: tuple[int, int], dtype: torch.dtype) -> torch.Tensor:
-    """The matrix in `dtype`, from its codes, scales and groups. Codes of a part of the rows, or of every row, give that
-    part."""
+    """The matrix in `dtype`, from its codes, scales and groups. Codes of some of the rows, or of a part of every row,
+    give that part."""
     codes, scales, groups = kept
     assert codes is not None
     assert scales is not None
@@ -84,16 +84,16 @@ def decode(kept: Sequence[torch.Tensor | None], shape_ND: tuple[int, int], dtype
 
 
 class QuantizedRows:
-    """Any rows of the codes, scales and groups of quantized matrices, made from rows of the matrices.
+    """Any rows of the codes, scales and groups of quantized matrices, computed from rows of the matrices.
 
-    Quantized scales depend on the mean of all scales of their matrix. For them every rank reads the whole matrix, a
-    slice at a time, and caches its scales until the next matrix's turn: so the result is the same under every layout,
-    and no rank waits for another.
+    Quantized scales depend on the mean of all scales of their matrix. Every rank therefore reads the whole matrix, a
+    slice at a time, and caches its scales until the next matrix. The result is the same under every layout, and no rank
+    waits for another.
     """
 
     def __init__(self, read: RowSource, weights: Iterable[Parameter], table: Iterable[Parameter]) -> None:
-        """`read` gives rows of any parameter that is not quantized; `weights` are the parameters without quantization,
-        `table` with it."""
+        """`read` returns rows of any parameter that is not quantized; `weights` is the table of parameters before
+        quantization, `table` after it."""
         self._read = read
         self._kept = {row.name: row for row in table if row.storage != "float"}
         quantized = {row.name.rpartition(".")[0] for row in self._kept.values()}

@@ -12,7 +12,7 @@ from meshwright.spec.model import ModelSpec, RopeScaling
 
 
 class RopeTables:
-    """Cosine and sine of every position's angles: fp32 [B, T, 1, R], or [T, 1, R] where the batch shares its positions.
+    """Cosine and sine of every position's angles: fp32 [B, T, 1, R], or [T, 1, R] if the batch shares its positions.
 
     A plain class, because FSDP2's mixed precision casts tensors in a block's inputs, tuples and dataclasses included,
     and in bf16 the angles of distant positions collide (Wang et al., "When Precision Meets Position", 2024).
@@ -24,8 +24,8 @@ class RopeTables:
 
     @functools.cached_property
     def turns(self) -> torch.Tensor:
-        """Every pair's angle as a complex number of that angle: a pair (i, i + K/2), as a complex number, is multiplied
-        by it."""
+        """Every pair's angle as a complex number. Multiplying a pair (i, i + K/2), as a complex number, by it rotates
+        the pair."""
         return torch.complex(self.cos, self.sin)
 
 
@@ -92,8 +92,8 @@ def _llama3(frequencies_R: torch.Tensor, scaling: RopeScaling) -> torch.Tensor:
 
 
 def rope_tables(spec: ModelSpec, positions_BT: torch.Tensor) -> RopeTables:
-    """Tables for integer positions [B, T] or [T] (shared by the whole batch). Nothing is cached and nothing is a
-    buffer, so a model built on the meta device has nothing left to initialise."""
+    """Tables for integer positions [B, T] or [T] (shared by the whole batch). Nothing is cached or stored as a buffer,
+    so a model built on the meta device has nothing left to initialise."""
     frequencies_R = rope_frequencies(spec, positions_BT.device)
     angles_BT1R = (positions_BT[..., None].float() * frequencies_R).unsqueeze(-2)
     factor = _turn_factor(spec.rope_scaling)

@@ -71,9 +71,9 @@ class Scaling:
 
     format: Format
     rows: int | None
-    """Of a block, along the dim that the product keeps; None: all."""
+    """Size of a block along the dim that the product keeps; None: all."""
     columns: int | None
-    """Of a block, along the dim that it sums over; None: all."""
+    """Size of a block along the dim that it sums over; None: all."""
     scale: Literal["fp32", "power_of_two", "delayed", "e8m0", "nvfp4"] = "fp32"
 
 
@@ -143,7 +143,7 @@ def encode(
 
 
 def delayed_scale(amax: torch.Tensor, format: Format, margin: int) -> torch.Tensor:
-    """Transformer Engine's delayed scale: largest / amax / 2^margin, fp32; 1 where there were only zeros."""
+    """Transformer Engine's delayed scale: largest / amax / 2^margin, fp32; 1 if there were only zeros."""
     scale = (format.largest / amax) / 2.0**margin
     scale = torch.where(amax > 0, scale, torch.ones_like(scale))
     return torch.where(scale.isinf(), torch.full_like(scale, torch.finfo(torch.float32).max), scale)
@@ -151,7 +151,7 @@ def delayed_scale(amax: torch.Tensor, format: Format, margin: int) -> torch.Tens
 
 def round_e2m1(x: torch.Tensor, uniform: torch.Tensor | None = None) -> torch.Tensor:
     """Round numbers in [-6, 6] to 0, 0.5, 1, 1.5, 2, 3, 4 and 6, and their negatives: to the nearest, ties to the even
-    code, or up or down at random with the mean unchanged."""
+    code, or stochastically, up or down with the mean unchanged."""
     size = x.abs()
     step = torch.where(size < 2, 0.5, torch.where(size < 4, 1.0, 2.0))
     steps = size / step
@@ -185,7 +185,7 @@ def _largest(blocks: torch.Tensor, scaling: Scaling, spread: tuple[Spread, Sprea
 def _scales(
     amax: torch.Tensor, scaling: Scaling, spread: tuple[Spread, Spread]
 ) -> tuple[torch.Tensor, torch.Tensor | None, bool]:
-    """The scales of blocks; the factor of numbers before rounding, where it is not the scale; and whether decoding
+    """The scales of blocks; the factor of numbers before rounding, if it is not the scale; and whether decoding
     multiplies by the scale."""
     if scaling.scale == "e8m0":
         exponents = (amax.float().view(torch.int32) >> 23 & 255) - 127 - scaling.format.exponent

@@ -35,7 +35,7 @@ class Place(IntEnum):
 
 
 class View:
-    """How a layer reads its parameters: unchanged. A strategy whose ranks keep parts of them gives the layer another
+    """How a layer reads its parameters: unchanged. A strategy whose ranks hold parts of them gives the layer another
     view."""
 
     def read(self, module: nn.Module) -> Weights:
@@ -131,7 +131,7 @@ class Wrapped(nn.Module):
         raise NotImplementedError
 
     def wrap(self, wrapper: Wrapper) -> None:
-        """Put `wrapper` around the forward pass and its present wrappers."""
+        """Wrap the forward pass with its current wrappers in `wrapper`."""
         self.wrappers = (*self.wrappers, wrapper)
         self.run = wrapper(self.compute if self.run is None else self.run)
 

@@ -1,1 +1,1 @@
-"""Optimizers, learning-rate schedules, clipping and loss scaling, on plain and on sharded tensors alike."""
+"""Optimizers, learning-rate schedules, clipping and loss scaling, on plain and sharded tensors."""

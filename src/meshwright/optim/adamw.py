@@ -13,8 +13,8 @@ from meshwright.optim.shards import local
 class ShardedAdamW(torch.optim.AdamW):
     """torch's fused AdamW (Loshchilov and Hutter, "Decoupled Weight Decay Regularization", 2019), given local tensors.
 
-    An elementwise update needs no other rank's numbers. Given DTensors, torch would derive the sharding of every tensor
-    of the update first: at the first step 0.8 s of CPU time for 300 parameters, at each later one 7 ms.
+    An elementwise update needs no other rank's numbers. With DTensors, torch would first derive the sharding of every
+    tensor of the update: 0.8 s of CPU time for 300 parameters at the first step, 7 ms at each later one.
     """
 
     def __init__(self, params: Iterable[Any], *, lr: float, betas: tuple[float, float], eps: float) -> None:
@@ -22,7 +22,7 @@ class ShardedAdamW(torch.optim.AdamW):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Update every parameter that has a gradient. Raises `ValueError` if one is not sharded as its gradient is."""
+        """Update every parameter that has a gradient. Raises `ValueError` if its gradient is sharded differently."""
         assert closure is None
         for group in self.param_groups:
             parameters = [parameter for parameter in group["params"] if parameter.grad is not None]

@@ -24,9 +24,9 @@ MOMENTS = {"exp_avg": "signed", "exp_avg_sq": "unsigned"}
 class AdamW8bit(Parameterwise):
     """AdamW (Loshchilov and Hutter, 2019) with a byte for each number of its moments, in blocks with an fp32 scale.
 
-    Blocks are within rows of a parameter's last dim: the largest size up to 256 that divides it. So they do not depend
-    on the sharding of rows, and every layout keeps the same bits as one process. If 256 divides the last dim, blocks
-    and codes equal bitsandbytes'.
+    Blocks lie within rows of a parameter's last dim; their size is the largest up to 256 that divides it. They do not
+    depend on the sharding of rows, so every layout has the same bits as one process. If 256 divides the last dim,
+    blocks and codes equal bitsandbytes'.
     """
 
     def __init__(
@@ -70,8 +70,8 @@ class AdamW8bit(Parameterwise):
 
 
 def block_size(parameter: torch.Tensor) -> int | None:
-    """Block size of a parameter's moments; None if they stay fp32: if the tensor is small, or tensor parallelism cuts
-    blocks, which would make checkpoints depend on the layout."""
+    """Block size of a parameter's moments; None if they stay fp32, because the tensor is small or because tensor
+    parallelism cuts blocks, which would make checkpoints depend on the layout."""
     block = gcd(BLOCK, parameter.shape[-1]) if parameter.dim() > 1 else 0
     splits_blocks = block and local(parameter).shape[-1] % block
     return None if block < SMALLEST_BLOCK or parameter.numel() < SMALLEST_TENSOR or splits_blocks else block

@@ -11,8 +11,8 @@ from meshwright.optim.parameterwise import Parameterwise
 
 
 class AdamWBf16(Parameterwise):
-    """AdamW (Loshchilov and Hutter, 2019), computed in fp32, where weights, moments or both are in bf16
-    (`optim/bf16.py`). A few rows are widened at a time."""
+    """AdamW (Loshchilov and Hutter, 2019), computed in fp32, with weights, moments or both in bf16 (`optim/bf16.py`). A
+    few rows are cast to fp32 at a time."""
 
     def __init__(
         self, params: Iterable[Any], *, lr: float, betas: tuple[float, float], eps: float, weight_decay: float = 0.0

@@ -16,8 +16,8 @@ class ExpertBalance:
         self.spec, self.device = model.spec, device
         self.routers = [module for module in model.modules() if isinstance(module, Router)]
         self.load: float | None = None
-        """Tokens of the busiest expert divided by the mean of its layer's experts, in the last update, in the layer
-        where this is largest; None for models without experts."""
+        """Tokens of the busiest expert divided by the mean of its layer's experts, in the last update; the largest over
+        layers. None for models without experts."""
 
     def begin(self, sequence_weight: float) -> None:
         """Call before a step's forward passes with one sequence's weight in the scaled loss."""

@@ -1,13 +1,14 @@
 """Weights and optimizer state in bf16: steps are computed in fp32, and their results are rounded.
 
-Most updates are smaller than half the gap between neighbouring bf16 numbers, so rounding to nearest loses them. Two
-ways avoid this (Zamirai et al., "Revisiting BFloat16 Training", 2021):
+Most updates are smaller than half the gap between neighbouring bf16 numbers, so rounding to nearest loses them. There
+are two remedies (Zamirai et al., "Revisiting BFloat16 Training", 2021):
 
-- stochastic: a number is rounded up or down at random, so that the result is right on average;
+- stochastic: a number is rounded up or down at random, so that its expected value is exact;
 - kahan: a second bf16 tensor holds the rounding error of the first, and both are read as one number.
 
-Random bits are hashes of seed, step, tensor and the number's place in the whole tensor, as in dropout: every layout
-rounds alike. With beta2 near 1 second moments would stall too, so moments are always rounded stochastically.
+Random bits are hashes of seed, step, tensor and the number's position in the whole tensor, as in dropout, so every
+layout rounds the same way. With beta2 near 1, rounding to nearest would also stall second moments, so moments are
+always rounded stochastically.
 """
 
 import functools
@@ -22,10 +23,11 @@ from meshwright.optim.shards import begin_of, local
 from meshwright.spec.training import Rounding
 
 COMPENSATION = "compensation"
-"""The state that holds a bf16 weight's rounding error, under kahan."""
+"""The state with a bf16 weight's rounding error, under kahan."""
 
 AT_ONCE = {"cuda": 2**24, "cpu": 2**18}
-"""Numbers of a tensor that are widened to fp32 at a time, about eight copies of each; a GPU wants few kernels."""
+"""Numbers of a tensor that are cast to fp32 at a time, about eight copies of each; a GPU runs fastest with few
+kernels."""
 
 Rows = slice
 """Rows of this rank's part of a tensor as a matrix: all dims but the last are rows; a vector has rows of one number."""
@@ -44,15 +46,15 @@ class Bf16:
     ) -> None:
         """
         Args:
-            rounding: of weights that are in bf16.
-            moments: whether moments are in bf16; else in fp32, or wider where the weights are.
+            rounding: of bf16 weights.
+            moments: whether moments are in bf16; else in fp32, or wider if the weights are.
             seed: the run's.
             names: of parameters by id, for random bits.
         """
         self.rounding, self.moments, self.seed, self.names = rounding, moments, seed, names or {}
 
     def fresh(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
-        """The state that a parameter's own format needs beside the optimizer's."""
+        """The additional state for a parameter's own format, besides the optimizer's."""
         if parameter.dtype != torch.bfloat16 or self.rounding != "kahan":
             return {}
         return {COMPENSATION: torch.zeros_like(parameter)}
@@ -63,20 +65,20 @@ class Bf16:
         return torch.zeros_like(parameter, dtype=torch.bfloat16 if self.moments else wide)
 
     def parts(self, parameter: torch.Tensor) -> Iterator[Rows]:
-        """This rank's rows of a parameter, few enough at a time."""
+        """This rank's rows of a parameter, at most `AT_ONCE` numbers at a time."""
         here = as_rows(parameter)
         rows = max(1, AT_ONCE.get(here.device.type, AT_ONCE["cpu"]) // max(1, here.shape[1]))
         return (slice(start, min(start + rows, len(here))) for start in range(0, len(here), rows))
 
     def read(self, parameter: torch.Tensor, state: Mapping[str, torch.Tensor], rows: Rows) -> torch.Tensor:
-        """Weights in fp32, or themselves where they are no narrower."""
+        """Weights in fp32, or unchanged if they are fp32 or wider."""
         here = widened(as_rows(parameter)[rows])
         return here + as_rows(state[COMPENSATION])[rows] if COMPENSATION in state else here
 
     def write(
         self, parameter: torch.Tensor, state: Mapping[str, torch.Tensor], rows: Rows, weights: torch.Tensor, step: int
     ) -> None:
-        """Keep weights that were read and updated; `step` counts from 1."""
+        """Store weights that were read and updated; `step` counts from 1."""
         here = as_rows(parameter)[rows]
         if here.dtype != torch.bfloat16:
             return  # they were updated in place
@@ -95,7 +97,7 @@ class Bf16:
         moment: torch.Tensor,
         step: int,
     ) -> None:
-        """Keep a moment that was read by `widened` and updated."""
+        """Store a moment that was read by `widened` and updated."""
         here = as_rows(state[key])[rows]
         if here.dtype == torch.bfloat16:
             here.copy_(self._rounded(moment, parameter, key, rows, step))
@@ -113,12 +115,12 @@ def as_rows(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def widened(tensor: torch.Tensor) -> torch.Tensor:
-    """In fp32; itself where it is no narrower."""
+    """The tensor in fp32, or unchanged if it is fp32 or wider."""
     return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
 
 
 def places(parameter: torch.Tensor) -> tuple[torch.Tensor, int]:
-    """The number of each of this rank's rows among those of the whole tensor, and the first column that is here."""
+    """The global number of each of this rank's rows, and the first column on this rank."""
     here, begin = local(parameter), begin_of(parameter)
     leading = max(1, here.dim() - 1)
     numbers = torch.zeros((1,) * leading, dtype=torch.int64, device=here.device)
@@ -130,8 +132,8 @@ def places(parameter: torch.Tensor) -> tuple[torch.Tensor, int]:
 
 
 def round_at_random(values: torch.Tensor, bits: torch.Tensor) -> torch.Tensor:
-    """fp32 numbers rounded up or down to those of bf16, right on average; `bits`: random int32, of which the lowest 16
-    count. Numbers that bf16 has stay as they are."""
+    """fp32 numbers rounded stochastically up or down to bf16, with exact expected values; `bits`: random int32, of
+    which the lowest 16 count. Numbers that bf16 represents stay unchanged."""
     moved = values.contiguous().view(torch.int32) + (bits & 0xFFFF)
     return (moved & -0x10000).view(torch.float32)
 

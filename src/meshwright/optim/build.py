@@ -23,7 +23,7 @@ from meshwright.spec.training import OptimizerSpec
 Rows = tuple[Parameter, ...]
 """Trained rows of the parameter table on this rank."""
 Builder = Callable[[OptimizerSpec, Rows, Mapping[str, torch.Tensor]], list[torch.optim.Optimizer]]
-"""(settings, rows, name -> tensor) -> optimizers that together have every row's tensor once."""
+"""(settings, rows, name -> tensor) -> optimizers; together they have every row's tensor exactly once."""
 
 
 class Optimizers:
@@ -48,7 +48,7 @@ class Optimizers:
 
     @classmethod
     def joined(cls, parts: Iterable["Optimizers"]) -> "Optimizers":
-        """Several as one; their learning rates are still at their peaks."""
+        """Several optimizers as one; their learning rates must still be at their peaks."""
         return cls([optimizer for part in parts for optimizer in part.optimizers])
 
     def check_layout(self, layout: LayoutSpec) -> None:
@@ -80,7 +80,7 @@ class Optimizers:
             optimizer.zero_grad(set_to_none=True)
 
     def known_state(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
-        """The state tensors that a parameter has already."""
+        """The state tensors that a parameter already has."""
         state = self._owner[id(parameter)].state.get(parameter, {})
         return {key: value for key, value in state.items() if isinstance(value, torch.Tensor)}
 
@@ -142,7 +142,7 @@ def _adamw(make: Callable[..., torch.optim.Optimizer]) -> Builder:
 def _plain_adamw(
     spec: OptimizerSpec, rows: Rows, parameters: Mapping[str, torch.Tensor]
 ) -> list[torch.optim.Optimizer]:
-    """AdamW by torch's fused kernel, where nothing is kept in bf16."""
+    """AdamW by torch's fused kernel, if nothing is stored in bf16."""
     narrow = spec.state_dtype == BF16.name or any(parameters[row.name].dtype == torch.bfloat16 for row in rows)
     return _adamw(AdamWBf16 if narrow else ShardedAdamW)(spec, rows, parameters)
 

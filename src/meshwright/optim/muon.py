@@ -37,7 +37,7 @@ class Muon(Parameterwise):
                     raise UserError(f"Muon supports only matrices, not a tensor of shape {tuple(parameter.shape)}")
 
     def fresh_state(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
-        """No momentum; a count of steps where anything is in bf16, whose rounding depends on it."""
+        """No momentum; a count of steps if anything is in bf16, whose rounding depends on it."""
         state = {"momentum_buffer": self.bf16.fresh_moment(parameter), **self.bf16.fresh(parameter)}
         if torch.bfloat16 in (parameter.dtype, state["momentum_buffer"].dtype):
             state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
@@ -66,7 +66,7 @@ class Muon(Parameterwise):
 def orthogonalise(matrix: torch.Tensor, steps: int) -> torch.Tensor:
     """The nearest semi-orthogonal matrix, roughly (singular values in about [0.7, 1.2]), in the dtype of `matrix`.
 
-    Iterates in bf16 on GPUs, as published, and in the matrix's own dtype on CPUs, where proofs are made.
+    Iterates in bf16 on GPUs, as published, and in the matrix's own dtype on CPUs, where proofs run.
     """
     a, b, c = NEWTON_SCHULZ
     x = matrix.bfloat16() if matrix.is_cuda and matrix.dtype == torch.float32 else matrix

@@ -10,7 +10,7 @@ from meshwright.optim.parameterwise import Parameterwise
 from meshwright.spec.errors import UserError
 
 SMALLEST_PAGED = 10**5
-"""Numbers below which a moment stays on the GPU."""
+"""Moments with fewer numbers stay on the GPU."""
 
 
 class PagedAdamW(Parameterwise):
@@ -32,7 +32,7 @@ class PagedAdamW(Parameterwise):
         """Update every parameter that has a gradient."""
         super().step(closure)
         if torch.cuda.is_available():
-            torch.cuda.synchronize()  # the driver moves pages beside the kernels
+            torch.cuda.synchronize()  # the driver moves pages while kernels run
 
     def update(
         self, parameter: torch.Tensor, gradient: torch.Tensor, state: dict[str, torch.Tensor], group: dict[str, Any]

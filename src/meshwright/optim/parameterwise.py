@@ -14,7 +14,7 @@ class Parameterwise(torch.optim.Optimizer):
     """An optimizer defined by the initial state and the update of one parameter."""
 
     bf16: Bf16 = Bf16()
-    """How it keeps weights and moments that are in bf16; `build_optimizers` gives each optimizer the run's."""
+    """How it stores bf16 weights and moments; `build_optimizers` gives each optimizer the run's settings."""
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]

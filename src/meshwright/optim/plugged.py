@@ -1,9 +1,9 @@
-"""A user's optimizer in a run: any `torch.optim.Optimizer`, which gets plain tensors under every layout.
+"""A user's optimizer in a run: any `torch.optim.Optimizer`; it gets plain tensors under every layout.
 
-The class attribute `elementwise` says how it can be sharded:
+The class attribute `elementwise` states how it can be sharded:
 
-    elementwise = True     each number is updated from its own history alone: it updates a rank's shards elementwise =
-    False    each tensor is updated by itself: it gets one whole tensor at a time; the rank keeps its shard
+    elementwise = True    each number is updated from its own history alone: it updates a rank's shards
+    elementwise = False   each tensor is updated by itself: it gets one whole tensor at a time; the rank keeps its shard
 
 Without the attribute, an update may depend on several tensors, so every rank must hold all of them whole.
 """
@@ -39,7 +39,7 @@ class Plugged(torch.optim.Optimizer):
         Args:
             make: called with groups of plain tensors and the settings.
             groups: parameter groups, each with `lr` and `weight_decay`.
-            settings: keyword arguments; `weight_decay` only if the recipe asks for one.
+            settings: keyword arguments; `weight_decay` only if the recipe sets one.
             name: its name in the recipe.
 
         Raises:
@@ -192,7 +192,7 @@ class Plugged(torch.optim.Optimizer):
 
 
 def _kept_elsewhere(optimizer: torch.optim.Optimizer) -> dict[tuple[str, str], float]:
-    """(where, name) -> every number that an optimizer keeps outside the state of parameters."""
+    """(where, name) -> every number that an optimizer stores outside the parameters' state."""
     places = {"its parameter groups": optimizer.param_groups[0], "an attribute": vars(optimizer)}
     return {
         (where, key): float(value)
@@ -204,7 +204,7 @@ def _kept_elsewhere(optimizer: torch.optim.Optimizer) -> dict[tuple[str, str], f
 
 
 def _keep(tensor: torch.Tensor, home: torch.Tensor) -> None:
-    """Write a lent tensor back: a whole tensor, or this rank's shard, which may be in its place already."""
+    """Write a lent tensor back: a whole tensor, or this rank's shard, which may already be in place."""
     part, here = tensor, local(home)
     if tensor.shape != here.shape:
         part = part_like(tensor, home)

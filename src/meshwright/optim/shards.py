@@ -1,7 +1,7 @@
 """Conversion between a whole tensor and a rank's shard of it.
 
-Implemented here because torch's `full_tensor` warns that it is slow for two splits of one dim, and torch's way to split
-is not implemented for all of them.
+Implemented here because torch's `full_tensor` warns that it is slow for two splits of one dim, and torch does not
+implement every such split.
 """
 
 from collections.abc import Iterator, Mapping
@@ -21,8 +21,8 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def whole(tensor: torch.Tensor, part: torch.Tensor | None = None) -> torch.Tensor:
-    """The global tensor: a view if it is not sharded, else gathered (collective); `part`: this rank's part of another
-    one, which is sharded like `tensor`."""
+    """The global tensor: a view if it is not sharded, else gathered (collective). `part`: this rank's part of another
+    tensor that is sharded like `tensor`."""
     part = local(tensor) if part is None else part
     if isinstance(tensor, DTensor):
         for axis, dim, size in reversed(list(_splits(tensor))):
@@ -31,7 +31,8 @@ def whole(tensor: torch.Tensor, part: torch.Tensor | None = None) -> torch.Tenso
 
 
 def wholes(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """As `whole` of each, with one collective for all that are split over the same ranks; ranks name them alike."""
+    """`whole` of each tensor, with one collective for all that are split over the same ranks; names are equal on all
+    ranks."""
     parts = {name: local(tensor) for name, tensor in tensors.items()}
     left = {name: list(_splits(tensor)) for name, tensor in tensors.items() if isinstance(tensor, DTensor)}
     while left := {name: splits for name, splits in left.items() if splits}:
@@ -76,7 +77,7 @@ def begin_of(tensor: torch.Tensor) -> tuple[int, ...]:
 
 def _splits(tensor: DTensor) -> Iterator[tuple[int, int, int]]:
     """(axis of the mesh, dim, size of the dim before this split) in the order in which the tensor was split: the
-    innermost axis first, since data parallelism comes last and is outermost."""
+    innermost axis first, because data parallelism comes last and is outermost."""
     shape, mesh = list(tensor.shape), tensor.device_mesh
     for axis in reversed(range(mesh.ndim)):
         placement: Any = tensor.placements[axis]
@@ -89,12 +90,12 @@ def _splits(tensor: DTensor) -> Iterator[tuple[int, int, int]]:
 
 
 def _gather(part: torch.Tensor, dim: int, size: int, group: dist.ProcessGroup) -> torch.Tensor:
-    """The parts of all ranks of a group, `size` long together; padded on the way, where the last ones are shorter."""
+    """The parts of all ranks of a group, of total length `size`; shorter last ones are padded for the gather."""
     return collectives.all_gather(_padded(part, dim, size, group), group)[:size].movedim(0, dim)
 
 
 def _padded(part: torch.Tensor, dim: int, size: int, group: dist.ProcessGroup) -> torch.Tensor:
-    """A part as long as the longest of the group's, along the first dim."""
+    """A part padded along the first dim to the length of the longest in the group."""
     longest = -(-size // group.size())
     padded = part.new_zeros(longest, *(n for index, n in enumerate(part.shape) if index != dim))
     padded[: part.shape[dim]] = part.movedim(dim, 0)

@@ -6,20 +6,20 @@ from collections import deque
 
 WINDOW, SIGMAS = 128, 6.0
 ENOUGH = WINDOW // 2
-"""Steps before which nothing is called a spike."""
+"""Steps before the first possible spike."""
 
 
 class SpikeGuard:
-    """Remembers the last 128 losses and gradient norms, which are the same on every rank, and so are the verdicts.
+    """The last 128 losses and gradient norms. They are the same on every rank, and so are the verdicts.
 
-    Outliers are remembered too: what lasts is no spike.
+    Outliers are recorded too: a lasting change is no spike.
     """
 
     def __init__(self) -> None:
         self._history: tuple[deque[float], ...] = (deque(maxlen=WINDOW), deque(maxlen=WINDOW))
 
     def is_spike(self, loss: float, gnorm: float) -> bool:
-        """Whether one of two finite figures exceeds its mean so far by more than 6 standard deviations."""
+        """Whether one of two finite values exceeds its mean so far by more than 6 standard deviations."""
         spike = False
         for past, value in zip(self._history, (loss, gnorm), strict=True):
             if len(past) >= ENOUGH:

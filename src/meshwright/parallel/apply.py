@@ -40,10 +40,10 @@ def apply_parallelism(
     `offload` tells FSDP2 where weights and gradients live (`state/`).
 
     The pipeline comes first, so that the others have less to do. Each strategy then fills its slots: the ops of linear
-    layers and embeddings (`models/slots.py` fixes their order, whichever comes first), the cores of attention, the
-    dispatch of experts; low-precision products learn there which ranks share a layer. Wrappers of whole blocks come
-    next: recomputation, compilation, the offload of activations. Data parallelism comes last: it shards the result of
-    the others. Returns the forward and backward passes for `objective`.
+    layers and embeddings (`models/slots.py` fixes their order, whichever comes first), the cores of attention, and the
+    dispatch of experts. Low-precision products also learn which ranks share a layer. Wrappers of whole blocks come
+    next: recomputation, compilation, activation offload. Data parallelism comes last and shards the result. Returns the
+    forward and backward passes for `objective`.
     """
     run, precision = resolved.run, resolved.run.training.dtypes
     stages = plan_stages(resolved) if run.layout.pp > 1 else None

@@ -39,14 +39,14 @@ class NotCompiled:
 
 
 def describe_compile(mode: CompileMode, scope: CompileScope = "block") -> str:
-    """What is compiled, and how."""
+    """The compiled parts and the mode, in words."""
     said = [*(["as one"] if scope == "model" else []), *([mode] if mode != "default" else [])]
     return f"compiled ({', '.join(said)})" if said else "compiled"
 
 
 def apply_compile(model: Decoder, mode: CompileMode = "default", scope: CompileScope = "block") -> None:
-    """Compile each block, or the model up to its head as one program, which is interrupted where data parallelism
-    gathers weights. Experts are left out, because their loads determine shapes."""
+    """Compile each block, or the model up to its head as one program, interrupted where data parallelism gathers
+    weights. Experts are left out, because their loads determine shapes."""
     for module in model.modules():
         if isinstance(module, MoE):
             module.wrap(NotCompiled())

@@ -4,11 +4,11 @@ Everything but attention works on single tokens, so the batch is split once, and
 
 - ring (Liu et al., 2023): keys and values travel around the ring, and each rank attends to the part it has received;
 - all_gather (as for Llama 3, Dubey et al., 2024, section 3.3.2): every rank gets all keys and values at once;
-- ulysses (Jacobs et al., "DeepSpeed Ulysses", 2023): an all-to-all turns a part of the tokens of all heads into all
-  tokens of a part of the heads, attention is computed as on one device, and another all-to-all turns the result back.
+- ulysses (Jacobs et al., "DeepSpeed Ulysses", 2023): an all-to-all trades a part of the tokens of all heads for all
+  tokens of a part of the heads, attention is computed as on one device, and another all-to-all reverses the exchange.
 
-For ring and all_gather a sequence is cut into 2 N chunks and rank r holds chunks r and 2N-1-r, so that under causal
-order all ranks have the same work ("zigzag"); for ulysses it is cut into N.
+For ring and all_gather a sequence is cut into 2 N chunks, and rank r holds chunks r and 2N-1-r, so that all ranks have
+the same work under a causal mask ("zigzag"). For ulysses it is cut into N.
 
 Shapes: B batch, T tokens of a rank, H heads, G key and value heads, K head_dim, N ranks, C tokens of a chunk, S keys of
 a part.
@@ -32,7 +32,7 @@ from meshwright.spec.layout import ContextMethod
 
 
 def apply_context_parallel(model: Decoder, mesh: DeviceMesh, method: ContextMethod) -> None:
-    """Let the attention of every block see whole sequences, while each rank of `mesh` holds `sequence_places`."""
+    """Make the attention of every block see whole sequences, while each rank of `mesh` holds `sequence_places`."""
     group, window = mesh.get_group(), model.spec.sliding_window
     model.head_split.sequence = _SequenceShare(group, mesh.get_local_rank())
     for module in model.modules():
@@ -93,7 +93,7 @@ class Ulysses(_NotCompiled):
             length = q_BHTK.shape[2] * self.degree
             mask = attention_mask(length, length, window=self.window, device=q_BHTK.device)
         heads, kv_heads = q_BHTK.shape[1], k_BGTK.shape[1]
-        # Fewer key and value heads than ranks: copies, as few as suffice.
+        # With fewer key and value heads than ranks, heads are copied as often as needed.
         shares = range(1, heads // kv_heads + 1)
         repeats = next(n for n in shares if heads // kv_heads % n == 0 and kv_heads * n % self.degree == 0)
         if repeats > 1:
@@ -141,7 +141,7 @@ class ByParts(_NotCompiled):
 
 
 class _Part(NamedTuple):
-    """Some of a rank's queries, some of the keys at hand, and which of them each query sees."""
+    """Some of a rank's queries, some of the available keys, and the mask between them."""
 
     queries: slice
     keys: slice
@@ -150,7 +150,7 @@ class _Part(NamedTuple):
 
 @dataclass(frozen=True)
 class _Zigzag:
-    """Which keys of other chunks this rank's two chunks of queries see."""
+    """The keys of other chunks that this rank's two chunks of queries see."""
 
     rank: int
     degree: int
@@ -183,7 +183,7 @@ class _Zigzag:
         ]
 
     def _part(self, queries: slice, ours: Sequence[int], keys: slice, theirs: Sequence[int]) -> list[_Part]:
-        """One part, or none where the queries see no key. `ours` and `theirs` are the chunks of queries and keys."""
+        """One part, or none if the queries see no key. `ours` and `theirs` are the chunks of queries and keys."""
         if not theirs:
             return []
         nearest = ours[0] * self.chunk - (theirs[-1] + 1) * self.chunk + 1
@@ -210,7 +210,7 @@ def _own_chunks(rank: int, degree: int) -> tuple[int, int]:
 
 
 class _Sum:
-    """Attention to this rank's own keys, to which other parts are added."""
+    """A running sum of attention: begins with this rank's own keys; other parts are added."""
 
     def __init__(self, q_BHTK: torch.Tensor, k_BGTK: torch.Tensor, v_BGTK: torch.Tensor, zigzag: _Zigzag) -> None:
         self.q_BHTK = q_BHTK
@@ -224,7 +224,7 @@ class _Sum:
 
 
 class _Backward:
-    """The gradients of this rank's queries and, from the same products, of the keys and values at hand."""
+    """The gradients of this rank's queries and, from the same products, of the available keys and values."""
 
     def __init__(self, grad_BHTK, q_BHTK, y_BHTK, logsumexp_BHT) -> None:
         self.inputs = grad_BHTK, q_BHTK, y_BHTK, logsumexp_BHT
@@ -244,19 +244,19 @@ class _Backward:
 
 
 def _join(k_BGTK: torch.Tensor, v_BGTK: torch.Tensor) -> torch.Tensor:
-    """Keys and values side by side, so that they travel in one message; their widths may differ."""
+    """Keys and values concatenated, so that they travel in one message; their widths may differ."""
     return torch.cat((k_BGTK, v_BGTK), -1)
 
 
 def _separate(joint_BGTW: torch.Tensor, like_BGTK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys, of the width of `like`, and values again, or their gradients in its dtype."""
+    """Keys, of the width of `like`, and values split again, or their gradients in its dtype."""
     width = like_BGTK.shape[-1]
     return joint_BGTW[..., :width].to(like_BGTK.dtype), joint_BGTW[..., width:].to(like_BGTK.dtype)
 
 
 class _Ring(torch.autograd.Function):
-    """Ring attention: keys and values go to the next rank while the present ones are attended to; in the backward pass
-    their gradients travel with them and are home after N hops."""
+    """Ring attention: keys and values are sent to the next rank while the current ones are attended to. In the backward
+    pass their gradients travel with them and return to their rank after N hops."""
 
     @staticmethod
     def forward(ctx, q_BHTK, k_BGTK, v_BGTK, zigzag, group):

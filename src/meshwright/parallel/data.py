@@ -1,6 +1,6 @@
 """Data parallelism: DDP, ZeRO-1, ZeRO-2, ZeRO-3 and hybrid sharding, all through FSDP2.
 
-One mechanism serves the five (memory per rank for psi parameters, N shards, bf16 compute, in bytes):
+All five use one mechanism (memory per rank for psi parameters, N shards, bf16 compute, in bytes):
 
 | strategy | between steps  | during a step, besides activations              | sent        |
 |----------|----------------|-------------------------------------------------|-------------|
@@ -42,7 +42,7 @@ from meshwright.spec.errors import UserError
 from meshwright.spec.layout import LayoutSpec
 
 SHARDS_INTEGERS = torch.__version__ >= "2.13"
-"""Whether FSDP2 takes parameters of integers, such as quantized codes: 2.11 gives every shard a gradient."""
+"""Whether FSDP2 accepts integer parameters, such as quantized codes: 2.11 gives every shard a gradient."""
 
 
 def apply_data_parallel(
@@ -50,9 +50,9 @@ def apply_data_parallel(
 ) -> None:
     """Shard `model` in place, one group per block and one for the rest (embeddings, last norm, head).
 
-    Experts are a group of their own where they have other data-parallel ranks than the rest: where ranks share them or
-    the sequence between blocks. Gradients are summed over ranks, not averaged: the loss is already divided by the
-    global batch's token count. Raises `UserError` for a quantized base where FSDP2 takes no integers.
+    Experts are a separate group where their data-parallel ranks differ from the rest: where ranks share experts, or the
+    sequence between blocks. Gradients are summed over ranks, not averaged: the loss is already divided by the global
+    batch's token count. Raises `UserError` for a quantized base where FSDP2 accepts no integers.
     """
     if not SHARDS_INTEGERS and not all(weight.is_floating_point() for weight in model.parameters()):
         raise UserError(
@@ -95,7 +95,7 @@ def apply_data_parallel(
 
 def _shard_placement(shards: int, parameter: nn.Parameter) -> Shard:
     """The dim that FSDP2 splits over this many ranks, by the rules of `families.split`."""
-    rows = []  # over how many ranks they are split already
+    rows = []  # the number of ranks that they are already split over
     if isinstance(parameter, DTensor):
         axes = enumerate(parameter.placements)
         rows = [parameter.device_mesh.size(axis) for axis, placement in axes if placement.is_shard(0)]
@@ -122,7 +122,7 @@ def set_gradient_sync(layout: LayoutSpec, modules: Iterable[nn.Module], last: bo
 
 def hold_gradients(layout: LayoutSpec, modules: Iterable[nn.Module]) -> None:
     """Announce before a backward pass that its gradients are incomplete: weight gradients are deferred, and
-    `reduce_gradients` is called once they are computed."""
+    `reduce_gradients` is called after they are computed."""
     for module in modules:
         if isinstance(module, FSDPModule):
             module.set_requires_gradient_sync(False, recurse=False)
@@ -130,12 +130,12 @@ def hold_gradients(layout: LayoutSpec, modules: Iterable[nn.Module]) -> None:
 
 
 def reduce_gradients(model: nn.Module, layout: LayoutSpec, modules: Iterable[nn.Module], last: bool) -> None:
-    """End a backward pass through these modules of `model`, for gradients that were computed outside one."""
+    """Reduce gradients of these modules of `model` that were computed outside a backward pass."""
     sharded = [module for module in modules if isinstance(module, FSDPModule)]
     hold_gradients(layout, sharded)
     if layout.zero_stage >= 2 and layout.dp_replicate > 1:
         torch_internals.complete_gradients(sharded)
-    torch_internals.end_backward(sharded)  # brings all gradients to the dtype in which they are added up and reduced
+    torch_internals.end_backward(sharded)  # casts all gradients to the dtype of their sum and reduction
     if layout.zero_stage >= 2 or last:
         for module in sharded:
             module.set_requires_gradient_sync(True, recurse=False)
@@ -149,7 +149,7 @@ def reduce_gradients(model: nn.Module, layout: LayoutSpec, modules: Iterable[nn.
 def pass_inside(model: nn.Module) -> Callable[..., torch.Tensor]:
     """The model's forward pass for blocks only: embeddings, last norm and head are not gathered around it."""
     assert isinstance(model, FSDPModule)
-    torch_internals.make_root(model)  # else the first module that a pass goes through would be
+    torch_internals.make_root(model)  # else the first module called would become the root
     return model.forward
 
 

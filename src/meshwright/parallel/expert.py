@@ -1,12 +1,12 @@
 """Expert parallelism: ranks share a layer's experts and exchange tokens.
 
-Each rank of the axis `ep` keeps an equal run of every layer's experts (GShard, Lepikhin et al., 2021). Its tokens go to
-the ranks of their experts and come back: two all-to-all exchanges of exactly the routed rows, without capacity, padding
-or dropped tokens. For the experts all ranks that hold different tokens are data-parallel ranks, also ranks that share a
-sequence, so the experts' gradients are summed over all of these (`Meshes.experts`).
+Each rank of the axis `ep` holds an equal, contiguous share of every layer's experts (GShard, Lepikhin et al., 2021).
+Two all-to-all exchanges send tokens to the ranks of their experts and back. They send exactly the routed rows: no
+capacity, no padding, no dropped tokens. All ranks that hold different tokens are data-parallel ranks for the experts,
+including ranks that share a sequence, so the experts' gradients are summed over all of these (`Meshes.experts`).
 
 Shapes: D hidden, I in, E experts, R ranks of `ep`, L = E / R experts of a rank; G microbatches of these ranks; M rows
-that this rank's tokens make, P rows that its experts get.
+from this rank's tokens, P rows for its experts.
 """
 
 import math
@@ -70,10 +70,10 @@ class Exchange(Dispatch):
     """Sends rows to the ranks of their experts and back."""
 
     read_counts: Callable[..., list[list[int]]] = staticmethod(read_counts)
-    """A slot: as the function of this name."""
+    """A slot for the function of this name."""
 
     def __init__(self, group: dist.ProcessGroup, sharers: int = 1) -> None:
-        """`sharers`: ranks that share a microbatch; they follow one another."""
+        """`sharers`: the number of consecutive ranks that share a microbatch."""
         self.group = group
         self.microbatches = max(1, group.size() // sharers)
 

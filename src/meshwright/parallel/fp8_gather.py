@@ -1,12 +1,13 @@
-"""Weights of fp8 layers, gathered by FSDP2 as the codes that their products multiply, one byte per number.
+"""FSDP2's gather of fp8 layers' weights as fp8 codes, one byte per number.
 
-Under `tensorwise` a matrix has one scale, of its largest value over all ranks. Each rank therefore casts its part with
-that scale before the gather, as torchao's `enable_fsdp_float8_all_gather` does, and what arrives are the very codes
-that the products would make of the gathered matrix. FSDP2's buffers hold the decoded numbers; encoded again, they give
-the same scale and the same codes, so no bit of training changes. All else, and the masters, is gathered as it is.
+Under `tensorwise` a matrix has one scale, from its largest value over all ranks. Each rank casts its part with this
+scale before the gather, as torchao's `enable_fsdp_float8_all_gather` does. The gathered codes are those that the
+products would compute from the gathered matrix. FSDP2's buffers hold the decoded numbers; encoding them again gives the
+same scale and the same codes, so training is bit-identical. Other parameters are gathered in their own dtype, and
+master weights stay unquantized.
 
-The largest values of all matrices that are gathered together are agreed on in one reduction. Each matrix of stacked
-experts has a scale of its own.
+One reduction computes the largest values of all matrices that are gathered together. Each matrix of stacked experts has
+its own scale.
 """
 
 import math
@@ -39,9 +40,9 @@ class Part:
     numbers: int
     """Equal on every rank, because FSDP2 pads."""
     matrices: int = 0
-    """How many matrices the part has numbers of; 0: it is gathered as it is."""
+    """Matrices that the part has numbers of; 0: the part is gathered in its own dtype."""
     own: bool = False
-    """Whether they are whole matrices of this rank, rather than parts of all ranks' matrices."""
+    """Whether the part is whole matrices of this rank, rather than parts of all ranks' matrices."""
 
     def scales(self, ranks: int) -> int:
         """Scales of the gathered parameter."""
@@ -49,14 +50,14 @@ class Part:
 
 
 class Fp8AllGather(FsdpAllGather):
-    """FSDP2's gather of weights, of which some are sent in e4m3."""
+    """FSDP2's gather of weights; some are sent in e4m3."""
 
     def __init__(self, parts: Sequence[Part], others: Sequence[dist.ProcessGroup]) -> None:
-        """`others`: groups whose ranks have other parts of the same matrices, beside those that gather."""
+        """`others`: further groups whose ranks have other parts of the same matrices."""
         self.parts, self.others = tuple(parts), tuple(others)
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Memory for FSDP2's side of the collective."""
+        """A buffer for FSDP2's input or output of the collective."""
         return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(
@@ -89,8 +90,8 @@ class Fp8AllGather(FsdpAllGather):
         yield from zip(self.parts, values_N.split([part.numbers for part in self.parts]), strict=True)
 
     def _maxima(self, values_N: torch.Tensor, group: dist.ProcessGroup) -> list[torch.Tensor]:
-        """The largest value of each matrix over all ranks, by part: [ranks, matrices] if they are ranks' own, else
-        [1, matrices]. Collective."""
+        """The largest value of each matrix over all ranks, by part: [ranks, matrices] for ranks' own matrices, else [1,
+        matrices]. Collective."""
         rows = [part.scales(group.size()) for part in self.parts]
         flat = values_N.new_zeros(sum(rows))
         for (part, values), largest in zip(self._cut(values_N), flat.split(rows), strict=True):
@@ -104,12 +105,12 @@ class Fp8AllGather(FsdpAllGather):
 
     @staticmethod
     def _encoded(part: Part, values: torch.Tensor, largest: torch.Tensor) -> Encoded:
-        """A part's numbers by the scales of its matrices."""
+        """A part's numbers, encoded with the scales of its matrices."""
         return encode(values.view(part.matrices, -1), TENSORS, (everywhere, lambda _: largest.view(-1, 1, 1, 1)))
 
 
 def apply_fp8_gather(model: nn.Module, meshes: Meshes, layout: LayoutSpec) -> None:
-    """Give every group of parameters that FSDP2 gathers together, and that layers in fp8 are among, this gather."""
+    """Set this gather in every FSDP2 group that contains fp8 layers."""
     tp, coded = meshes.axis("tp"), set[int]()
     for module in model.modules():
         if (isinstance(module, ExpertLinear) and module.product is not None) or (

@@ -25,7 +25,7 @@ STEP = 1.01
 """A new peak is examined in detail once it exceeds the last examined one by this factor."""
 
 OTHER = "activations"
-"""The kind of unnamed storages: saved activations, temporaries, communication buffers."""
+"""The kind of all other storages: saved activations, temporaries, communication buffers."""
 
 
 def _flash_flops(q: torch.Tensor, k: torch.Tensor) -> int:
@@ -49,7 +49,7 @@ class Ledger(DispatchMode):
     """
 
     def __init__(self, name_storages: Callable[[], Storages], elsewhere: Container[int] = ()) -> None:
-        """`elsewhere`: identities of storages that are not in this memory."""
+        """`elsewhere`: identities of storages in other memory, which are not counted."""
         super().__init__()
         self.elsewhere = elsewhere
         self.name_storages = name_storages
@@ -59,7 +59,7 @@ class Ledger(DispatchMode):
         """Most bytes allocated at once."""
         self.peak_by_kind: dict[str, int] = {}
         self.peak_phase = ""
-        """The time of the peak, in words."""
+        """The phase of the peak."""
         self.flops = 0
         self._bytes: dict[int, int] = {}
         self._seen_peak = 0
@@ -87,7 +87,7 @@ class Ledger(DispatchMode):
         result = function(*args, **kwargs)
         for leaf in leaves(result):
             if isinstance(leaf, torch.Tensor) and leaf.device.type != "meta":
-                here = local_tensor(leaf)  # a whole's storage is only said to be there
+                here = local_tensor(leaf)  # a DTensor's own storage is not allocated
                 if self._watch(here.untyped_storage()):
                     self.made(here, function)
         packet = function.overloadpacket
@@ -101,11 +101,11 @@ class Ledger(DispatchMode):
         """Called when an operation has allocated a tensor."""
 
     def changed(self, key: int, size: int) -> None:
-        """Called when the storage of an identity has got another size; 0 when it is released."""
+        """Called when a storage has a new size; 0 when it is released."""
 
     def _watch(self, storage: torch.UntypedStorage) -> bool:
         """Count a storage; returns whether it is new."""
-        key = id(storage)  # torch keeps a storage's Python object as long as the storage itself
+        key = id(storage)  # torch keeps a storage's Python object as long as the storage
         if key in self._bytes or key in self.elsewhere or not self.counts(storage):
             return False
         self._bytes[key] = 0

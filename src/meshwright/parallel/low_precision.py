@@ -1,11 +1,10 @@
-"""Low-precision products: put into the layers that the recipe names, with common scales if a layer's tokens, inputs or
+"""Low-precision products in the layers that the recipe names, with common scales where a layer's tokens, inputs or
 outputs are spread over several ranks.
 
-Scales equal those of one process with the same microbatches. Context-parallel ranks share a microbatch's tokens;
-tensor-parallel ranks share the outputs of a column-wise matrix and the inputs of a row-wise one, and an expert's rows
-of a microbatch, as context-parallel ranks do: maxima are reduced over these ranks. Data-parallel ranks and pipeline
-stages have microbatches and layers of their own. Delayed scales come from the largest values over all ranks, once a
-step (`optim/delayed_scaling.py`).
+Scales equal those of one process with the same microbatches. Context-parallel ranks share a microbatch's tokens.
+Tensor-parallel ranks share the outputs of a column-wise matrix, the inputs of a row-wise one, and an expert's rows of a
+microbatch. Maxima are reduced over all these ranks. Data-parallel ranks and pipeline stages have separate microbatches
+and layers. Delayed scales come from the largest values over all ranks, once a step (`optim/delayed_scaling.py`).
 """
 
 import functools
@@ -31,8 +30,8 @@ from meshwright.spec.training import TrainingSpec
 
 
 def apply_low_precision(model: Decoder, training: TrainingSpec, meshes: Meshes | None = None) -> None:
-    """Let the chosen layers of `model` (on the meta device) multiply in low precision, in place; nothing if the
-    recipe asks for none."""
+    """Make the chosen layers of `model` (on the meta device) multiply in low precision, in place; without such layers
+    in the recipe, do nothing."""
     if training.product_recipe is None:
         return
     recipe, low = RECIPES[training.product_recipe], training.low_precision
@@ -40,19 +39,19 @@ def apply_low_precision(model: Decoder, training: TrainingSpec, meshes: Meshes |
     if recipe.four_bits:
         model.draws = model.draws or Draws()
     modules, place = dict(model.named_modules()), 0
-    shared: dict[str, LastEncoded[Any]] = {}  # by the module whose layers read the same input
+    shared: dict[str, LastEncoded[Any]] = {}  # key: the module whose layers read the same input
     tp, cp = (None if meshes is None else meshes.axis(name) for name in ("tp", "cp"))
     for path in low_precision_layers(model.table, training):
         row, here = rows[f"{path}.weight"], place
         matrices = row.shape[0] if is_experts(row) else 1
         place += matrices * len(ROLES)
         if path not in modules:
-            continue  # it is another pipeline stage's
+            continue  # in another pipeline stage
         layer, history = modules[path], None
         last = None if recipe.delayed else shared.setdefault(path.rpartition(".")[0], LastEncoded())
         if recipe.delayed:
             history = AmaxHistory(low.amax_history, low.margin, here, matrices).train(layer.training)
-            layer.register_module("scaling", history)  # there it learns whether the layer trains
+            layer.register_module("scaling", history)  # registered, it learns whether the layer trains
         if isinstance(layer, ExpertLinear):
             layer.product = _of_experts(recipe, path, training.seed, history, _Sharers(meshes, matrices))
             layer.product.last = last
@@ -84,7 +83,7 @@ def apply_low_precision(model: Decoder, training: TrainingSpec, meshes: Meshes |
 
 
 class _Sharers:
-    """The ranks of a layer of experts: which experts are here, and who else has rows of the same microbatch."""
+    """The ranks of a layer of experts: this rank's experts, and the ranks with rows of the same microbatch."""
 
     def __init__(self, meshes: Meshes | None, experts: int) -> None:
         ep = None if meshes is None else meshes.axis("ep")
@@ -96,8 +95,8 @@ class _Sharers:
         self.groups = tuple(axis.get_group() for axis in axes) if apart else ()
 
     def maximum(self, maxima: torch.Tensor) -> torch.Tensor:
-        """Over the ranks that have the same experts and microbatch. Collective: these ranks call for one of their
-        experts each, in the same order; ranks with other experts have a place of their own."""
+        """The maximum over the ranks that have the same experts and microbatch. Collective: these ranks call it for one
+        of their experts each, in the same order; ranks with other experts have separate entries."""
         placed = maxima.new_zeros(self.parts, *maxima.shape)
         placed[self.part] = maxima
         for group in self.groups:

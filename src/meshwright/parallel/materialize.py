@@ -1,4 +1,4 @@
-"""Materialization: a model on the meta device gets its weights, each rank filling only its shard."""
+"""Materialization: fills a model on the meta device with weights; each rank fills only its shard."""
 
 from collections.abc import Callable, Iterable
 

@@ -15,7 +15,7 @@ class Meshes:
     """Views of the same ranks, which are numbered in the order of `spec.layout.AXES`, `tp` fastest.
 
     All have the same parent, as FSDP2 requires of a parameter's meshes. Axes of one rank are left out (except `shard`,
-    which FSDP2 always needs), and so are redundant views: every axis costs process groups.
+    which FSDP2 always needs). So are redundant views, because every axis costs process groups.
     """
 
     state: DeviceMesh
@@ -26,12 +26,12 @@ class Meshes:
     """data, cp, rest, under context parallelism: `data` ranks read different samples, `cp` ranks different parts of the
     same samples."""
     experts: DeviceMesh | None
-    """pp, replicate, shard, ep: as `state`, for experts, where their ranks differ. Tensor-parallel ranks hold different
+    """pp, replicate, shard, ep: like `state`, for experts, if their ranks differ. Tensor-parallel ranks hold different
     tokens of a sequence between blocks, so for the experts they are data-parallel ranks too."""
     data_rank: int
     """This rank's index among those that read different samples."""
     _axes: dict[str, DeviceMesh | None] = field(default_factory=dict, compare=False, repr=False)
-    """The axes that were asked for: PyTorch makes a mesh anew for each slice, in a millisecond."""
+    """A cache of axes: PyTorch makes a new mesh for each slice, in a millisecond."""
 
     def axis(self, name: str) -> DeviceMesh | None:
         """The axis pp, replicate, shard, tp, cp or ep; None if it has one rank."""
@@ -52,7 +52,7 @@ class Meshes:
 
     @property
     def repeats_loss(self) -> bool:
-        """Whether another rank of this stage computes the same share of the loss as this one, and counts it."""
+        """Whether another rank of this stage computes and counts the same share of the loss."""
         return self.rank_along("tp") > 0
 
 

@@ -1,16 +1,16 @@
 """Activation offload: tensors saved for a block's backward pass stay in host memory (`layout.offload.activations`).
 
-A block's forward pass runs under autograd's hooks for saved tensors. Each tensor that it saves is copied to host
-memory, once however many operations save it; when the forward pass ends, the device's memory is free again. The
-backward pass of a block gets its tensors back, and begins to bring those of the block before. On a GPU copies run on a
-stream of their own, from and to pinned memory.
+A block's forward pass runs under autograd's hooks for saved tensors. Each saved tensor is copied to host memory, once
+even if several operations save it. When the forward pass ends, the device's memory is free again. The backward pass of
+a block waits for its own tensors and prefetches those of the block before. On a GPU, copies run on their own stream,
+from and to pinned memory.
 
-Weights, and what all blocks share (rotary tables, masks), stay where they are. A block that recomputes everything saves
-its input only, and that is what moves.
+Weights and tensors shared by all blocks (rotary tables, masks) stay on the device. A block that recomputes everything
+saves only its input, so only its input is moved.
 
 A copy of a dense tensor keeps its strides, so the backward pass gives the same bits. A view with gaps (one half of a
-product) comes back contiguous; our own blocks save none, and those of transformers' mixtures of experts, which do,
-differ in the last bit.
+product) comes back contiguous. Our own blocks save no such views; transformers' mixtures of experts do, and differ in
+the last bit.
 """
 
 import functools
@@ -27,11 +27,11 @@ from meshwright.models.slots import Compute, Wrapped
 from meshwright.torch_internals import leaves, local_tensor
 
 SMALLEST = 2**12
-"""Bytes below which a tensor stays: a copy would cost more than it frees."""
+"""Smaller tensors, in bytes, stay on the device: a copy would cost more than it frees."""
 
 
 class HostCopy:
-    """A saved tensor in host memory, pinned where a GPU reads it."""
+    """A saved tensor in host memory, pinned for a GPU."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.device = tensor.device
@@ -47,7 +47,7 @@ class HostCopy:
         tensor.record_stream(side)
 
     def fetch(self) -> None:
-        """Begin to bring it back."""
+        """Begin the copy to the device."""
         if self._back is None and self.device.type == "cuda":
             with torch.cuda.stream(_side_stream(self.device)):
                 self._back = self._host.to(self.device, non_blocking=True)
@@ -74,12 +74,12 @@ class _Pass:
 
     def __init__(self, copy: Callable[[torch.Tensor], HostCopy], stay: set[int], before: "_Pass | None") -> None:
         self._copy, self._stay, self._before = copy, stay, before
-        self._made: dict[tuple[Any, ...], tuple[torch.Tensor, HostCopy]] = {}  # the tensor, so that its identity lasts
+        self._made: dict[tuple[Any, ...], tuple[torch.Tensor, HostCopy]] = {}  # with the tensor, so that its id lasts
         self._copies: list[weakref.ref[HostCopy]] = []
         self._asked = False
 
     def pack(self, tensor: torch.Tensor) -> torch.Tensor | HostCopy:
-        """What autograd keeps of a tensor."""
+        """The object that autograd keeps for a tensor."""
         if isinstance(tensor, nn.Parameter | DTensor) or tensor.nbytes < SMALLEST:
             return tensor
         storage = id(tensor.untyped_storage())
@@ -91,7 +91,7 @@ class _Pass:
         return self._made[key][1]
 
     def unpack(self, kept: torch.Tensor | HostCopy) -> torch.Tensor:
-        """The tensor again; the first time of a pass the block before is asked for too."""
+        """The tensor again; the first call of a pass also prefetches for the block before."""
         if isinstance(kept, torch.Tensor):
             return kept
         if not self._asked:
@@ -109,10 +109,10 @@ class _Pass:
 
 
 class Offloaded:
-    """A block's forward pass whose saved tensors wait in host memory."""
+    """A forward pass of a block with its saved tensors in host memory."""
 
     def __init__(self, block: nn.Module, before: "Offloaded | None") -> None:
-        """`before`: that of the block before, whose backward pass comes next."""
+        """`before`: the block before this one, whose backward pass comes next."""
         self._block, self._before = weakref.ref(block), before
         self.copy: Callable[[torch.Tensor], HostCopy] = HostCopy
         self._last: weakref.ref[_Pass] | None = None
@@ -135,11 +135,12 @@ class Offloaded:
 
     @property
     def last(self) -> _Pass | None:
-        """The newest forward pass, while its backward pass is to come."""
+        """The newest forward pass whose backward pass has not ended."""
         return self._last() if self._last is not None else None
 
     def _shared(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> set[int]:
-        """Identities of storages that stay: the block's weights and buffers, and what other blocks read too."""
+        """Ids of storages that stay on the device: the block's weights and buffers, and inputs shared with other
+        blocks."""
         block = self._block()
         assert block is not None
         tensors = [*block.parameters(), *block.buffers(), *leaves([args, kwargs])]
@@ -151,7 +152,7 @@ class Offloaded:
 
 
 def apply_activation_offload(blocks: nn.ModuleDict) -> None:
-    """Let every block's saved activations wait in host memory. Recomputation and compilation come before."""
+    """Keep every block's saved activations in host memory. Apply recomputation and compilation first."""
     before = None
     for block in blocks.values():
         assert isinstance(block, Wrapped)

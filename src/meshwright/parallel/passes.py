@@ -18,7 +18,7 @@ from meshwright.objectives.objective import check_count, check_sums
 from meshwright.spec.batch import Batch
 
 GradientSync = Callable[[Iterable[nn.Module], bool], None]
-"""(modules, whether their accumulation ends with it) -> None, before a backward pass through the modules."""
+"""(modules, whether this is their last backward pass of the step) -> None, called before a backward pass."""
 
 Scale = float | Sequence[float]
 """The factor of losses before backward passes: one for all batches, or one for each."""
@@ -30,7 +30,7 @@ def scale_of(scale: Scale, index: int) -> float:
 
 
 class Passes(ABC):
-    """The trainer's interface to the strategy that runs. All methods are collective.
+    """The trainer's interface to the strategy in use. All methods are collective.
 
     Sums and logits are zeros on ranks without `has_loss`, which hold other pipeline stages.
     """
@@ -54,7 +54,7 @@ class Passes(ABC):
         """
 
     def flush(self) -> None:
-        """Add the gradient that `train` still owes; called only where `late`."""
+        """Add the gradient that `train` still owes; called only if `late`."""
         raise NotImplementedError
 
     @abstractmethod
@@ -92,7 +92,7 @@ class Passes(ABC):
 
     @property
     def counts(self) -> bool:
-        """Whether this rank counts the terms of its rows, rather than another rank that shares the rows."""
+        """Whether this rank counts the terms of its rows; else another rank that shares the rows does."""
         sequence = self.model.head_split.sequence
         return self.objective.over == "tokens" or sequence is None or sequence.counts
 
@@ -112,7 +112,7 @@ class Passes(ABC):
         return self.sums(x_BTD, head, batch).loss
 
     def working_copies(self) -> Mapping[str, Iterable[torch.Tensor]]:
-        """Tensors held beside the parameters from step to step, by kind (`weights`, `gradients`)."""
+        """Tensors kept between steps, besides the parameters, by kind (`weights`, `gradients`)."""
         return {}
 
 

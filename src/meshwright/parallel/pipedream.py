@@ -1,12 +1,12 @@
-"""Asynchronous pipelines: steps overlap, and every backward pass has its forward pass's weights.
+"""Asynchronous pipelines: steps overlap, and every backward pass uses the weights of its forward pass.
 
 PipeDream-2BW (Narayanan et al., "Memory-Efficient Pipeline-Parallel DNN Training", 2021; after "PipeDream", 2019): the
-pipeline never empties, so there is no bubble, and the optimizer steps with the gradient of the step before,
+pipeline never empties, so there is no bubble, and the optimizer steps with the gradient of the previous step,
 
     W(t + 1) = W(t) - step(gradient of batch t - 1 at W(t - 1)),
 
-on all stages alike. A rank keeps two versions of its weights to compute with: one for the batch in its forward passes,
-and one for the previous batch until its last backward pass. The optimizer's own weights are a third, as everywhere.
+on all stages. A rank keeps two versions of the weights for computation: one for the batch in its forward passes, and
+one for the previous batch until its last backward pass. The optimizer's own weights are a third copy.
 
 Results differ from one process's: gradients are a step late.
 """
@@ -46,8 +46,8 @@ def apply_pipedream(
 
     Args:
         group: the ranks of one pipeline.
-        replicas: the ranks that have the same stage, over which gradients are summed.
-        dtypes: of computation, and of gradients while they are added up.
+        replicas: the ranks with the same stage; gradients are summed over them.
+        dtypes: of computation and of gradient accumulation.
     """
     for module in model.modules():
         for name, weight in list(module.named_parameters(recurse=False)):
@@ -57,7 +57,7 @@ def apply_pipedream(
 
 
 class Pipedream(Pipeline):
-    """A pipeline that is never empty between two steps, unless it is flushed."""
+    """A pipeline that stays full between steps; only `flush` empties it."""
 
     late = True
 
@@ -93,7 +93,7 @@ class Pipedream(Pipeline):
 
     @cached_property
     def versions(self) -> list["Version"]:
-        """The weights of the newest batch, and the version that no pass needs any more."""
+        """The weights of the newest batch, and the version that no pass needs any longer."""
         return [Version(self.model, *self.dtypes) for _ in range(2)]
 
     def train(self, batches: Sequence[TensorBatch], scale: Scale) -> torch.Tensor:
@@ -120,7 +120,7 @@ class Pipedream(Pipeline):
 
     @torch.no_grad()
     def read(self, batches: Iterable[TensorBatch], read: Read) -> Iterator[Any]:
-        """See `Passes`; with the optimizer's weights, which replace a version that is not needed."""
+        """See `Passes`; uses the optimizer's weights, in place of a version that is not needed."""
         free = self.versions[1]
         free.refresh()
         with free.used():
@@ -138,13 +138,14 @@ class Pipedream(Pipeline):
         """Does nothing: gradients are summed over replicas when a batch is done."""
 
     def _leave_gradient(self, version: "Version") -> None:
-        """Give the optimizer's weights the gradient of a batch, summed over replicas and a tied embedding's copies."""
+        """Give the optimizer's weights the gradient of a batch, summed over replicas and over the copies of a tied
+        embedding."""
         version.take_gradients(self.replicas)
         self.sum_copies()
 
 
 class _StreamPass(Pass):
-    """The passes in flight on a rank; every microbatch keeps its forward pass's version of the weights."""
+    """The passes in flight on a rank; every microbatch keeps the weights of its forward pass."""
 
     def __init__(self, pipeline: Pipedream) -> None:
         super().__init__(pipeline, pipeline.loss, 1.0)
@@ -160,20 +161,20 @@ class _StreamPass(Pass):
         return self.loss
 
     def forward(self, action: Action) -> None:
-        """With the newest weights."""
+        """The forward pass with the newest weights."""
         assert self.newest is not None
         version = self.stash[action.microbatch] = self.newest
         with version.used():
             super().forward(action)
 
     def backward(self, action: Action) -> None:
-        """With the weights of the forward pass; recomputation reads them again."""
+        """The backward pass with the weights of the forward pass; recomputation reads them again."""
         with self.stash.pop(action.microbatch).used():
             super().backward(action)
         del self.microbatches[action.microbatch]
 
     def renumber(self, size: int) -> None:
-        """Make the newest batch the previous one: its microbatches, numbered from `size` so far, now count from 0."""
+        """Make the newest batch the previous one: its microbatches, numbered from `size`, are now numbered from 0."""
         self.stash = {m - size: version for m, version in self.stash.items()}
         self.microbatches = {m - size: batch for m, batch in self.microbatches.items()}
         self.graphs = {(stage, m - size): graph for (stage, m), graph in self.graphs.items()}
@@ -182,7 +183,7 @@ class _StreamPass(Pass):
 
 
 class Version:
-    """One set of weights to compute with, and the gradient accumulated by backward passes through it."""
+    """One version of the weights, and the gradient accumulated by its backward passes."""
 
     def __init__(self, model: nn.Module, dtype: torch.dtype, reduce_dtype: torch.dtype) -> None:
         self.places = [

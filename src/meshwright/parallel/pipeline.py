@@ -1,13 +1,13 @@
 """Pipeline parallelism: the layers of each rank, and the execution of a schedule action by action.
 
-A rank's part of the model is a `Decoder` with fewer layers; a stage is a run of them. So every transformation of a
-model's layers, sharding included, applies to a part unchanged, and parameters keep their names.
+A rank's part of the model is a `Decoder` with fewer layers; a stage is a contiguous run of these. Sharding and every
+other transformation of a model's layers apply to a part unchanged, and parameters keep their names.
 
-`spec/schedule.py` fixes the order. Every rank runs its own list, and results go to the next or the previous stage's
-rank as the list says. Every pipeline rank has every microbatch's tokens, labels and documents, so only the residual
-stream and its gradient are sent.
+`spec/schedule.py` fixes the order. Every rank runs its own list of actions, which includes sending results to the next
+or the previous stage's rank. Every pipeline rank has every microbatch's tokens, labels and documents, so only the
+residual stream and its gradient are sent.
 
-Shapes: B batch, T tokens of a sequence that this rank reads, D hidden; between layers it has T / tp of them.
+Shapes: B batch, T tokens of a sequence that this rank reads, D hidden; between layers it holds T / tp of them.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -43,7 +43,7 @@ class Stages:
 
     schedule: Schedule
     layers: tuple[range, ...]
-    """Of every stage."""
+    """The layers of each stage."""
 
     @property
     def last(self) -> int:
@@ -97,8 +97,8 @@ class Pipeline(Passes):
             sync: called before whole backward passes.
             hold: called before backward passes whose weight gradients are deferred.
             reduce: called when the deferred gradients have been added.
-            release: called after the last backward pass, because later passes through one stage gather the weights that
-                all stages of the rank share.
+            release: called after the last backward pass, because a later pass through one stage gathers the weights of
+            all stages of the rank.
             inside: returns the forward pass of stages without embedding and head, on ranks where another stage has one.
             weights: defers weight gradients, where the schedule splits backward passes.
         """
@@ -130,7 +130,7 @@ class Pipeline(Passes):
 
     @property
     def copied(self) -> str | None:
-        """The tied embedding's name where the first and the last stage, on different ranks, each hold a copy."""
+        """The tied embedding's name where the first and the last stage each hold a copy on different ranks."""
         placement = self.stage_plan.schedule.placement
         tied = self.model.spec.tied_embeddings and placement[0] != placement[-1]
         return "tok_embeddings.weight" if tied and self.rank in (placement[0], placement[-1]) else None
@@ -141,9 +141,9 @@ class Pipeline(Passes):
         return frozenset({self.copied} if self.copied and self.has_loss else ())
 
     def train(self, batches: Sequence[TensorBatch], scale: Scale) -> torch.Tensor:
-        """See `Passes`; needs as many batches as the schedule has microbatches."""
+        """See `Passes`; takes one batch for each microbatch of the schedule."""
         assert len(batches) == self.stage_plan.schedule.num_microbatches
-        self.sync(self.model.modules(), False)  # a backward pass of one stage is not the last one of another's modules
+        self.sync(self.model.modules(), False)  # later backward passes go through the other stages' modules
         running = Pass(self, self.loss, scale)
         running.run(self.training_program, enumerate(batches))
         self.release()
@@ -186,7 +186,7 @@ class Pipeline(Passes):
         return next((action for action in reversed(list(self.completing)) if action.stage in self.ends), None)
 
     def announce(self, action: Action, sync: GradientSync) -> None:
-        """Call `sync` for the modules of an action's stage, with whether this is their last gradient."""
+        """Call `sync` for the modules of an action's stage, with whether this is their last backward pass."""
         modules = self.modules_of(action.stage)
         sync([module for module in modules if module is not self.model], self.completing[action])
         if action.stage in self.ends:
@@ -211,11 +211,11 @@ class Pipeline(Passes):
 
 
 class Pass:
-    """One run of a rank's list: results, computed or received, that are still needed."""
+    """One run of a rank's list of actions, and the results, computed or received, that are still needed."""
 
     def __init__(self, pipeline: Pipeline, read: Read, scale: Scale | None) -> None:
-        """`read` of the last hidden states returns losses, which are multiplied by `scale` before backward passes; if
-        `scale` is None it may return anything, and there are no backward passes."""
+        """`read` of the last hidden states returns losses, which are multiplied by `scale` before backward passes. If
+        `scale` is None, it may return anything, and there are no backward passes."""
         self.pipeline, self.read, self.scale = pipeline, read, scale
         self.loss = torch.zeros((), dtype=torch.float64)
         """The sum of the losses."""
@@ -229,13 +229,13 @@ class Pass:
         self.put_off: dict[tuple[int, int], list[Waiting]] = {}
 
     def run(self, program: Program, microbatches: Iterable[tuple[int, TensorBatch]]) -> None:
-        """Run all of it."""
+        """Run all actions."""
         self.go_on(program, microbatches)
         left = (self.results, self.graphs, self.put_off)
         assert not any(left)
 
     def go_on(self, program: Program, microbatches: Iterable[tuple[int, TensorBatch]]) -> None:
-        """Run a part of it with new `microbatches`, by their numbers."""
+        """Run some actions with new `microbatches`, by their numbers."""
         self.microbatches.update(microbatches)
         do = {"F": self.forward, "B": self.backward, "I": self._backward_input, "W": self._backward_weight}
         for item in program:
@@ -290,8 +290,8 @@ class Pass:
         _, stage, m = action
         x_BTD, y = self.graphs.pop((stage, m))
         gradient = None if stage == self.pipeline.stage_plan.last else self._take((False, stage + 1, m))
-        self.pipeline.model.tell_draws(self.microbatches[m])  # recomputation comes after other microbatches' passes
-        if y.requires_grad:  # nothing does in a first stage of which nothing trains
+        self.pipeline.model.tell_draws(self.microbatches[m])  # other microbatches' passes come before recomputation
+        if y.requires_grad:  # false in a first stage without trained parameters
             torch.autograd.backward(y, gradient)
         if x_BTD is not None:
             assert x_BTD.grad is not None

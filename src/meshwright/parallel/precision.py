@@ -1,8 +1,8 @@
 """The dtypes that FSDP2 gathers weights and reduces gradients in.
 
-Under bf16 and fp16 the optimizer sees fp32 weights and gradients, and the model computes with low-precision copies. On
-several ranks FSDP2 keeps both; on one process `state/masters.py` does, without a process group. Where weights are kept
-in bf16 alone, they are gathered as they are, and gradients stay as they were reduced.
+Under bf16 and fp16 the optimizer updates fp32 weights with fp32 gradients, and the model computes with low-precision
+copies. On several ranks FSDP2 keeps both; on one process `state/masters.py` does, without a process group. Weights kept
+only in bf16 are gathered in bf16, and their gradients keep the dtype of the reduction.
 """
 
 from torch.distributed.fsdp import MixedPrecisionPolicy

@@ -1,12 +1,12 @@
 """ZeRO++'s quantized collectives for FSDP2: weights gathered in int8 (qwZ), gradients reduced in int8 or int4 (qgZ).
 
-Wang et al., "ZeRO++: Extremely Efficient Collective Communication for Giant Model Training" (2023). FSDP2 takes an
-implementation of its gather and of its reduction for each group of parameters (`FSDPModule.set_custom_all_gather`,
-`set_custom_reduce_scatter`). A gather sends each rank's part as codes and scales; every rank, its owner included,
-computes with what is decoded, so all have the same weights. A reduction sends every rank its part of one's gradient in
-codes, once and directly (an all-to-all), and adds up what has arrived, in order of ranks and in fp32 at least.
+Wang et al., "ZeRO++: Extremely Efficient Collective Communication for Giant Model Training" (2023). FSDP2 accepts a
+custom gather and a custom reduction for each group of parameters (`FSDPModule.set_custom_all_gather`,
+`set_custom_reduce_scatter`). The gather sends each rank's part as codes and scales. Every rank, the owner included,
+computes with the decoded weights, so all ranks have the same weights. The reduction quantizes each rank's gradient
+once, sends every rank its part in one all-to-all, and sums the decoded parts in rank order, in fp32 or wider.
 
-A tensor's blocks begin at its part, never at another tensor's. The masters, and so checkpoints, are not quantized.
+Quantization blocks never span two tensors. Master weights, and so checkpoints, are not quantized.
 """
 
 from collections.abc import Iterator, Sequence
@@ -29,7 +29,7 @@ from meshwright.torch_internals import FsdpAllGather, FsdpReduceScatter, grouped
 
 @dataclass(frozen=True)
 class Piece:
-    """A parameter's part on a rank, among those that are sent together."""
+    """A parameter's part on a rank, one of those sent together."""
 
     name: str
     numbers: int
@@ -38,18 +38,18 @@ class Piece:
 
 
 class _Comm:
-    """Common to both: the layout of the bytes on the wire."""
+    """The layout of the bytes on the wire, for gather and reduction."""
 
     def __init__(self, pieces: Sequence[Piece], sent: Sent) -> None:
         self.pieces = tuple(pieces)
         self.sent: Sent = sent
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Memory for FSDP2's side of the collective."""
+        """A buffer for FSDP2's input or output of the collective."""
         return torch.empty(*size, dtype=dtype, device=device)
 
     def _bytes(self, width: int) -> int:
-        """Bytes that a rank sends of its part."""
+        """Bytes that a rank sends for its part."""
         return sum(sent_bytes(piece.numbers, self.sent, width, matrix=piece.matrix) for piece in self.pieces)
 
     def _parts(
@@ -71,7 +71,7 @@ class _Comm:
 
 
 class QuantizedAllGather(_Comm, FsdpAllGather):
-    """FSDP2's gather of weights, of which the matrices are sent in codes."""
+    """FSDP2's gather of weights; matrices are sent as codes."""
 
     def __call__(
         self,
@@ -94,13 +94,13 @@ class QuantizedAllGather(_Comm, FsdpAllGather):
 
 @dataclass
 class Rounding:
-    """What quantization may have changed in gradients since it was last forgotten."""
+    """The largest rounding errors that quantization can have caused in gradients since the last reset."""
 
     most: dict[str, torch.Tensor] = field(default_factory=dict)
     """By parameter: half a quantization step of each rank, summed over ranks and reductions; the largest in the
     tensor."""
     norms: dict[str, torch.Tensor] = field(default_factory=dict)
-    """The same, the norm over all numbers."""
+    """The norm of the same over all numbers."""
 
     def add(self, piece: Piece, scales_RB: torch.Tensor) -> None:
         """Count a reduction, from the scales of all ranks."""
@@ -110,12 +110,12 @@ class Rounding:
 
 
 class QuantizedReduceScatter(_Comm, FsdpReduceScatter):
-    """FSDP2's reduction of gradients, of which the matrices' are sent in codes."""
+    """FSDP2's reduction of gradients; matrices' gradients are sent as codes."""
 
     def __init__(self, pieces: Sequence[Piece], sent: Sent) -> None:
         super().__init__(pieces, sent)
         self.rounding: Rounding | None = None
-        """Filled where a proof has put one."""
+        """Filled if a proof sets one."""
 
     def __call__(
         self,
@@ -125,7 +125,7 @@ class QuantizedReduceScatter(_Comm, FsdpReduceScatter):
         op: Any,
         async_op: bool = False,
     ) -> None:
-        """Fill the output with the sum of this rank's parts; uses the input as room."""
+        """Fill the output with the sum of this rank's parts; overwrites the input."""
         rows = group.size()
         if output_tensor.numel() != sum(piece.numbers for piece in self.pieces):
             raise UserError(
@@ -161,12 +161,12 @@ def reductions(model: nn.Module) -> list[QuantizedReduceScatter]:
 
 
 def _as_numbers(bytes_RB: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """A copy of rows of bytes as the numbers that they are."""
+    """A copy of rows of bytes, reinterpreted as numbers."""
     return bytes_RB.clone(memory_format=torch.contiguous_format).view(dtype)
 
 
 def apply_quantized(model: nn.Module, layout: LayoutSpec) -> None:
-    """Give every group of parameters that FSDP2 gathers and reduces together the layout's quantized collectives."""
+    """Set the layout's quantized collectives in every group of parameters that FSDP2 gathers and reduces together."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     for module in model.modules():
         if not isinstance(module, FSDPModule):

@@ -21,10 +21,10 @@ aten = torch.ops.aten
 PRODUCTS: dict[Any, int] = {**dict.fromkeys((aten.mm.default, aten.bmm.default, *MATMULS), 0), aten.addmm.default: 1}
 """Matrix products, and the index of their left operand among the arguments."""
 
-# What selective recomputation keeps: the results that are dear to compute for their size (Korthikanti et al., "Reducing
-# Activation Recomputation in Large Transformer Models", 2022, keeps all but attention; with flash attention that
-# turns round: attention and matrix products are kept, the cheap element-wise chain between them is not). What ranks
-# have added up for each other, or sent to experts, is dear too. What adapters of few ranks widen is not.
+# Selective recomputation keeps the results that are expensive to compute for their size. Korthikanti et al., "Reducing
+# Activation Recomputation in Large Transformer Models", 2022, keep all but attention. With flash attention it is the
+# reverse: attention and matrix products are kept, the cheap element-wise operations between them are recomputed.
+# Results of reductions and of exchanges between ranks are kept too; products with adapters of low rank are not.
 KEPT = frozenset(
     op
     for op in (
@@ -39,14 +39,13 @@ KEPT = frozenset(
 def _keep_dear_results(
     ranks: frozenset[int], ctx: object, op: Callable, *args: Any, **kwargs: object
 ) -> CheckpointPolicy:
-    """Products whose inner width is in adapters' `ranks` cost no more than the sums around them."""
+    """Products whose inner width is in adapters' `ranks` are as cheap as the additions around them."""
     cheap = op in PRODUCTS and args[PRODUCTS[op]].shape[-1] in ranks
     return CheckpointPolicy.MUST_SAVE if op in KEPT and not cheap else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 class Recomputed:
-    """A forward pass that is recomputed in the backward pass: all of it, or the part that selective recomputation
-    drops."""
+    """A forward pass that the backward pass recomputes: all of it, or the part that selective recomputation drops."""
 
     def __init__(self, policy: Policy, options: dict[str, Any]) -> None:
         self.policy, self.options = policy, options
@@ -60,7 +59,7 @@ class Recomputed:
 
 
 def apply_recompute(blocks: nn.ModuleDict, policies: Sequence[Policy]) -> None:
-    """Let blocks recompute their activations in the backward pass, by the policies of all of the model's layers."""
+    """Make blocks recompute their activations in the backward pass, by the policies of all of the model's layers."""
     layers = (module for module in blocks.modules() if isinstance(module, Layer))
     adapters = [layer for layer in layers if layer.find(Lora)]
     ranks = frozenset(layer.get_parameter("lora_a").shape[0] for layer in adapters)
@@ -77,8 +76,8 @@ def apply_recompute(blocks: nn.ModuleDict, policies: Sequence[Policy]) -> None:
 def hide_sharding(blocks: nn.ModuleDict) -> None:
     """Hide data parallelism's hooks around modules inside a block from selective recomputation.
 
-    It compares a block's operations with the original forward pass, but weights that are already gathered are not
-    gathered again.
+    Selective recomputation compares a block's operations with the original forward pass, but weights that are already
+    gathered are not gathered a second time.
     """
     for block in blocks.values():
         inner = (module for module in block.modules() if module is not block and isinstance(module, FSDPModule))

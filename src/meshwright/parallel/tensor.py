@@ -7,10 +7,9 @@ parameter table say which matrices are split, and how:
 
 Embedding, head and loss are split by the vocabulary, so that no rank ever holds a whole row of logits.
 
-Parameters are DTensors on the axis `tp`, which tell data parallelism, clipping and checkpoints how they are split;
-modules compute on the local tensors. One rule covers all gradients: a split parameter's gradient is complete on its
-rank; the gradient of a parameter that every rank keeps covers this rank's part of the sequence, or its heads, and is
-summed over ranks.
+Parameters are DTensors on the axis `tp`; data parallelism, clipping and checkpoints read the split from them. Modules
+compute on the local tensors. One rule covers all gradients: a split parameter's gradient is complete on its rank; a
+replicated parameter's gradient covers this rank's part of the sequence, or its heads, and is summed over ranks.
 
 Shapes: B batch, T sequence, t = T / tp (this rank's part of it), D hidden, V vocabulary.
 """
@@ -47,7 +46,7 @@ def apply_tensor_parallel(model: Decoder, mesh: DeviceMesh) -> None:
     for path, module in model.named_modules():
         own = {name: rows[f"{path}.{name}"] for name in module._parameters if f"{path}.{name}" in rows}
         if not own or any(is_experts(row) for row in own.values()):
-            continue  # between blocks ranks hold different tokens, so to experts they are data-parallel ranks
+            continue  # between blocks ranks hold different tokens, so for experts they are data-parallel ranks
         if not isinstance(module, Viewed):
             raise UserError(
                 f"layout.tp={mesh.size()}: {path} is a {type(module).__name__} with its own parameters, which "
@@ -66,7 +65,7 @@ def apply_tensor_parallel(model: Decoder, mesh: DeviceMesh) -> None:
                     adapter.dropout.part = sequence.rank
     column_wise = (name for name, row in rows.items() if len(row.dims) == 2 and row.dims[0] in TP_SPLITS)
     for path in {name.rsplit(".", 2)[0] for name in column_wise if name.startswith("layers.")}:
-        if path.split(".")[1] in model.layers:  # a pipeline's rank has some of them
+        if path.split(".")[1] in model.layers:  # a pipeline rank has only some of them
             parent: Any = model.get_submodule(path)
             if not hasattr(parent, "entry"):
                 raise UserError(
@@ -79,7 +78,7 @@ def apply_tensor_parallel(model: Decoder, mesh: DeviceMesh) -> None:
 
 
 def _split_parameters(module: Viewed, own: dict[str, Parameter], spec: ModelSpec, mesh: DeviceMesh) -> None:
-    """Make a module's parameters DTensors on `mesh`, and let the module see their local tensors."""
+    """Make a module's parameters DTensors on `mesh`, and give the module a view of their local tensors."""
     kept: dict[str, tuple[int, int]] = {}
     dims = {name: split_dim(row, spec, mesh.size()) for name, row in own.items()}
     for name, row in own.items():
@@ -96,13 +95,13 @@ def _split_parameters(module: Viewed, own: dict[str, Parameter], spec: ModelSpec
 
 
 def _is_row_wise(own: dict[str, Parameter]) -> bool:
-    matrix = own.get("weight") or own.get("codes")  # codes are the quantized matrix
+    matrix = own.get("weight") or own.get("codes")  # a quantized matrix is stored as codes
     return matrix is not None and not TP_SPLITS.isdisjoint(matrix.dims[1:])
 
 
 class RowParallel(Op):
-    """A linear layer with a part of the inputs on each rank: the products are summed over ranks, and the sum is
-    scattered along the sequence. The bias is added once, to this rank's tokens."""
+    """A linear layer with a part of the inputs on each rank: the products are summed over ranks and scattered along the
+    sequence. The bias is added once, to this rank's tokens."""
 
     place = Place.SPLIT
 
@@ -120,7 +119,7 @@ class RowParallel(Op):
 
 
 class VocabularyParallel(Op):
-    """An embedding with a part of the rows on each rank: it looks up its own, and the sum over ranks is scattered."""
+    """An embedding with a part of the rows on each rank: each looks up its own, and the sum over ranks is scattered."""
 
     place = Place.SPLIT
 
@@ -141,7 +140,7 @@ class VocabularyParallel(Op):
 
 
 class OwnPositions(Op):
-    """An embedding that every rank has whole: each looks up its own part of the sequence."""
+    """An embedding replicated on every rank: each looks up its own part of the sequence."""
 
     place = Place.SPLIT
 

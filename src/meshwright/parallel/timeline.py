@@ -17,7 +17,7 @@ from meshwright.torch_internals import in_backward_pass
 FORWARD, BACKWARD, STEP, BETWEEN = "forward", "backward", "optimizer's step", "between"
 ACTIVATIONS, TEMPORARIES = "activations", "temporaries"
 NAMED_EVERY = 100
-"""Changes after which storages are asked for their kind again."""
+"""Allocations and releases between two updates of the storages' kinds."""
 POINTS = 400
 """Points of a timeline, each the maximum of its interval."""
 LARGEST = 20
@@ -49,7 +49,7 @@ class Timeline(Ledger):
         device_type: str | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """`device_type`: whose memory is counted; None for all."""
+        """`device_type`: the device whose memory is counted; None for all."""
         super().__init__(name_storages, elsewhere)
         self.device_type, self.clock = device_type, clock
         self._names = {id(module): name or "the model" for name, module in model.named_modules()}
@@ -96,8 +96,8 @@ class Timeline(Ledger):
     def changed(self, key: int, size: int) -> None:
         """See `Ledger`.
 
-        While a storage is released nothing is named: the tensor that held it is half destroyed, and reading it, as the
-        gradient of a parameter, ends the process.
+        Nothing is named during the release of a storage: its tensor is half destroyed, and reading it (for example as
+        the gradient of a parameter) crashes the process.
         """
         phase, released = self._now_in(), key not in self._bytes
         if phase != self._phase:
@@ -128,7 +128,7 @@ class Timeline(Ledger):
         return FORWARD if self._places else BETWEEN
 
     def _name(self) -> None:
-        """Ask which kinds the storages are of by now."""
+        """Update the kinds of the storages."""
         self._unnamed = False
         for key, kind in self.name_storages().items():
             number = self._number.get(key)

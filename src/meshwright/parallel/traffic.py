@@ -38,15 +38,16 @@ exchanges of Python objects are not counted."""
 
 @dataclass
 class Count:
-    """How often a rank took part in a collective, and the bytes of the whole tensors: a gather's output, a scatter's
-    input, the reduced tensor, and what is sent or, for messages, received."""
+    """How often a rank took part in a collective, and the bytes of the whole tensors: a gather's output, a scatter's or
+    an all-to-all's input, the reduced tensor, the message."""
 
     calls: int = 0
     bytes: int = 0
 
 
 class Traffic(DispatchMode):
-    """Counts while it is entered: `counts[kind, axis]`, the axis by its name in `Meshes`, or `world` for all ranks."""
+    """Counts collectives while it is entered: `counts[kind, axis]`, the axis by its name in `Meshes`, or `world` for
+    all ranks."""
 
     def __init__(self, meshes: Meshes | None = None) -> None:
         super().__init__()
@@ -66,11 +67,11 @@ class Traffic(DispatchMode):
 
 
 def _sizes(name: str, *values: Any) -> Iterator[int]:
-    """Bytes of every tensor among a collective's arguments and results; for an all-to-all, where more may come in than
-    goes out, bytes of its input."""
+    """Bytes of every tensor among a collective's arguments and results; for an all-to-all, whose output may be larger,
+    bytes of its input."""
     if KINDS[name] == "all-to-all":
         (args, *_) = values
-        values = args[1] if name.startswith("alltoall") else args[0]  # after the output, which some take as an argument
+        values = args[1] if name.startswith("alltoall") else args[0]  # these take the output first
     yield from (leaf.nbytes for leaf in leaves(values) if isinstance(leaf, torch.Tensor))
 
 

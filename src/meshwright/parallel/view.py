@@ -1,7 +1,7 @@
 """The view of a layer whose parameters are DTensors: the plain tensors of this rank.
 
-One rule covers all gradients: a split parameter's gradient is complete on its rank; the gradient of a parameter that
-every rank keeps is this rank's share, and is summed over ranks.
+One rule covers all gradients: a split parameter's gradient is complete on its rank; a replicated parameter's gradient
+is this rank's share, and is summed over ranks.
 """
 
 from collections.abc import Mapping
@@ -17,12 +17,12 @@ class LocalView(View):
     """A layer's parameters as local tensors, for some of them only a part of the rows.
 
     FSDP2 gathers and swaps the registered parameters themselves, so only a view may be local. It is read in the forward
-    pass, while they are gathered: DTensors of one axis.
+    pass, while they are gathered and are DTensors of one axis.
     """
 
     def __init__(self, split: Mapping[str, int], rows: Mapping[str, tuple[int, int]], axis: str) -> None:
-        """`split`: the dim of each parameter that the ranks of `axis` share, for display; `rows`: this rank's rows,
-        (start, stop), of parameters that every rank keeps."""
+        """`split`: the dim of each parameter that is split over the ranks of `axis`, for display; `rows`: this rank's
+        rows, (start, stop), of replicated parameters."""
         self.split, self.rows, self.axis = split, rows, axis
 
     def read(self, module: nn.Module) -> Weights:

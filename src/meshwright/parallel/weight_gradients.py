@@ -1,8 +1,8 @@
 """Backward passes in two parts: the gradients of linear layers' weights are deferred.
 
 Zero-bubble schedules compute them while a rank would be idle (Qi et al., "Zero Bubble Pipeline Parallelism", 2024).
-Only the products for linear layers' weight gradients are deferred; everything else is done at once, recomputation
-included. Any kind of product can be deferred, because its two gradients are separate functions (`models/linear.py`).
+Only the products for linear layers' weight gradients are deferred; everything else, recomputation included, runs at
+once. Any kind of product can be deferred, because its two gradients are separate functions (`models/linear.py`).
 
 Shapes: M rows, D in, N out.
 """
@@ -30,7 +30,7 @@ class WeightGradients:
     """Collects a backward pass's deferred weight gradients until they are taken and added."""
 
     def __init__(self, model: nn.Module) -> None:
-        """Let every linear layer of `model` whose matrix trains defer its gradient; adapters' gradients are not
+        """Make every linear layer of `model` with a trained matrix defer its gradient; adapters' gradients are not
         deferred."""
         self._waiting: list[Waiting] = []
         for module in model.modules():
@@ -56,7 +56,7 @@ def add_weight_gradients(waiting: list[Waiting]) -> None:
 
 
 class Deferred(Op):
-    """The product, except the gradients of its weight and bias, which are handed to `leave`."""
+    """The product, except the gradients of its weight and bias, which are passed to `leave`."""
 
     place = Place.DEFERRED
 
@@ -82,8 +82,8 @@ class Deferred(Op):
 class _InputGradientAlone(torch.autograd.Function):
     """A product whose backward pass computes only the gradient of its input.
 
-    The weights are hidden from autograd in a dict, so that it neither waits for their gradients nor frees the graph
-    that leads to them; `anchor` keeps the backward pass in the graph even where the input needs no gradient.
+    A dict hides the weights from autograd, so that autograd neither waits for their gradients nor frees their graph.
+    `anchor` keeps the backward pass in the graph even if the input needs no gradient.
     """
 
     @staticmethod

@@ -22,8 +22,8 @@ from meshwright.trainer.snapshot import moments
 
 @dataclass
 class StepComparison:
-    """The comparison of one step, the same on every rank. Nothing after a difference of gradients is compared, for
-    without equal gradients ranks may not even agree on what to send next."""
+    """The comparison of one step, the same on every rank. After a difference in gradients the comparison stops: without
+    equal gradients, ranks may not even agree on the next message."""
 
     step: int
     loss: Difference
@@ -39,11 +39,11 @@ class StepComparison:
     rounded: float | None = None
     """Relative distance by which quantized reductions moved the gradient; None without them."""
     misread: Misread | None = None
-    """Set where ranks did not read the step's samples."""
+    """Set if ranks did not read the step's samples."""
 
     @property
     def equal(self) -> bool:
-        """Whether rounding explains everything."""
+        """Whether rounding explains all differences."""
         tensors = [*self.gradients.values(), *self.updates.values(), *self.state.values()]
         numbers = [self.loss, *filter(None, [self.gnorm])]
         return self.misread is None and all(difference.equal for difference in (*numbers, *tensors))
@@ -131,7 +131,7 @@ def _gradients(
             gradients[name] = measure(gradient, expected, allowed + room.of(name), trainer.worker.rank)
         gradients = worst_over_ranks(gradients)
     for row in trainer.table:
-        if row.trained:  # and no rank holds it
+        if row.trained:  # but no rank holds it
             gradients.setdefault(row.name, Difference(math.inf, allowed))
     return gradients
 

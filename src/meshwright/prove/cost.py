@@ -12,15 +12,15 @@ from meshwright.spec.run import ResolvedRun
 
 @dataclass(frozen=True)
 class Cost:
-    """A step in low precision against the same step from the same weights without it."""
+    """A step in low precision, compared with the same step from the same weights without it."""
 
     step: int
     beside: str
     """The dtype of the step without low precision, and how its weights are gathered."""
     loss: float
-    """The loss without it."""
+    """The loss without low precision."""
     gradients: float
-    """Norm of the difference of all gradients over the norm of all gradients without it."""
+    """Norm of the difference of all gradients, over the norm of all gradients without low precision."""
     worst: str
     """The parameter whose gradient differs most relative to its norm."""
     worst_by: float

@@ -13,7 +13,7 @@ class Difference:
     allowed: float
     rank: int = 0
     factor: float | None = None
-    """Where the whole difference is a factor: ours = factor x reference."""
+    """Set if the whole difference is a factor: ours = factor x reference."""
     place: str = ""
     """The position of the largest difference, if it is informative."""
 

@@ -1,4 +1,4 @@
-"""A step's figures, as the reference computed them."""
+"""A step's figures, computed by the reference."""
 
 from typing import TypedDict
 

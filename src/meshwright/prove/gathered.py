@@ -1,9 +1,9 @@
 """Quantized collectives in a proof: one process computes with the weights that ranks gather, and gradients may differ
-by the half quantization steps that ranks report.
+by half the quantization steps that ranks report.
 
-Gathered weights are a function of the weights and of where ranks cut them, so the reference computes with exactly those
-(`as_gathered`), and the tolerance does not change. The rounding of a sum of gradients depends on each rank's share;
-every reduction knows its scales, and therefore the largest error that it can have made (`parallel.quantized.Rounding`).
+Gathered weights are a function of the weights and of the ranks' split. The reference computes with exactly these
+weights (`as_gathered`), so the tolerance does not change. The rounding of a sum of gradients depends on each rank's
+share. Every reduction knows its scales, and therefore its largest possible error (`parallel.quantized.Rounding`).
 """
 
 from collections.abc import Iterable, Iterator
@@ -29,7 +29,7 @@ from meshwright.trainer.setup import Trainer
 def as_gathered(trainer: Trainer, layout: LayoutSpec) -> Iterator[None]:
     """Inside the block, one process computes with the weights that the layout's ranks would gather."""
     sent, kept = layout.quantized_weights, list[tuple[torch.Tensor, torch.Tensor]]()
-    parameters = dict(trainer.model.named_parameters()) if sent in BITS else {}  # fp8 is what products read anyway
+    parameters = dict(trainer.model.named_parameters()) if sent in BITS else {}  # fp8 products read codes anyway
     with torch.no_grad():
         for row in trainer.table:
             if row.name in parameters and len(row.shape) > 1:
@@ -46,8 +46,8 @@ def as_gathered(trainer: Trainer, layout: LayoutSpec) -> Iterator[None]:
 
 
 def parts(whole: torch.Tensor, row: Parameter, model: ModelSpec, layout: LayoutSpec) -> Iterable[torch.Tensor]:
-    """Views of what each of ZeRO's ranks keeps of a parameter (as `families.split.kept_shape`); empty if one rank keeps
-    all."""
+    """Views of the part that each of ZeRO's ranks keeps of a parameter (as in `families.split.kept_shape`); empty if
+    one rank keeps all."""
     if is_experts(row):
         shards = layout.expert_shard
         cut = (0, layout.ep), (expert_shard_dim(row.shape, shards, split=layout.ep > 1), shards)
@@ -71,19 +71,19 @@ def _split(whole: torch.Tensor, dim: int, ranks: int) -> Iterator[torch.Tensor]:
 
 @dataclass
 class Room:
-    """What quantization may have done to a step's gradients, as scaled; the same on every rank."""
+    """The largest possible effect of quantization on a step's gradients, as scaled; the same on every rank."""
 
     most: dict[str, float] = field(default_factory=dict)
-    """To any number of a parameter's."""
+    """By parameter: the largest error of any number."""
     norm: float = 0.0
-    """To the norm of all."""
+    """The norm of the error of all gradients."""
 
     def of(self, name: str) -> float:
         """The largest error of any number of a parameter's gradient."""
         return self.most.get(name, 0.0)
 
     def after_clipping(self, name: str, facts: Facts) -> float:
-        """The same once the norm has scaled all, without the factor itself."""
+        """The same after clipping by the norm, without the error of the factor itself."""
         share = self.norm / facts["gnorm"] if facts["gnorm"] else 0.0
         return (self.of(name) + facts["largest"] * share) * (1 + share)
 
@@ -102,7 +102,7 @@ def rounding_told(model: nn.Module) -> Iterator[Rounding]:
 
 
 def room_of(told: Rounding, layout: LayoutSpec, *, tied: bool) -> Room:
-    """The room that all ranks' roundings together explain. Collective."""
+    """The allowance that all ranks' roundings together explain. Collective."""
     replicas = max(layout.replicate, layout.expert_replicate)  # each has rounded its own sum
     copies = replicas * (2 if tied and layout.pp > 1 else 1)
     most, squares = dict[str, float](), 0.0

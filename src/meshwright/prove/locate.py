@@ -21,15 +21,15 @@ BLOCK = re.compile(r"(input of )?layers\.\d+")
 
 @dataclass(frozen=True)
 class Location:
-    """Where a layout first leaves the reference, in the order of computation."""
+    """The first difference of a layout from the reference, in the order of computation."""
 
     phase: str
     """`start` (a weight before the first step), `data`, `forward`, `loss`, `backward`, `reduction` (a weight's
     gradient, though all activations' are right), `norm`, `update` or `state` (a buffer or moment after the step)."""
     name: str
-    """Module, parameter or buffer; for data, which ranks read what."""
+    """Module, parameter or buffer; for data, which ranks read which samples."""
     difference: Difference | None
-    """None if no rank computed it."""
+    """None if no rank computed the tensor."""
     ranks: tuple[int, ...] = ()
     """All ranks on which it differs."""
 
@@ -61,7 +61,7 @@ class _Watch:
         expected = self.reference.tensor("trace", phase, name)[start : start + size][:, places]
         pieces = {dim: expected.shape[dim] // tensor.shape[dim] for dim in range(2, expected.dim())}
         if phase == "backward" and any(1 < count < self.tp for count in pieces.values()):
-            return  # a head that several ranks have: each knows only its own share of the gradient
+            return  # a head on several ranks: each has only its own share of the gradient
 
         def here(whole: torch.Tensor) -> torch.Tensor:
             for dim, count in pieces.items():
@@ -91,7 +91,7 @@ class _Watch:
 
 
 def locate(trainer: Trainer, reference: Reference, comparison: StepComparison, tolerance: Tolerance) -> Location:
-    """Repeat the gradients of a step that differs, and compare everything on the way. Collective.
+    """Recompute the gradients of a step that differs, and compare every activation and gradient. Collective.
 
     The reference must have been traced at this step.
     """

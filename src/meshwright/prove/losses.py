@@ -1,4 +1,4 @@
-"""Comparison of losses by rank: every rank's own sums over its microbatches, before the sum over ranks, against the
+"""Comparison of losses by rank: each rank's own sums over its microbatches, before the sum over ranks, with the
 reference's."""
 
 from collections.abc import Iterator, Sequence
@@ -83,7 +83,7 @@ def find_wrong_loss(
         shares: of all ranks.
         reference: of all the step's microbatches, in the order of the data-parallel ranks that have them.
         over_tokens: whether each of the ranks that share rows has only the loss of its own tokens.
-        relative: how far a loss may differ.
+        relative: the allowed relative difference of a loss.
     """
     groups: dict[tuple[int, int], list[Share]] = {}
     for share in shares:

@@ -1,7 +1,7 @@
-"""A large layout as several small ones: each pair of its axes by itself, at small degrees. Without torch.
+"""Small layouts that replace a large one: each pair of its axes separately, at small degrees. Without torch.
 
-Faults of layouts arise where two axes meet, and a pair of axes needs few ranks. Faults that need three axes are not
-seen; `verify --full` proves the unchanged layout.
+Faults of layouts occur where two axes meet, and a pair of axes needs few ranks. Faults that need three axes are missed;
+`verify --full` proves the unchanged layout.
 """
 
 from itertools import combinations
@@ -11,7 +11,7 @@ from meshwright.spec.errors import UserError
 from meshwright.spec.layout import AXES, LayoutSpec
 
 MOST_RANKS = 16
-"""Largest number of ranks of a layout that is proved unchanged: beyond it, two cores take minutes just to start the
+"""Largest number of ranks of a layout that is proved unchanged: with more, two cores take minutes just to start the
 processes."""
 
 DEGREES = (4, 2, 3)
@@ -19,7 +19,7 @@ DEGREES = (4, 2, 3)
 
 
 def pair_layouts(layout: LayoutSpec) -> list[LayoutSpec]:
-    """The layouts of all pairs of axes with several ranks; or of the only such axis."""
+    """The layouts of all pairs of axes with several ranks, or of the only such axis."""
     axes = [axis for axis in AXES if getattr(layout, axis) > 1]
     found: list[LayoutSpec] = []
     for pair in combinations(axes, min(2, len(axes))):
@@ -30,7 +30,7 @@ def pair_layouts(layout: LayoutSpec) -> list[LayoutSpec]:
 
 
 def _restricted(layout: LayoutSpec, pair: tuple[str, ...]) -> LayoutSpec | None:
-    """The layout of a pair of axes; None if they are not a legal layout without the others."""
+    """The layout of a pair of axes; None if the pair alone is not a legal layout."""
     degrees = {axis: _degree(getattr(layout, axis)) if axis in pair else 1 for axis in AXES}
     sharers = degrees["dp_shard"] * degrees["cp"] * degrees["tp"]
     fields = {**layout.model_dump(), **degrees, "ep": gcd(layout.ep, sharers), "stage_layers": "auto"}

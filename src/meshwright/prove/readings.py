@@ -20,7 +20,7 @@ class Reading:
     places: tuple[int, ...]
     """The positions in each sample whose tokens the rank has."""
     other: str = ""
-    """What differs from the sample besides the tokens."""
+    """The difference from the sample other than the tokens."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Misread:
 
 
 def check_readings(trainer: Trainer, microbatches: Sequence[HostBatch], step: int) -> Misread | None:
-    """None if all ranks together read every sample of a step as often as the layout says. Collective."""
+    """None if all ranks together read every sample of a step as often as the layout requires. Collective."""
     resolved, layout = trainer.resolved, trainer.resolved.run.layout
     if padding_of(resolved) == "left_out":
         return None  # rows are joined
@@ -84,7 +84,7 @@ def _apart(readings: Sequence[Reading], together: int) -> Misread | None:
 
 
 def _judge(readings: Sequence[Reading], size: int, length: int, sharers: int) -> Misread | None:
-    """`sharers` ranks share each sample, by splitting its tokens or the model."""
+    """Checks ranks among which `sharers` share each sample, by splitting its tokens or the model."""
     for rank, reading in enumerate(readings):
         if None in reading.rows:
             return Misread(f"rank {rank} read a sample that is not in the step", (rank,))

@@ -1,4 +1,4 @@
-"""The reference: one process's results, computed, kept in a folder, and read in parts by the layout's ranks."""
+"""The reference: one process's results, saved in a folder; the layout's ranks read parts of them."""
 
 import json
 from collections.abc import Iterator
@@ -84,7 +84,7 @@ class Reference:
         return json.loads((self.folder / "trace" / "index.json").read_text())
 
     def save(self, tensor: torch.Tensor, *place: str) -> None:
-        """Store a tensor, low precision widened to fp32."""
+        """Store a tensor, with low precision converted to fp32."""
         path = self._path(*place)
         path.parent.mkdir(parents=True, exist_ok=True)
         wide = tensor.detach().to(torch.promote_types(tensor.dtype, torch.float32))
@@ -95,7 +95,7 @@ class Reference:
 
 
 NOT_COMPILED = {"compile_mode": "default", "compile_scope": "block"}
-"""Settings that say nothing where nothing is compiled."""
+"""Settings that have no effect without compilation."""
 
 
 def alone(resolved: ResolvedRun) -> ResolvedRun:
@@ -110,7 +110,7 @@ def alone(resolved: ResolvedRun) -> ResolvedRun:
 def train_reference(
     resolved: ResolvedRun, folder: Path, steps: int, samples: Samples | Mixture | None = None
 ) -> Reference:
-    """Train `steps` steps on this process, on `samples` or else random ones, and keep the results."""
+    """Train `steps` steps on this process, on `samples` or else random ones, and save the results."""
     reference, trainer = Reference(folder), build_alone(resolved)
     _save_weights(reference, trainer, 0)
     factor = 0.0
@@ -160,13 +160,13 @@ def load_weights(trainer: Trainer, reference: Reference, step: int) -> None:
 
 
 def trace_reference(resolved: ResolvedRun, reference: Reference, step: int) -> None:
-    """Save every activation of a step and its gradient, computed with the weights that the step started from."""
+    """Save every activation of a step and its gradient, computed with the weights before the step."""
     stored: dict[tuple[str, str], np.memmap] = {}
     index: dict[str, dict[str, float]] = {phase: {} for phase in PHASES}
 
     def keep(phase: str, name: str, microbatch: int, tensor: torch.Tensor) -> None:
         if tensor.shape[:2] != (resolved.micro_batch, resolved.run.data.sequence_length):
-            return  # not the sequence's own dims: experts' rows
+            return  # not indexed by sequence: experts' rows
         values = tensor.detach().to(torch.promote_types(tensor.dtype, torch.float32)).numpy()
         if (phase, name) not in stored:
             stored[phase, name] = trace_file(reference, resolved, values, "trace", phase, name)
@@ -188,8 +188,8 @@ def trace_alone(
     visit: Visit,
     names: set[str] | None = None,
 ) -> list[tuple[float, int]]:
-    """Show `visit` one process's activations of a step from the reference's weights, as `layout` gathers them (of these
-    `names`, or all); returns (summed loss, number of terms) of each microbatch."""
+    """Pass to `visit` one process's activations of a step (those of `names`, or all), from the reference's weights as
+    `layout` gathers them. Returns (summed loss, number of terms) of each microbatch."""
     load_weights(trainer, reference, step - 1)
     passes = trainer.train_step.passes
     tracer, gathered = Tracer(trainer.model, visit, names), as_gathered(trainer, layout)

@@ -1,9 +1,9 @@
 """Recomputation of a step of a run in progress on one process, and comparison: `python -m meshwright.prove.replay`.
 
 The run (`trainer/verification.py`) has written the step's initial state and each rank's results. The step is computed
-once as the recipe says, and `RUNS` times more with random extra rounding (`rounding.py`), which measures how far
-rounding moves each tensor; no bound is known for a real optimizer's step. In wide formats, where sums in another order
-differ by more than one rounding of their results, the extra rounding is `WIDE` times coarser.
+once according to the recipe, and `RUNS` times more with random extra rounding (`rounding.py`), which measures how far
+rounding moves each tensor; no bound is known for a real optimizer's step. In wide formats, sums in another order differ
+by more than one rounding of their results, so the extra rounding is `WIDE` times coarser.
 """
 
 import argparse
@@ -43,8 +43,8 @@ from meshwright.trainer.verification import VERDICT
 RUNS, WIDE = 2, 32
 
 SIZE = 4.0
-"""Allowance of a rank's part, in root mean squares of the effect of rounding: twice a proof's, because a run has very
-many tensors and steps, and a false alarm ends it."""
+"""Allowance of a rank's part, in root mean squares of the effect of rounding. It is twice a proof's, because a run has
+very many tensors and steps, and a false alarm ends it."""
 
 SQUARES = ("exp_avg_sq",)
 """Moments that are less informative about a gradient than others."""
@@ -74,10 +74,10 @@ class Replay:
         self.figures: dict[str, float] = {}
         """One process's figures of the step."""
         self.moved: dict[str, list[float]] = {}
-        """The distance of each run with extra rounding: the figures, and every tensor as a factor."""
+        """The distance of each run with extra rounding: for loss and norm, and for every tensor as a factor."""
 
     def compute(self) -> None:
-        """Compute the step, then again with extra roundings."""
+        """Compute the step, then recompute it with extra rounding."""
         corpus = with_references(self.trainer, corpus_of(self.resolved), Path(self.resolved.run.run_dir))
         with build_loader(self.trainer, corpus) as loader:
             microbatches = loader.microbatches(self.position)
@@ -127,7 +127,7 @@ class Replay:
         return {name: Difference(_apart(ours[name], self.figures[name]), room[name]) for name in room}
 
     def factors(self) -> dict[str, float]:
-        """How far rounding moves each tensor as a whole. Two runs estimate that poorly, so it is at least the median
+        """How far rounding moves each tensor as a whole. Two runs give a poor estimate, so it is at least the median
         over tensors."""
         own = {name: _rms(values) for name, values in self.moved.items() if " " in name}
         typical = statistics.median(own.values())
@@ -158,8 +158,8 @@ class Replay:
         return sorted(found, key=lambda one: _rank_of(one, order))
 
     def _least(self, kind: str, expected: torch.Tensor) -> float:
-        """The rounding of a stored number. A router's bias moves by a fixed amount up or down, which a single token may
-        decide."""
+        """The rounding of a stored number. A router's bias moves up or down by a fixed amount, and a single token may
+        decide which."""
         model, dtypes = self.resolved.model, self.resolved.run.training.dtypes
         stored = dtypes.master.epsilon * expected.double().square().mean().sqrt().item() if expected.numel() else 0.0
         return max(stored, model.balance_rate or 0.0) if kind == "state" else stored
@@ -193,7 +193,7 @@ def _apart(ours: float, theirs: float) -> float:
 
 
 def verdict(replay: Replay, seconds: float) -> dict[str, Any]:
-    """The report of the step, for `metrics.jsonl` and for people."""
+    """The report of the step, for `metrics.jsonl` and for users."""
     held, ours = read_index(replay.folder)
     numbers, wrong = replay.allowed(ours), replay.wrong(held)
     equal = not wrong and all(number.equal for number in numbers.values())
@@ -225,7 +225,7 @@ def _describe(wrong: Wrong) -> str:
 
 
 def main() -> int:
-    """Recompute the step in a folder, and write the verdict beside it."""
+    """Recompute the step in a folder, and write the verdict next to it."""
     parser = argparse.ArgumentParser(prog="meshwright.prove.replay", description=__doc__)
     parser.add_argument("--folder", type=Path, required=True, help="the run's record of the step")
     parser.add_argument("--plugins", type=Path, help="objects that Python code passed to train")

@@ -1,11 +1,11 @@
-"""The effect of low-precision rounding on a step, measured on one process, as the yardstick for a layout's differences.
+"""The effect of low-precision rounding on a step, measured on one process, as the allowance of a layout's differences.
 
 In bf16 a bound on single numbers tolerates tens of percent. But a step has many numbers, and rounding is unbiased. So
-the step is computed `RUNS` times more on one process, with every input and output of every layer, and their gradients,
-stochastically rounded once more; that measures how far each tensor moves. A layout's tensors may move `SIZE` times as
-far, root mean square, part by part; as a whole they may grow or shrink by `FACTOR` of the measured standard deviations.
+one process recomputes the step `RUNS` times, with one more stochastic rounding of every input and output of every
+layer, and of their gradients. This measures how far each tensor moves. A layout's tensors may move `SIZE` times as far,
+root mean square, part by part; as a whole they may grow or shrink by `FACTOR` of the measured standard deviations.
 
-Smaller faults are not seen: a tenth of a tensor's rounding, or a few numbers of many.
+Smaller faults are missed: a tenth of a tensor's rounding, or a few numbers of many.
 """
 
 import json
@@ -44,7 +44,7 @@ RUNS, SIZE, FACTOR, NUMBER = 4, 2.0, 8.0, 8.0
 
 @contextmanager
 def rounded_anew(model: nn.Module, epsilon: float, seed: int) -> Iterator[None]:
-    """Inside the context, the inputs and outputs of `model`'s layers are rounded once more, up or down at random;
+    """Inside the context, the inputs and outputs of `model`'s layers are stochastically rounded once more, up or down;
     `epsilon`: the distance from 1 to the next number."""
     generator = torch.Generator().manual_seed(seed)
 
@@ -201,9 +201,9 @@ class Part:
     rounding: float
     """The same for the effect of rounding."""
     along: float
-    """The dot product of the difference with the tensor less its origin."""
+    """The dot product of the difference and the tensor minus its origin."""
     change: float
-    """The squared norm of the tensor less its origin."""
+    """The squared norm of the tensor minus its origin."""
 
     @staticmethod
     def of(
@@ -253,7 +253,7 @@ def compare_rounded(
 
 
 def worst_of(differences: Sequence[Difference]) -> Difference:
-    """The worst of one tensor's differences (`judge`): the whole as a factor, where that differs."""
+    """The worst of one tensor's differences (`judge`): the whole as a factor, if that differs."""
     return max(differences, key=lambda difference: (difference.factor is not None, difference.share))
 
 
@@ -269,14 +269,14 @@ def judge(
     size: float = SIZE,
     least: Mapping[str, float] | None = None,
 ) -> dict[str, list[Difference]]:
-    """For every tensor, the root-mean-square differences of all ranks that hold some of it, and last the difference of
-    the whole as a factor.
+    """For every tensor, the root-mean-square differences of all ranks that hold a part of it, and last the difference
+    of the whole as a factor.
 
     Args:
         by_rank: each rank's parts.
         factors: rounding's effect on a tensor as a whole, in standard deviations.
         size: allowance of a part, in root mean squares of rounding's effect.
-        least: for every tensor, the least allowance of a part.
+        least: for every tensor, the minimum allowance of a part.
     """
     found: dict[str, list[Difference]] = {}
     for name in {name: None for parts in by_rank for name in parts}:

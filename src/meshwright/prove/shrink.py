@@ -1,4 +1,4 @@
-"""A small run that meets the same conditions as a large one. Without torch.
+"""A small run that takes the same code paths as a large one. Without torch.
 
 Everything that matters to a layout stays: degrees, numbers of stages and microbatches, ratios of heads, divisibility.
 Sizes that only cost time shrink: width, depth, vocabulary, length.
@@ -21,16 +21,16 @@ from meshwright.spec.run import ResolvedRun
 from meshwright.spec.training import TrainingSpec
 
 HEAD_DIM, HIDDEN, FFN, LENGTH, VOCAB, EXPERTS = 8, 32, 48, 288, 96, 4
-"""Default sizes, which no layout enlarges. The length has positions that bf16 and a byte cannot tell apart."""
+"""Minimum sizes, which no layout enlarges. The length has positions that bf16 and a byte cannot distinguish."""
 
 HIDDEN_OF_BLOCKS = 64
 """Width of a model with 8-bit moments: its matrices reach the 4,096 numbers from which moments are quantized."""
 
 
 def shrink(resolved: ResolvedRun) -> ResolvedRun:
-    """The run with a small model and batch, and random weights, adapters included, because no file has its shapes.
+    """The run with a small model and batch. Its weights, adapters included, are random, because no file has its shapes.
 
-    Raises `UserError` if no small model fits the layout, though the large one does.
+    Raises `UserError` if no small model fits the layout although the large one does.
     """
     run, layout = resolved.run, resolved.run.layout
     if resolved.model.foreign is not None:
@@ -93,8 +93,8 @@ def _stage_layers(large: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _recompute(resolved: ResolvedRun, stages: tuple[int, ...]) -> Recompute:
-    """The recomputation of small stages: one layer of a policy for any number in the large stage, all where it has no
-    other."""
+    """The recomputation of small stages: one layer of each policy that the large stage uses; if it uses only one
+    policy, all layers."""
     counts = []
     for (full, selective), large, small in zip(
         stage_counts(resolved.run.training.recompute, resolved.stages), resolved.stages, stages, strict=True
@@ -105,8 +105,8 @@ def _recompute(resolved: ResolvedRun, stages: tuple[int, ...]) -> Recompute:
 
 
 def _accumulation(resolved: ResolvedRun) -> int:
-    """Three microbatches where the recipe has several: a first, a last and one between; the fewest from there up that
-    the pipeline accepts."""
+    """Three microbatches if the recipe has several: a first, a last and one between; or the next number that the
+    pipeline accepts."""
     layout, most = resolved.run.layout, resolved.accumulation
     if layout.pp == 1:
         return 3 if most > 1 else 1
@@ -142,7 +142,7 @@ def _candidates(resolved: ResolvedRun, layers: int) -> Iterator[tuple[ModelSpec,
         sizes["sliding_window"] = max(1, model.sliding_window * length // max(whole, 2 * model.sliding_window))
     if model.num_experts:
         chosen, groups = model.experts_per_token, model.router_groups
-        # Twice as many as are chosen; half of them are crowded, so that the others at times get no token.
+        # Twice as many as are chosen; half of them get most tokens, so that the others sometimes get none.
         fewest = max(EXPERTS, 2 * chosen + 2, 2 * groups, -(-chosen // model.router_top_groups) * groups)
         sizes["num_experts"] = _like(model.num_experts, fewest, lcm(layout.ep, groups))
         sizes["expert_ffn"] = _like(model.expert_ffn, FFN, columns)
@@ -151,7 +151,7 @@ def _candidates(resolved: ResolvedRun, layers: int) -> Iterator[tuple[ModelSpec,
         sizes |= {"kv_rank": 2 * HEAD_DIM, "q_rank": model.q_rank and HEAD_DIM + 4}
         sizes |= {"nope_head_dim": HEAD_DIM - 4, "rope_head_dim": 4, "v_head_dim": HEAD_DIM - 2, "head_dim": HEAD_DIM}
     common = gcd(model.num_heads, model.num_kv_heads)
-    # Two key and value heads at least, where there are two: one alone cannot be in the wrong place.
+    # At least two key and value heads, if the model has two: a single one cannot be misplaced.
     divisors = (n for n in range(1, common + 1) if common % n == 0 and (n == 1 or model.num_kv_heads // n > 1))
     for divisor in sorted(divisors, reverse=True):
         heads = {"num_heads": model.num_heads // divisor, "num_kv_heads": model.num_kv_heads // divisor}

@@ -12,22 +12,22 @@ STORED_PER_BLOCK = 12
 sum; two products, activation, product, sum."""
 
 CONFIDENCE = 4.0
-"""Standard deviations: how far independent roundings may add up."""
+"""Standard deviations: the allowed sum of independent roundings."""
 
 SMOOTHING = 0.1
 """AdamW's epsilon in a proof. With the usual 1e-8 a first step is nearly the gradient's sign, which turns rounding into
-whole steps; with this the step is a smooth function of the gradient with slope at most lr / epsilon."""
+whole steps. With this value the step is a smooth function of the gradient with slope at most lr / epsilon."""
 
 CLIP = 0.01
-"""The norm to which a proof clips where the recipe clips: below any gradient's norm, so that a wrong norm shows."""
+"""The norm to which a proof clips if the recipe clips: below any gradient's norm, so that a wrong norm shows."""
 
 MUON_SLOPE = 3.4445**5
-"""Five Newton-Schulz iterations enlarge a difference by at most their largest coefficient each."""
+"""Each of five Newton-Schulz iterations enlarges a difference by at most its largest coefficient."""
 
 
 @dataclass(frozen=True)
 class Tolerance:
-    """Allowed differences. `relative` to the largest value of its kind."""
+    """Allowed differences. `relative`: to the largest value of the same kind."""
 
     relative: float
     rounding: float
@@ -53,7 +53,7 @@ class Tolerance:
         return slope * self.of_gradient(facts, more) + rounding + self.rounding * weight
 
     def of_gradient(self, facts: Facts, more: float = 0.0) -> float:
-        """The allowance of a gradient as the optimizer gets it. Clipping adds the norm's error, which is as large as
+        """The allowance of a gradient that the optimizer receives. Clipping adds the norm's error, which is as large as
         the gradient's own."""
         return (2 * self.relative * facts["largest"] + more) * facts["factor"]
 

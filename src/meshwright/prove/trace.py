@@ -18,7 +18,7 @@ Visit = Callable[[str, str, int, torch.Tensor], None]
 class Tracer:
     """While entered, shows `visit` every floating-point activation [b, T, ...] of a model's modules, and its gradient.
 
-    An activation that several modules pass on is shown once, unless `names` selects which to show.
+    An activation that several modules pass on is shown once, unless `names` selects the names to show.
     """
 
     def __init__(self, model: nn.Module, visit: Visit, names: set[str] | None = None) -> None:

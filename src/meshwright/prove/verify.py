@@ -1,4 +1,4 @@
-"""The proof that a recipe's layout equals one process, or where it first differs."""
+"""The proof that a recipe's layout equals one process, or the first difference."""
 
 import pickle
 from dataclasses import asdict, dataclass, replace
@@ -38,7 +38,7 @@ class Proof:
     """The largest relative difference that rounding explains."""
     location: Location | None = None
     cost: Cost | None = None
-    """The effect of low precision on the last step, where the run uses it."""
+    """The effect of low precision on the last step, if the run uses it."""
 
     @property
     def equal(self) -> bool:
@@ -54,8 +54,8 @@ class Proof:
 def verify(resolved: ResolvedRun, *, steps: int) -> Proof:
     """Train `steps` steps on one process and under the layout, from the same weights on the same data, and compare.
 
-    Both on this machine's CPUs. Raises `LayoutFailed` if the layout's processes fail, and `TrainingStopped`, a
-    `KeyboardInterrupt`, where a signal ended it.
+    Both run on this machine's CPUs. Raises `LayoutFailed` if the layout's processes fail, and `TrainingStopped`, a
+    `KeyboardInterrupt`, if a signal ended it.
     """
     if find_worker() is not None:
         raise UserError("verify starts the layout's processes; run it without torchrun or srun")
@@ -78,9 +78,9 @@ def verify(resolved: ResolvedRun, *, steps: int) -> Proof:
 
 
 def for_proof(resolved: ResolvedRun) -> ResolvedRun:
-    """The run as it is proved: on CPUs, its optimizer a smooth function of the gradient, every step clipped if the
-    recipe clips at all. AdamW replaces a user's own optimizer, whose smoothness is unknown. Weights and moments that
-    are kept in bf16 are in fp32: their rounding is no smooth function either, and is the same on every layout."""
+    """The run in the form that is proved: on CPUs, its optimizer a smooth function of the gradient, every step clipped
+    if the recipe clips at all. AdamW replaces a user's own optimizer, whose smoothness is unknown. bf16 weights and
+    moments become fp32: their rounding is not smooth either, and is the same on every layout."""
     training = resolved.run.training.with_wide_state()
     ours = training.optimizer if training.optimizer.name in OPTIMIZERS else OptimizerSpec(lr=training.optimizer.lr)
     optimizer = ours.model_copy(update={"eps": max(SMOOTHING, ours.eps)})

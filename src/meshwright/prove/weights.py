@@ -1,7 +1,7 @@
-"""Weights of a proof, perturbed where a fresh model is constant or even: a constant hides which rank computed with it.
+"""Weights of a proof: noise replaces a fresh model's constants, because a constant hides which rank computed with it.
 
-Norm weights of one are equal on every rank however they are split, an adapter initialized to zero passes no gradient
-on, and a fresh router loads experts evenly.
+Norm weights of one are equal on every rank under any split, an adapter initialized to zero passes no gradient on, and a
+fresh router loads experts evenly.
 """
 
 from dataclasses import replace
@@ -22,12 +22,12 @@ ADAPTER_NOISE = 0.05
 saturates attention, and its rounding exceeds the tolerances."""
 
 LOUD, QUIET = 2.0, 0.1
-"""Factor of every other expert's routing weights, so that tokens crowd on half of the experts."""
+"""Factor of every other expert's routing weights, so that half of the experts get most tokens."""
 
 
 def proof_weights(resolved: ResolvedRun) -> RowSource:
     """The run's weights with noise added to constants and with uneven routers. Pretrained weights, except adapters,
-    stay unchanged. Collective where they come from a checkpoint."""
+    stay unchanged. Collective if they come from a checkpoint."""
     weights, drawn = run_weights(resolved), resolved.run.model.weights != "pretrained"
 
     def read(row: Parameter, start: int, stop: int) -> torch.Tensor:

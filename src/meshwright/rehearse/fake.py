@@ -21,7 +21,7 @@ from meshwright.state import Home, Tier
 
 @contextlib.contextmanager
 def fake_rank(rank: int, world_size: int) -> Iterator[None]:
-    """Be rank `rank` of `world_size` in a process group whose collectives do nothing."""
+    """Act as rank `rank` of `world_size` in a process group whose collectives do nothing."""
     dist.init_process_group("fake", rank=rank, world_size=world_size, store=torch_internals.fake_store())
     try:
         yield
@@ -30,7 +30,7 @@ def fake_rank(rank: int, world_size: int) -> Iterator[None]:
 
 
 class FakeTensors(torch_internals.FakeTensors):
-    """Every tensor made inside has a shape, a dtype and a device, but no data; one that is read as a number is 1.
+    """Every tensor made inside has a shape, a dtype and a device, but no data; a tensor that is read as a number is 1.
 
     Meshes must be built outside, because they compute with rank numbers.
     """
@@ -49,7 +49,7 @@ class FakeTensors(torch_internals.FakeTensors):
 def budgets_of_gpu() -> Iterator[None]:
     """Cut the loss into chunks as on a GPU, although the fake tensors are CPU tensors.
 
-    (Autograd with fake tensors of a missing device ends the process.)
+    (Autograd with fake tensors of a missing device crashes the process.)
     """
     token = loss.BUDGETS_OF.set("cuda")
     try:
@@ -59,7 +59,8 @@ def budgets_of_gpu() -> Iterator[None]:
 
 
 def fill_slots(model: nn.Module, resolved: ResolvedRun, *, on_gpu: bool) -> None:
-    """Fill a model's slots with versions that work without data, and on a CPU save as much memory as a GPU's kernel."""
+    """Fill a model's slots with versions that work without data; `on_gpu`, also with a norm that saves the same
+    tensors as a GPU's kernel."""
     layout, length = resolved.run.layout, resolved.run.data.sequence_length
     rows = resolved.micro_batch * length // (layout.cp * layout.tp) * resolved.model.experts_per_token
     for module in model.modules():
@@ -75,33 +76,33 @@ def fill_slots(model: nn.Module, resolved: ResolvedRun, *, on_gpu: bool) -> None
 
 
 class UncountedCopy(HostCopy):
-    """A saved tensor's copy outside the counted memory; only what is brought back counts."""
+    """A saved tensor's copy outside the counted memory; only tensors that are fetched count."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.device, self._back = tensor.device, None
         self._like = tensor.shape, tensor.stride(), tensor.dtype
 
     def fetch(self) -> None:
-        """As `HostCopy`, as on a GPU."""
+        """See `HostCopy`; as on a GPU."""
         if self._back is None:
             shape, stride, dtype = self._like
             self._back = torch.empty_strided(shape, stride, dtype=dtype, device=self.device)
 
     def back(self) -> torch.Tensor:
-        """As `HostCopy`."""
+        """See `HostCopy`."""
         self.fetch()
         assert self._back is not None
         return self._back
 
 
 class EvenCounts:
-    """Every expert gets an equal share of a microbatch's `rows`, since there is no data to route by."""
+    """Every expert gets an equal share of a microbatch's `rows`, because there is no data for routing."""
 
     def __init__(self, rows: int) -> None:
         self.rows = rows
 
     def __call__(self, *counts: torch.Tensor) -> list[list[int]]:
-        """As `moe.read_counts`."""
+        """See `moe.read_counts`."""
         return [[self.rows // len(one) + (n < self.rows % len(one)) for n in range(len(one))] for one in counts]
 
 
@@ -111,15 +112,15 @@ class FusedNorm:
     def __call__(
         self, x: torch.Tensor, shape: tuple[int, ...], weight: torch.Tensor, eps: float | None
     ) -> torch.Tensor:
-        """As `F.rms_norm`."""
+        """See `F.rms_norm`."""
         result = _FusedNorm.apply(x, weight)
         assert isinstance(result, torch.Tensor)
         return result
 
 
 class _FusedNorm(torch.autograd.Function):
-    """Saves what a GPU's RMSNorm kernel saves: its input, and a number per row; on a CPU RMSNorm is a chain of
-    operations."""
+    """Saves the tensors that a GPU's RMSNorm kernel saves: its input, and a number per row. On a CPU, RMSNorm is a
+    chain of operations."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -133,14 +134,14 @@ class _FusedNorm(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class UncountedTier(Tier):
-    """A tier outside the counted memory: it takes no room, and its tensors have no data."""
+    """A tier outside the counted memory; its tensors have no data."""
 
     tensors: dict[int, torch.Tensor] = field(default_factory=dict)
-    """Those in its homes, by the identity of their storage."""
+    """The tensors in its homes, by the id of their storage."""
 
     @property
     def cache_room(self) -> int:
-        """None: this machine's memory says nothing of the rehearsed one's."""
+        """None: this machine's memory says nothing about the rehearsed one's."""
         return 0
 
     def prepare(self) -> None:

@@ -36,15 +36,15 @@ from meshwright.trainer.start import read_resolved
 from meshwright.trainer.state import state_tensors
 
 CPU = torch.device("cpu")
-"""The device of fake tensors: autograd ends the process if one is on a missing device."""
+"""The device of fake tensors: autograd crashes if one is on a missing device."""
 
 
 def rehearse_rank(resolved: ResolvedRun, rank: int, *, on_gpu: bool) -> dict[str, Any]:
     """Memory and traffic of rank `rank` in one step of training, as JSON values; sizes in bytes.
 
-    `on_gpu`: choose chunk sizes as on a GPU. This is exactly the training program, only without data. Of many
-    microbatches, which repeat themselves, only some run (`rehearse.shorten`), and their traffic and operations are
-    extrapolated linearly. A process can be only one rank, because torch caches shapes by mesh.
+    `on_gpu`: choose chunk sizes as on a GPU. This is exactly the training program, but without data. Of many identical
+    microbatches only some run (`rehearse.shorten`); their traffic and operations are extrapolated linearly. A process
+    can be only one rank, because torch caches shapes by mesh.
     """
     began, world_size = time.perf_counter(), resolved.run.layout.world_size
     counts, runs = enough_microbatches(resolved), []
@@ -61,7 +61,7 @@ def rehearse_rank(resolved: ResolvedRun, rank: int, *, on_gpu: bool) -> dict[str
             make_tier = partial(UncountedTier, tensors=elsewhere)
             trainer = give_state(passes, resolved, worker, CPU, meshes, weights=None, make_tier=make_tier)
             fill_slots(trainer.model, resolved, on_gpu=on_gpu)
-            saved = state_tensors(trainer)  # which makes the optimizer's state, as a resumed run has it
+            saved = state_tensors(trainer)  # creates the optimizer's state, as in a resumed run
             lasting = _storages(trainer)
             ledger = Ledger(lambda: lasting | _passing_storages(trainer), elsewhere)
             ledger.watch(_local(tensor for name, tensor in saved.items() if name.startswith(("model.", "optimizer."))))
@@ -130,7 +130,7 @@ def _frozen(trainer: Trainer) -> list[torch.Tensor]:
 
 
 def _passing_storages(trainer: Trainer) -> Storages:
-    """The transient storages with their present kinds: weights gathered by FSDP2, the copies that an asynchronous
+    """The transient storages with their current kinds: weights gathered by FSDP2, the copies that an asynchronous
     pipeline computes with, and gradients."""
     found = _named("optimizer", trainer.store.in_hand)
     found |= _named("gradients", (tensor.grad for tensor in trainer.parameters.values()))
@@ -153,7 +153,7 @@ def _place(meshes: Meshes | None) -> dict[str, int]:
 
 
 def _save_plan(tensors: dict[str, torch.Tensor], *, coordinator: bool) -> SavePlan:
-    """What this rank would write, before ranks deduplicate shared tensors."""
+    """The parts that this rank would write, before ranks deduplicate shared tensors."""
     planner = DefaultSavePlanner()
     planner.set_up_planner(tensors, is_coordinator=coordinator)  # type: ignore[arg-type]
     return planner.create_local_plan()

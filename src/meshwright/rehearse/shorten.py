@@ -1,4 +1,4 @@
-"""Shortened steps: the few microbatches that suffice, because the middle of a step repeats."""
+"""Shortened steps: a few microbatches suffice, because the middle of a step repeats."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from meshwright.spec.run import ResolvedRun
 from meshwright.spec.timeline import in_flight
 
 MOST_TRIED = 64
-"""Numbers of microbatches tried in the search for a step in which ranks hold as much as in the whole step."""
+"""Numbers of microbatches tried, to find a step with the same peak as the whole step."""
 
 
 @dataclass(frozen=True)
@@ -32,11 +32,11 @@ class Observed:
 
 
 def enough_microbatches(resolved: ResolvedRun) -> tuple[int, ...]:
-    """All of a step's microbatches; or, where these are many, two smaller numbers to extrapolate from.
+    """All of a step's microbatches; or, if there are many, two smaller numbers to extrapolate from.
 
-    Without stages the first microbatch and the last one are special: 2 and 3. In a pipeline: the fewest with which all
-    ranks hold as many at once as in the whole step, and then some: the next two numbers that the schedule takes. Where
-    steps overlap, the whole of two steps, of which the first only fills the pipeline.
+    Without stages, the first and the last microbatch are special: 2 and 3. In a pipeline: take the smallest number with
+    which all ranks hold as many at once as in the whole step; return the next two numbers that the schedule accepts.
+    With overlapping steps: two whole steps, the first of which only fills the pipeline.
     """
     many, layout = resolved.accumulation, resolved.run.layout
     if layout.asynchronous:
@@ -51,7 +51,7 @@ def enough_microbatches(resolved: ResolvedRun) -> tuple[int, ...]:
             continue
         if in_flight(schedule) == held:
             found.append(count)
-        if len(found) == 3:  # with the first, sending and receiving do not yet meet at the peak
+        if len(found) == 3:  # with the first number, sends and receives do not yet overlap at the peak
             few = found[1:]
             return tuple(few) if sum(few) < many and _regular(few, many) else (many,)
     return (many,)
@@ -67,7 +67,7 @@ def _schedule(resolved: ResolvedRun, count: int) -> Schedule:
 
 
 def set_microbatches(passes: Passes, resolved: ResolvedRun, count: int) -> None:
-    """Let a step take this many microbatches; only pipelines need to know in advance."""
+    """Set the number of microbatches of a step; only pipelines need to know it in advance."""
     if isinstance(passes, Pipeline):
         passes.use_schedule(plan_stages(resolved.model_copy(update={"accumulation": count})))
 

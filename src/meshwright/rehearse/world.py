@@ -1,4 +1,4 @@
-"""The rehearsal of a run: chooses ranks, gives each a process, and reports what would break."""
+"""The rehearsal of a run: chooses ranks, starts a process for each, and reports problems."""
 
 import json
 import os
@@ -17,11 +17,12 @@ from meshwright.storage.scratch import scratch_folder
 OFFLOADED = ("weights", "optimizer")
 """Kinds of memory that `layout.offload.parameters: host` keeps in the host's memory."""
 SHOWN_STAGES = 4
-"""Number of pipeline stages up to which each is rehearsed; of more, only the first two and the last two."""
+"""Number of pipeline stages up to which each is rehearsed; with more, only the first two and the last two."""
 
 
 def fill_world(run: Run, world_size: int) -> Run:
-    """`run` on `world_size` ranks: the axis along which its data parallelism shards (or replicates) takes up the rest.
+    """`run` on `world_size` ranks: the axis along which its data parallelism shards (or replicates) takes the remaining
+    ranks.
 
     Raises `UserError` if the other degrees do not divide `world_size`.
     """
@@ -39,7 +40,7 @@ def fill_world(run: Run, world_size: int) -> Run:
 
 def typical_ranks(layout: LayoutSpec) -> list[int]:
     """The first rank of every pipeline stage (of many: of the first two and last two): the others of a stage do the
-    same work on other numbers."""
+    same work with other data."""
     per_stage = layout.world_size // layout.pp
     stages = list(range(layout.pp))
     if layout.pp > SHOWN_STAGES:
@@ -50,7 +51,7 @@ def typical_ranks(layout: LayoutSpec) -> list[int]:
 def rehearse(resolved: ResolvedRun, ranks: Sequence[int], *, on_gpu: bool) -> list[dict[str, Any]]:
     """The reports of `ranks` (see `rehearse.rank.rehearse_rank`), as many at a time as this machine has cores.
 
-    Raises `UserError` with the program's output where a rank failed, as the whole run would.
+    Raises `UserError` with the program's output if a rank failed, as the whole run would.
     """
     world_size = resolved.run.layout.world_size
     if outside := [rank for rank in ranks if not 0 <= rank < world_size]:
@@ -62,7 +63,7 @@ def rehearse(resolved: ResolvedRun, ranks: Sequence[int], *, on_gpu: bool) -> li
 
 
 def _rehearse_apart(resolved: Path, rank: int, *, on_gpu: bool) -> dict[str, Any]:
-    """One rank in a process of its own: a process can be one rank only."""
+    """One rank in its own process: a process can be only one rank."""
     words = ["--resolved", str(resolved), "--rank", str(rank), *(["--on-gpu"] if on_gpu else [])]
     command = [sys.executable, "-P", "-u", "-m", "meshwright.rehearse.rank", *words]
     report, errors = (resolved.with_name(f"{rank}.{kind}") for kind in ("json", "err"))
@@ -81,7 +82,7 @@ def _rehearse_apart(resolved: Path, rank: int, *, on_gpu: bool) -> dict[str, Any
 
 
 def device_peak(report: dict[str, Any]) -> int:
-    """The most bytes that a rehearsed rank holds on its device; gradients bound for the host are included."""
+    """The most bytes that a rehearsed rank holds on its device; gradients on their way to the host are included."""
     return report["peak"] - report["host"]
 
 

@@ -30,17 +30,17 @@ from meshwright.spec.run import ResolvedRun
 from meshwright.trainer.weights import base_of, base_weights
 
 VLLM_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
-"""The values that vLLM takes for the largest rank."""
+"""The values that vLLM accepts for the largest rank."""
 
 
 def export_adapter(trained: TrainedModel, directory: Path, *, vllm: Path | None = None) -> tuple[int, Receipt]:
     """Write the trained parameters as a peft adapter, with its receipt.
 
     Returns the number of its parameters, and the receipt: the largest difference of logits between the model and the
-    adapter read back, by peft too if it is installed, and by vLLM with the Python of its environment, `vllm`.
+    adapter read back, also by peft if it is installed, and by vLLM with the Python of its environment, `vllm`.
 
-    Raises `UserError` if there are no adapters, `directory` exists, peft has no name for them, or the logits differ
-    by more than rounding; then nothing is written.
+    Raises `UserError` if there are no adapters, `directory` exists, peft has no name for them, or the logits differ by
+    more than rounding; then nothing is written.
     """
     run, python = trained.run, vllm_python(vllm)
     finetune = None if run is None else run.run.finetune
@@ -86,7 +86,7 @@ def export_adapter(trained: TrainedModel, directory: Path, *, vllm: Path | None 
 
 
 def vllm_rank(directory: Path) -> int:
-    """The least value that vLLM takes for the largest rank and that a written adapter fits."""
+    """The smallest of `VLLM_RANKS` that a written adapter's ranks fit."""
     rank = json.loads((directory / CONFIG).read_text(encoding="utf-8"))["r"]
     return next((allowed for allowed in VLLM_RANKS if allowed >= rank), rank)
 
@@ -118,10 +118,10 @@ def _on_plain_base(trained: TrainedModel, run: ResolvedRun, kept: Mapping[str, t
 
 
 def _base_directory(trained: TrainedModel, run: ResolvedRun, folder: Path) -> Path:
-    """The base as a Hugging Face directory: the one that the run began with, or else written into `folder`."""
+    """The base as a Hugging Face directory: the one that the run began with, or one written into `folder`."""
     if run.run.model.weights == "pretrained" and not run.run.checkpoint.start_from:
         directory = pretrained_directory(run.run.model, base_dir=Path(run.base_dir))
-        assert directory is not None  # else the model would not have resolved
+        assert directory is not None  # otherwise the model is not resolved
         return directory
     rows = base_weights(run)
     whole = ((row.name, rows(row, 0, row.shape[0])) for row in parameter_table(trained.spec))

@@ -1,4 +1,4 @@
-"""A trained model's answers to questions of several turns, all at once."""
+"""A trained model's answers to multi-turn questions, all in one batch."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -14,13 +14,13 @@ from meshwright.spec.errors import UserError
 PLAIN = TEMPLATES / "plain.jinja"
 """The template of a model that has none; it needs no special tokens."""
 NEXT_TURN = "\n\nUser:"
-"""How such a model, which has not learnt to end a turn, starts the user's next message."""
+"""The start of the user's next message for such a model, which has not learnt to end a turn."""
 
 
 def answer_questions(
     trained: TrainedModel, questions: Sequence[Sequence[str]], *, max_tokens: int, temperature: float = 0.0
 ) -> list[list[str]]:
-    """The answers to each question's messages, asked one after another in one conversation.
+    """The answers to each question's messages, asked in order in one conversation.
 
     Raises `UserError` if a conversation has more tokens than the model's context.
     """

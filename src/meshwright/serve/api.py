@@ -1,4 +1,4 @@
-"""OpenAI's API as data: requests checked, answers and errors in its shapes. No server here."""
+"""OpenAI's API as data: validated requests, and answers and errors in its format. No server here."""
 
 import json
 import secrets
@@ -97,10 +97,10 @@ class StructuredOutputs(_Model):
 
 @dataclass(frozen=True)
 class Form:
-    """A form that answers must have."""
+    """The form that answers must have."""
 
     param: str
-    """The field that asks for it."""
+    """The field that requests it."""
     kind: Kind
     text: str
     """See `Grammars.compile`."""
@@ -130,7 +130,7 @@ class Generation(_Model):
 
     @property
     def stops(self) -> list[str]:
-        """The texts that end an answer."""
+        """The stop strings of an answer."""
         stops = [self.stop] if isinstance(self.stop, str) else self.stop or []
         if len(stops) > MAX_STOPS or not all(0 < len(stop) <= LONGEST_STOP for stop in stops):
             message = f"stop: at most {MAX_STOPS} texts, each of 1 to {LONGEST_STOP} characters"
@@ -138,7 +138,7 @@ class Generation(_Model):
         return stops
 
     def biases(self, vocab: int) -> dict[int, float]:
-        """What is added to the logits of some tokens of the vocabulary."""
+        """The biases of some tokens' logits."""
         biases = self.logit_bias or {}
         for token, bias in biases.items():
             if not 0 <= token < vocab:
@@ -150,7 +150,7 @@ class Generation(_Model):
         return biases
 
     def sampling(self) -> Sampling:
-        """How tokens are drawn; without a seed, from a new one."""
+        """How tokens are drawn; without a given seed, from a new one."""
         return Sampling(
             temperature=self.temperature,
             top_p=self.top_p,
@@ -164,7 +164,7 @@ class Generation(_Model):
 
     @property
     def form(self) -> Form | None:
-        """The form of answers, if the request asks for one."""
+        """The form of answers, if the request sets one."""
         asked, other = self.response_format, self.structured_outputs
         if asked is not None and asked.type == "json_schema" and asked.json_schema is None:
             raise ApiError(400, "response_format: json_schema is missing", param="response_format")
@@ -233,7 +233,7 @@ class CompletionRequest(Generation):
 
     @property
     def prompts(self) -> Sequence[str | list[int]]:
-        """One prompt after another."""
+        """The prompts, in order."""
         given: Any = self.prompt
         single = isinstance(given, str) or (bool(given) and isinstance(given[0], int))
         prompts = [given] if single else list(given)
@@ -243,7 +243,7 @@ class CompletionRequest(Generation):
 
     @property
     def wanted_tokens(self) -> int | None:
-        """See `Generation`; OpenAI's own default. 0 if only the prompt's log-probabilities are wanted."""
+        """See `Generation`; the default is OpenAI's. 0 if only the prompt's log-probabilities are wanted."""
         if self.max_tokens == 0 and not self.echo:
             raise ApiError(400, "max_tokens: 0 needs echo: true", param="max_tokens")
         return 16 if self.max_tokens is None else self.max_tokens
@@ -269,12 +269,12 @@ class UnloadAdapter(_Model):
 
 
 def parse(kind: type[BaseModel], body: bytes) -> Any:
-    """A request of this kind. Raises `ApiError`, which says what is wrong and where."""
+    """A request of this kind. Raises `ApiError` with the fault and its place."""
     try:
         return kind.model_validate_json(body)
     except ValidationError as error:
         first = error.errors(include_url=False, include_context=False)[0]
-        # Of a field that may have several types, the places name these as well.
+        # For a field that may have several types, the places name these too.
         place = ".".join(
             str(part) for part in first["loc"] if part not in ("str", "int") and not str(part).startswith("list[")
         )
@@ -289,10 +289,10 @@ def parse(kind: type[BaseModel], body: bytes) -> Any:
 
 
 class Wording:
-    """The answers to one request, in the shapes of one of the two kinds."""
+    """The answers to one request, in the format of one of the two kinds."""
 
     def __init__(self, model: str, *, chat: bool, decode: Any, echoes: Sequence[str] = ()) -> None:
-        """`echoes`: the prompts' texts, which are put before the answers."""
+        """`echoes`: the prompts' texts, which precede the answers."""
         self._model, self._chat, self._decode, self._echoes = model, chat, decode, echoes
         self._id = f"{'chatcmpl' if chat else 'cmpl'}-{secrets.token_hex(12)}"
         self._created = int(time.time())
@@ -315,7 +315,7 @@ class Wording:
         return self._chunk({"index": number, "delta": {"role": "assistant", "content": ""}, "finish_reason": None})
 
     def echo(self, number: int, answer: Answer) -> dict[str, Any] | None:
-        """The prompt, which comes before the first part of the answer, if that is wanted."""
+        """The prompt, before the first part of the answer, if it is wanted."""
         return self.part(number, answer.request, answer.prompt, self._echoes[number]) if self._echoes else None
 
     def part(self, number: int, request: Request, tokens: Sequence[Token], text: str) -> dict[str, Any]:
@@ -325,7 +325,7 @@ class Wording:
         return self._chunk({"index": number, **said, "logprobs": logprobs, "finish_reason": None})
 
     def end(self, number: int, answer: Answer, finish: str) -> dict[str, Any]:
-        """Why an answer has ended."""
+        """The reason why an answer has ended."""
         said: dict[str, Any] = {"delta": {}} if self._chat else {"text": ""}
         ended = self._ended(answer)
         logprobs = self._logprobs(number, answer.request, ended) if ended else None
@@ -336,7 +336,7 @@ class Wording:
         return {**self._chunk(), "usage": usage(answers, prompt_tokens)}
 
     def _ended(self, answer: Answer) -> list[Token]:
-        """The token that ended the answer, which is listed with the prompt's: evaluators count one behind them."""
+        """The token that ended the answer, listed with the prompt's: evaluators count one token after the prompt."""
         return [answer.end] if answer.end is not None and answer.prompt else []
 
     def _chunk(self, *choices: dict[str, Any]) -> dict[str, Any]:
@@ -355,7 +355,7 @@ class Wording:
         for text in texts:
             offsets.append(self._offsets.get(number, 0))
             self._offsets[number] = offsets[-1] + len(text)
-        top = [  # of tokens with one text, such as parts of characters, the likeliest stays
+        top = [  # of tokens with the same text, such as parts of characters, the likeliest
             None if token.logprob is None else {self._decode([other]): value for other, value in reversed(token.top)}
             for token in tokens
         ]

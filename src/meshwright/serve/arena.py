@@ -1,4 +1,4 @@
-"""The arena's votes: which of two answers people prefer, a line of a .jsonl file each, which `judge --votes` reads."""
+"""The arena's votes: which of two answers people prefer, one line of a .jsonl file each; `judge --votes` reads them."""
 
 import hashlib
 import json
@@ -43,7 +43,7 @@ class Vote(BaseModel):
 
 
 def add_vote(file: Path, vote: Vote) -> None:
-    """Append a vote and its time; the question's id is the same for the same questions."""
+    """Append a vote and its time; equal questions have equal ids."""
     asked = [said.content for said in vote.conversation_a if said.role == "user"]
     number = hashlib.sha256(json.dumps(asked).encode()).hexdigest()[:16]
     record: dict[str, Any] = {"question_id": number, "time": time.time(), **vote.model_dump()}

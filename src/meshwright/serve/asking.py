@@ -1,4 +1,4 @@
-"""Another program asked about an export: questions go as JSON to a process of its own, answers come back as JSON."""
+"""Queries to another program about an export: questions go as JSON to a separate process, answers come back as JSON."""
 
 import json
 import subprocess
@@ -10,13 +10,13 @@ from typing import Any
 from meshwright.spec.errors import UserError
 
 PATIENCE = 1800.0
-"""Seconds that a program may take for the whole reading."""
+"""Seconds that a program may take for all questions."""
 
 
 def ask(program: str, command: Sequence[str], questions: Mapping[str, Any]) -> dict[str, Any]:
-    """The answers of `command`, which is given the files of questions and of answers.
+    """The answers of `command`, which receives the paths of the questions' and the answers' files.
 
-    Raises `UserError`, which names the `program`, where it fails or takes longer than half an hour.
+    Raises `UserError`, naming the `program`, if it fails or takes longer than half an hour.
     """
     with tempfile.TemporaryDirectory() as folder:
         asked, answered = Path(folder, "questions.json"), Path(folder, "answers.json")

@@ -1,4 +1,4 @@
-"""The chat page and the arena, what a browser lets them do, and the names by which clients may call this machine."""
+"""The chat page and the arena, their browser policy, and the host names by which clients may reach this machine."""
 
 import base64
 import hashlib
@@ -8,7 +8,7 @@ from pathlib import Path
 from starlette.requests import Request
 
 CHAT, ARENA = (Path(__file__).with_name(f"{name}.html") for name in ("page", "arena"))
-"""The pages. Each is served as one self-contained file: the style that they share takes the place of `STYLE`."""
+"""The pages. Each is served as one self-contained file: their common style replaces `STYLE`."""
 STYLE = "/* pages.css */"
 HOST = re.compile(r"(\[[^\[\]]*\]|[^:\[\]@]*)(?::[0-9]*)?")
 """A request's header of this name: a name or an address, and a port."""
@@ -36,6 +36,6 @@ def _policy(page: str) -> str:
 
 
 def called(request: Request) -> str | None:
-    """The name by which the client calls this machine; None if it is not a valid name."""
+    """The host name that the client used; None if it is not a valid name."""
     found = HOST.fullmatch(request.headers.get("host", ""))
     return found and found[1].lower()

@@ -1,4 +1,4 @@
-"""One call of a client: its answers as they are generated, whole or as server-sent events."""
+"""One client call: its answers as they are generated, whole or as server-sent events."""
 
 import asyncio
 import json
@@ -91,7 +91,7 @@ class Call:
         raise ClientDisconnect
 
     def close(self) -> None:
-        """Call when the client has gone: cancels unfinished answers, and updates the counters."""
+        """Call when the client has disconnected: cancels unfinished answers, and updates the counters."""
         if self._closed:
             return
         self._closed = True
@@ -108,7 +108,7 @@ class Call:
 
 
 class EventStream(StreamingResponse):
-    """A call's events. The call is closed however sending ends, even before it starts."""
+    """A call's events. The call is closed whenever sending ends, even before it starts."""
 
     def __init__(self, call: Call, events: AsyncIterator[str]) -> None:
         super().__init__(events, media_type="text/event-stream", headers={"cache-control": "no-store"})

@@ -1,4 +1,4 @@
-"""Client connections with a deadline for the complete request, so that idle clients do not occupy places."""
+"""Client connections with a deadline for the complete request, so that idle clients do not occupy slots."""
 
 import asyncio
 from typing import Any
@@ -15,7 +15,7 @@ REQUEST_SECONDS = 60.0
 
 
 class Connection(H11Protocol):
-    """One client's."""
+    """One client's connection."""
 
     request_seconds = REQUEST_SECONDS
     _deadline: asyncio.TimerHandle | None = None
@@ -53,7 +53,7 @@ class Connection(H11Protocol):
 
 
 def configured(app: ASGIApp, **more: Any) -> uvicorn.Config:
-    """How uvicorn serves the application."""
+    """uvicorn's configuration for the application."""
     return uvicorn.Config(
         app,
         http=Connection,

@@ -35,7 +35,7 @@ class Prompts:
         return self._template is not None
 
     def shown(self, ends: frozenset[int]) -> list[str]:
-        """Tokens, for people."""
+        """Tokens in readable form."""
         return [self._tokenizer.decode([end]) for end in sorted(ends)]
 
     def text(self, text: str) -> list[int]:

@@ -1,8 +1,8 @@
 """The engine: requests join and leave a running batch, token by token (continuous batching).
 
 Every step is one forward pass over the next token of each answer and as many tokens of new prompts as `CHUNK` allows,
-without padding. An answer does not depend on the rest of the batch, up to the rounding of products of another size:
-each request has its own random stream, and its prompt is read in the same chunks.
+without padding. An answer does not depend on the rest of the batch, up to rounding in products of another size: each
+request has its own random stream, and its prompt is read in the same chunks.
 
 Shapes: B rows that get a token, V vocabulary.
 """
@@ -37,22 +37,22 @@ class Request:
 
     prompt: Sequence[int]
     max_tokens: int
-    """0: nothing is written; the prompt's log-probabilities are all that there is."""
+    """0: no answer is generated, only the prompt's log-probabilities."""
     sampling: Sampling
     row: int = 0
     """Index among several answers to one prompt; each has its own random stream."""
     ends: Collection[int] = ()
     """Tokens that end the answer and do not belong to it."""
     stops: Sequence[str] = ()
-    """Texts that do the same; they need an engine that can decode."""
+    """Stop strings, with the same effect; they need an engine with `decode`."""
     logprobs: int | None = None
     """Return each token's log-probability and those of this many likeliest tokens."""
     scores_prompt: bool = False
-    """Also of the prompt's tokens, and of the token that ended the answer."""
+    """Also score the prompt's tokens, and the token that ended the answer."""
     bias: Mapping[int, float] = field(default_factory=dict)
     """Added to the logits of these tokens."""
     grammar: Grammar | None = None
-    """What the answer must follow; its ends are those of the request."""
+    """The grammar of the answer; its ends are those of the request."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ class Answer:
     """Why it ended: `stop` (a token or a text that ends answers, or its grammar is complete), `length`, `cancelled`, or
     `error`."""
     problem: str | None = None
-    """What the request did wrong, if that is the error."""
+    """The request's fault, if that is the error."""
 
     @property
     def ids(self) -> list[int]:
@@ -112,17 +112,17 @@ class _Row:
             self.bias[list(request.bias)] = torch.tensor(list(request.bias.values()))
 
     def skip(self, known: int) -> None:
-        """The model knows so many tokens of the prompt already."""
+        """The model already knows this many tokens of the prompt."""
         self.read = known
 
     @property
     def scores(self) -> bool:
-        """Whether its next tokens are of the prompt, and their log-probabilities are wanted."""
+        """Whether its next tokens belong to the prompt and their log-probabilities are wanted."""
         request = self.answer.request
         return request.scores_prompt and request.logprobs is not None and self.read < len(request.prompt)
 
     def score(self, logits_TV: torch.Tensor) -> None:
-        """Note the log-probabilities of the prompt's tokens behind the T last ones that have been read."""
+        """Record the log-probabilities of the prompt's tokens that follow the last T tokens read."""
         request, prompt = self.answer.request, self.answer.prompt
         if not prompt:
             prompt.append(Token(request.prompt[0]))
@@ -133,11 +133,12 @@ class _Row:
 
     @property
     def adjusts(self) -> bool:
-        """Whether tokens are not drawn from the model's logits themselves."""
+        """Whether tokens are drawn from adjusted logits, not from the model's own."""
         return self.seen is not None or self.bias is not None or self.matcher is not None
 
     def adjusted(self, logits_V: torch.Tensor) -> torch.Tensor:
-        """The logits to draw from, in fp32 at least: penalties, biases, and only the tokens that the grammar allows."""
+        """The logits to draw from, in fp32 or wider: with penalties, biases, and only the tokens that the grammar
+        allows."""
         found_V, device = logits_V.to(torch.promote_types(logits_V.dtype, torch.float32)), logits_V.device
         if self.seen is not None:
             found_V = penalize(found_V, self.sampling, *(seen_V.to(device) for seen_V in self.seen))
@@ -169,7 +170,7 @@ class Engine:
         prefixes: Prefixes | None = None,
     ) -> None:
         """`decode`: token ids to text, if text is needed. `max_context`: most tokens of prompt and answer. `prefixes`
-        keep what has been read for later prompts that begin alike."""
+        stores keys and values for later prompts that begin with the same tokens."""
         self.model, self.max_batch, self._decode = model, max_batch, decode
         self.max_context = min(max_context or model.spec.max_positions, model.spec.max_positions)
         self._waiting: deque[_Row] = deque()
@@ -200,7 +201,7 @@ class Engine:
         return answer
 
     def cancel(self, answer: Answer) -> None:
-        """End an answer now; its place is free for the next step."""
+        """End an answer now; its slot is free for the next step."""
         if answer.finish is None:
             answer.finish = "cancelled"
 
@@ -241,7 +242,7 @@ class Engine:
         self._rows, self._waiting = [], deque()
         self._reader = reader_for(self.model)
         if self._prefixes is not None:
-            self._prefixes.clear()  # memory may be short
+            self._prefixes.clear()  # memory may be scarce
         return lost
 
     @property
@@ -267,7 +268,7 @@ class Engine:
                 return
 
     def _choose(self, logits_BV: torch.Tensor, rows: Sequence[_Row]) -> list[Token]:
-        """The next token of each row. Raises `UserError` if the model computes no numbers."""
+        """The next token of each row. Raises `UserError` if the model computes NaN or infinity."""
         if rows and not bool(logits_BV.amax(-1).isfinite().all()):
             raise UserError(
                 "the model's output is not finite: its weights are damaged, or too large for its dtype (try --dtype "
@@ -322,7 +323,7 @@ class Engine:
             answer.listener(answer, new, text)
 
     def _sweep(self) -> None:
-        """Give up the places of answers that have ended; the last rows move into them."""
+        """Free the slots of answers that have ended; the last rows move into them."""
         self._waiting = deque(row for row in self._waiting if row.answer.finish is None)
         for place in reversed(range(len(self._rows))):
             if self._rows[place].answer.finish is None:
@@ -330,7 +331,7 @@ class Engine:
             self._keep(place)
             whole, last = self._whole, len(self._rows) - 1
             if place < whole:
-                # The last one whose prompt has been read takes its place, and the one that is being read that one's.
+                # The last row whose prompt has been read moves here, and the row being read moves to that one's slot.
                 self._put(whole - 1, place)
                 self._put(last, whole - 1)
             self._rows.pop()
@@ -356,7 +357,7 @@ def _filters(sampling: Sampling) -> tuple[float, ...]:
 
 
 def _told(logits_TV: torch.Tensor, request: Request, chosen: Sequence[int]) -> list[Token]:
-    """The tokens with what the request wants to know about them."""
+    """The tokens, with the details that the request wants."""
     if request.logprobs is None:
         return [Token(token) for token in chosen]
     logprobs_TV = logits_TV.double().log_softmax(-1)
@@ -374,7 +375,7 @@ def generate(
     eos_id: int | Collection[int],
     sampling: Sampling,
 ) -> list[list[int]]:
-    """Up to `max_tokens` new token ids for each prompt, ending before `eos_id` (or any of several) where it says so.
+    """Up to `max_tokens` new token ids for each prompt, ending before `eos_id` (or any of several) if it occurs.
 
     Raises:
         UserError: an empty prompt, or more positions than the model has.

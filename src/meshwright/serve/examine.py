@@ -1,4 +1,4 @@
-"""A trained model as an examinee: its log-probabilities, and texts written with the KV cache."""
+"""A trained model as an examinee: its log-probabilities, and texts generated with the KV cache."""
 
 from collections.abc import Sequence
 
@@ -14,7 +14,7 @@ from meshwright.trainer.resolve import ENOUGH_TOKENS
 
 
 def examinee_of(trained: TrainedModel) -> Examinee:
-    """The model as one that answers tasks."""
+    """The model as an `Examinee` that answers tasks."""
     tokenizer = trained.tokenizer
 
     def write(prompts: Sequence[Ids], writing: Writing) -> list[str]:

@@ -1,4 +1,4 @@
-"""A trained model handed over: as a Hugging Face directory or a GGUF file, each with its receipt."""
+"""Export of a trained model as a Hugging Face directory or a GGUF file, each with a receipt."""
 
 import contextlib
 import io
@@ -56,10 +56,10 @@ from meshwright.storage.durable import complete_folder
 GGUF_FILE = "model.gguf"
 
 READ_BY_TRANSFORMERS = ("gpt2", "llama", "mistral", "qwen2", "qwen3", "qwen3_moe")
-"""Families whose GGUF files transformers reads; mixtral's it takes for a llama's, without experts."""
+"""Families whose GGUF files transformers reads; it reads a mixtral file as a llama's, without experts."""
 
 Equal = tuple[int | None, int | None]
-"""Texts and conversations with equal tokens, as in `Reading`."""
+"""Numbers of texts and conversations with equal tokens, as in `Reading`."""
 
 
 def export_trained(
@@ -70,10 +70,10 @@ def export_trained(
     merge: bool = False,
     vllm: Path | None = None,
 ) -> Receipt:
-    """Write the model as a Hugging Face directory with its receipt, in `dtype` or else the precision of its run;
-    adapters merged into the weights, if `merge`. `vllm`: the Python of an environment that has vLLM.
+    """Write the model as a Hugging Face directory with its receipt, in `dtype` or else the precision of its run; with
+    `merge`, adapters are merged into the weights. `vllm`: the Python of an environment that has vLLM.
 
-    Raises `UserError` if `directory` exists, or a program that reads it computes other logits or tokens; then
+    Raises `UserError` if `directory` exists, or if a program that reads it computes different logits or tokens; then
     nothing is written.
     """
     dtype, python = dtype or _dtype_of(trained).name, vllm_python(vllm)
@@ -108,11 +108,11 @@ def export_trained(
 
 
 def export_gguf(trained: TrainedModel, file: Path, *, form: str | None = None, merge: bool = False) -> Receipt:
-    """Write the model as the GGUF file `file`, and its receipt beside it (`NAME.receipt.json`); matrices in the
-    format `form` (`GgufName`), by default the precision of the run.
+    """Write the model as the GGUF file `file`, and its receipt next to it (`NAME.receipt.json`); matrices in the format
+    `form` (`GgufName`), by default the precision of the run.
 
     Raises `UserError` if `file` exists, llama.cpp has no such model or tokenizer, or a program that reads the file
-    computes other logits or tokens; then nothing is written.
+    computes different logits or tokens; then nothing is written.
     """
     if file.exists():
         raise UserError(f"{file} already exists; export to another file, or remove it")
@@ -124,9 +124,9 @@ def export_gguf(trained: TrainedModel, file: Path, *, form: str | None = None, m
 
 
 def export_ollama(trained: TrainedModel, directory: Path, *, form: str | None = None, merge: bool = False) -> Receipt:
-    """Write a directory from which `ollama create` makes a model: `model.gguf`, `Modelfile` and the receipt.
+    """Write a directory for `ollama create`: `model.gguf`, `Modelfile` and the receipt.
 
-    Raises as `export_gguf`.
+    Raises like `export_gguf`.
     """
     with complete_folder(directory) as staging:
         receipt = _write_proved_gguf(trained, staging, f"{directory.name}/{GGUF_FILE}", form, merge)
@@ -146,7 +146,7 @@ def _write_proved_gguf(trained: TrainedModel, folder: Path, exported: str, form:
     for name, tensor in stored.rounded(parameters.items()):
         targets[name].copy_(tensor)
     readings, notes = [], _notes(trained, stored)
-    unscaled = trained.spec.rope_scaling is None  # transformers does not read the scaling of rope from GGUF
+    unscaled = trained.spec.rope_scaling is None  # transformers does not read rope scaling from GGUF
     if find_spec("transformers") is not None and trained.spec.family in READ_BY_TRANSFORMERS and unscaled:
         try:
             readings.append(_transformers_gguf_reading(reference, folder))
@@ -179,7 +179,7 @@ def _modelfile(trained: TrainedModel) -> str:
 
 
 def _whole(trained: TrainedModel, merge: bool, option: str) -> Decoder:
-    """The model to write, its adapters merged."""
+    """The model to write, with merged adapters."""
     if not any(row.adapter for row in trained.model.table):
         return trained.model
     if not merge:
@@ -243,8 +243,8 @@ def _hf_reading(trained: TrainedModel, staging: Path, program: str, difference: 
 def _transformers_tokens(tokenizer: TextTokenizer, directory: Path) -> tuple[Equal, list[str]]:
     """transformers' tokens of texts and conversations, and remarks about them.
 
-    If `AutoTokenizer` gives different tokens, `PreTrainedTokenizerFast` must give these: transformers 5 takes any
-    tokenizer beside a qwen2 model for Qwen2's own, whatever tokenizer_config.json says.
+    If `AutoTokenizer` gives different tokens, `PreTrainedTokenizerFast` must give these: for a qwen2 model,
+    transformers 5 always uses Qwen2's own tokenizer, whatever tokenizer_config.json says.
     """
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
@@ -283,7 +283,7 @@ def _compared_tokens(tokenizer: TextTokenizer, theirs: Any) -> Equal:
 
 
 def _without_end(ids: list[int], tokenizer: TextTokenizer) -> list[int]:
-    """As `encode_prompt`: without an end-of-text that the tokenizer puts behind every text."""
+    """Like `encode_prompt`: without an end-of-text that the tokenizer appends to every text."""
     while ids and ids[-1] == tokenizer.eos_id:
         ids = ids[:-1]
     return ids

@@ -1,7 +1,7 @@
 """Models larger than memory: their blocks stay in the files of a Hugging Face directory or a checkpoint.
 
-Reading of files is ordinary reading, not mapping: what it takes beyond `models/from_disk.py`'s two blocks is one piece
-of a tensor, and the operating system keeps of the files what memory has room for.
+Files are read with ordinary reads, not mapped. Beyond `models/from_disk.py`'s two blocks this takes one piece of a
+tensor; the operating system caches as much of the files as fits into memory.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -21,14 +21,14 @@ from meshwright.spec.model import ModelSpec, Parameter
 from meshwright.trainer.out_of_memory import is_out_of_memory
 
 PIECE = 16 * 2**20
-"""Bytes of a tensor that are read at once."""
+"""Bytes of a tensor read at once."""
 MOST = 0.8
-"""Share of free memory that weights may take before they are left on disk."""
+"""Fraction of free memory that weights may take before they are left on disk."""
 GB = 1e9
 
 
 def is_to_stay_on_disk(weights: object, spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether weights are left on disk: as asked (`disk`), or where they do not fit into free memory (`auto`)."""
+    """Whether weights are left on disk: if requested (`disk`), or if they do not fit into free memory (`auto`)."""
     asked = weights == "disk"
     if asked and device.type != "cpu":
         raise UserError("--weights-from-disk: works only on a CPU; leave it out, or add --device cpu")
@@ -65,7 +65,7 @@ def hf_model_from_disk(directory: Path, spec: ModelSpec, dtype: torch.dtype) -> 
 
 
 def checkpoint_model_from_disk(checkpoint: Path, spec: ModelSpec, dtype: torch.dtype, prefix: str) -> Decoder:
-    """The model of a verified checkpoint that holds all its weights. `prefix`: of trained weights' names there."""
+    """The model of a verified checkpoint that contains all its weights. `prefix`: of trained weights' names there."""
     model = build_model(spec, dtype=dtype)
     trained = {name for name, _ in model.named_parameters()}
 
@@ -85,7 +85,7 @@ def _opened(model: Decoder, fill: Fill) -> Decoder:
 
 @contextmanager
 def memory_told(what: str) -> Iterator[None]:
-    """Within it, a refusal of memory is a `UserError` that says what would fit."""
+    """Inside, an out-of-memory error becomes a `UserError` that says what would fit."""
     try:
         yield
     except Exception as error:

@@ -1,4 +1,4 @@
-"""GGUF files, which llama.cpp, Ollama and LM Studio read: tensors and sizes of our families under GGUF's names.
+"""GGUF files for llama.cpp, Ollama and LM Studio: tensors and sizes of our families under GGUF's names.
 
 The names and keys are those of the specification (https://github.com/ggml-org/ggml/blob/master/docs/gguf.md) and of
 llama.cpp's own converter. The file format itself is written by the `gguf` package (`pip install 'meshwright[gguf]'`).
@@ -33,8 +33,8 @@ BLOCK = 32
 """Numbers of a row that a quantized format scales together."""
 
 LLAMA_CPP_TOLERANCE = {"f32": 2e-3, "f16": 1e-2, "bf16": 2e-2}
-"""By format: largest allowed difference of two log-probabilities, as a part of the range from the smallest to the
-largest. llama.cpp rounds activations to the format of the weights (and GELU to fp16), so that differences grow with the
+"""By format: largest allowed difference of two log-probabilities, relative to the range from the smallest to the
+largest. llama.cpp rounds activations to the format of the weights (and GELU to fp16), so differences grow with the
 format's rounding. A tensor in the wrong place makes them as large as the range."""
 
 QUANTIZED_TOLERANCE = 0.1
@@ -64,11 +64,11 @@ _NAMES = {
 """Our module -> GGUF's, inside a block and outside."""
 
 _FUSED = ("attention.wq", "attention.wk", "attention.wv")
-"""What gpt2's attn_qkv holds, row after row."""
+"""The parts of gpt2's attn_qkv, row after row."""
 
 
 def check_gguf(spec: ModelSpec) -> None:
-    """Raise `UserError` if llama.cpp would compute something else than `spec`, or the gguf package is missing."""
+    """Raise `UserError` if llama.cpp would compute a model other than `spec`, or if the gguf package is missing."""
     if spec.family not in ARCHITECTURES:
         raise UserError(f"GGUF: {spec.family} is not supported; supported are {', '.join(ARCHITECTURES)}")
     if find_spec("gguf") is None:
@@ -85,20 +85,20 @@ def check_gguf(spec: ModelSpec) -> None:
 
 
 def context_length(spec: ModelSpec) -> int:
-    """The longest context that llama.cpp computes as the model does: it knows no sliding window for these families, so
-    no longer than the window."""
+    """The longest context that llama.cpp computes like the model: it has no sliding window for these families, so at
+    most the window."""
     return min(spec.max_positions, spec.sliding_window or spec.max_positions)
 
 
 class StoredModel:
-    """Tensors of a model as a GGUF file holds them, and the rounding that this costs."""
+    """A model's tensors in the form of a GGUF file, with the rounding of that form."""
 
     def __init__(self, spec: ModelSpec, form: str) -> None:
         """`form` is a `GgufName`, for matrices; norms, biases, routers and learned positions stay in fp32."""
         check_gguf(spec)
         self.spec, self.form = spec, form
         self.kept_wide: list[str] = []
-        """Matrices whose rows are not whole blocks; they are stored in f16."""
+        """Matrices whose rows are not whole blocks; stored in f16."""
 
     def tensors(self, parameters: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, Any, Any]]:
         """(GGUF's name, array as stored, its type) of every tensor, from our names and whole tensors."""
@@ -109,7 +109,7 @@ class StoredModel:
             yield name, quantize(tensor.detach().float().contiguous().numpy(), kind), kind
 
     def rounded(self, parameters: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
-        """Our names and tensors again, fp32, with the rounding of the file."""
+        """Our names and tensors, fp32, after the file's rounding."""
         from gguf.quants import dequantize, quantize
 
         for name, tensor in parameters:
@@ -146,7 +146,7 @@ class StoredModel:
             yield "rope_freqs.weight", rope_frequencies(plain, cpu) / rope_frequencies(self.spec, cpu)
 
     def _name(self, ours: str) -> tuple[str, str | None]:
-        """GGUF's name of a parameter, and which part of that tensor it is, where several share one."""
+        """GGUF's name of a parameter, and its part of that tensor, if several share one."""
         module, _, kind = ours.rpartition(".")
         found = re.fullmatch(r"layers\.(\d+)\.(.+)", module)
         block, inside = (f"blk.{found[1]}.", found[2]) if found else ("", module)
@@ -159,8 +159,8 @@ class StoredModel:
         return f"{block}{_NAMES[inside]}.{kind}", None
 
     def _interleaved(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        """Queries and keys as llama.cpp's architecture `llama` rotates them: pairs of neighbours, where we and Hugging
-        Face rotate a head's first half with its second."""
+        """Queries and keys in the order of llama.cpp's architecture `llama`, which rotates adjacent pairs; we and
+        Hugging Face rotate a head's first half with its second."""
         if ARCHITECTURES[self.spec.family] != "llama" or not re.search(r"attn_[qk]\.", name):
             return tensor
         heads = self.spec.num_heads if "attn_q." in name else self.spec.num_kv_heads
@@ -181,10 +181,10 @@ def write_gguf(
     Args:
         parameters: our names with whole tensors, each once.
         name: of the model, as programs show it.
-        token_ids: `bos_token_id`, `eos_token_id`, `pad_token_id` where there are such.
+        token_ids: `bos_token_id`, `eos_token_id`, `pad_token_id`, if they exist.
 
     Raises:
-        UserError: the tokenizer is of a kind that llama.cpp does not have.
+        UserError: llama.cpp does not support this kind of tokenizer.
     """
     from gguf import GGUFWriter, LlamaFileType
 

@@ -23,7 +23,7 @@ WORDS = {
     _LLAMA_3_WORDS: "llama-bpe",
     _LLAMA_3_WORDS.replace(r"\p{N}{1,3}", r"\p{N}"): "qwen2",
 }
-"""Regular expression that cuts words -> the name of llama.cpp's implementation (`tokenizer.ggml.pre`)."""
+"""Regular expression that splits words -> the name of llama.cpp's implementation (`tokenizer.ggml.pre`)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,13 +38,13 @@ class Vocabulary:
     merges: tuple[str, ...] | None = None
     """Byte-level BPE: pairs, first merged first."""
     scores: tuple[float, ...] | None = None
-    """SentencePiece: of two merges the one into the token of the higher score comes first."""
+    """SentencePiece: of two merges, the one whose token has the higher score comes first."""
     space_prefix: bool = False
-    """SentencePiece: whether a space is put before a text."""
+    """SentencePiece: whether a space is prepended to a text."""
 
 
 def vocabulary_of(tokenizer: TextTokenizer, rows: int) -> Vocabulary:
-    """The vocabulary of a tokenizer beside an embedding of this many rows.
+    """The vocabulary of a tokenizer for an embedding of this many rows.
 
     Raises `UserError` if llama.cpp has no such tokenizer.
     """
@@ -76,7 +76,7 @@ def vocabulary_of(tokenizer: TextTokenizer, rows: int) -> Vocabulary:
 
 
 def composes(tokenizer: TextTokenizer) -> bool:
-    """Whether it brings text into Unicode's form NFC first, which llama.cpp does not."""
+    """Whether it first normalizes text to Unicode's form NFC, which llama.cpp does not."""
     return json.loads(tokenizer.files["tokenizer.json"]).get("normalizer") == {"type": "NFC"}
 
 
@@ -98,7 +98,7 @@ def _type(
 
 
 def _words(pre_tokenizer: Any) -> str:
-    """llama.cpp's name of how a byte-level tokenizer cuts words."""
+    """llama.cpp's name for the way a byte-level tokenizer splits words."""
     steps = (pre_tokenizer or {}).get("pretokenizers", [pre_tokenizer])
     kinds = [step.get("type") if step else None for step in steps]
     if kinds == ["ByteLevel"] and not steps[0].get("add_prefix_space") and steps[0].get("use_regex", True):

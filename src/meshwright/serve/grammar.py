@@ -1,7 +1,7 @@
 """Grammars of answers: JSON, JSON schemas, regular expressions and choices, by llguidance.
 
-A grammar is compiled once, outside the engine's thread, and each answer follows it with a `Matcher`: which tokens may
-come next. The library is loaded for the first grammar.
+A grammar is compiled once, outside the engine's thread. Each answer follows it with a `Matcher`, which gives the
+allowed next tokens. The library is loaded for the first grammar.
 
 Shapes: V vocabulary of the model.
 """
@@ -20,9 +20,9 @@ from meshwright.spec.errors import UserError
 LARGEST = 2**16
 """Most characters of a schema, an expression or a list of choices: compiling takes a second at this size."""
 KEPT = 32
-"""Compiled grammars that a model keeps for further requests."""
+"""Compiled grammars that a model caches."""
 WHITESPACE = r" |\n[ \t]{0,20}"
-"""What may stand between two parts of JSON, so that a model cannot write spaces without end (llama.cpp's rule)."""
+"""Allowed whitespace between two parts of JSON, so that a model cannot write spaces forever (llama.cpp's rule)."""
 LIMITS: dict[str, Any] = {
     "max_items_in_row": 1000,
     "initial_lexer_fuel": 1_000_000,
@@ -38,15 +38,15 @@ Kind = Literal["schema", "regex", "choice"]
 
 
 class Matcher:
-    """One answer's place in its grammar."""
+    """One answer's position in its grammar."""
 
     def __init__(self, inner: Any, vocab: int) -> None:
-        """`inner`: an `llguidance.LLMatcher`, of which this one is the only user."""
+        """`inner`: an `llguidance.LLMatcher` that nothing else uses."""
         self._inner, self._vocab = inner, vocab
         self._bits = np.zeros(-(-vocab // 32), dtype=np.int32)
 
     def allowed(self) -> torch.Tensor:
-        """The tokens that may come next, bool [V]: ends of the answer exactly where the grammar may end."""
+        """The allowed next tokens, bool [V]: ends of the answer exactly where the grammar may end."""
         self._inner.unsafe_compute_mask_ptr(self._bits.ctypes.data, self._bits.nbytes)
         allowed = np.unpackbits(self._bits.view(np.uint8), count=self._vocab, bitorder="little")
         return torch.from_numpy(allowed.view(np.bool_))
@@ -57,12 +57,12 @@ class Matcher:
 
     @property
     def complete(self) -> bool:
-        """Whether nothing can follow."""
+        """Whether the grammar allows nothing more."""
         return self._inner.is_stopped() and not self._inner.is_error()
 
     @property
     def problem(self) -> str | None:
-        """Why the grammar cannot be followed any further: it became too complex."""
+        """Why the grammar cannot be followed any further: it has become too complex."""
         return _reason(self._inner.get_error()) if self._inner.is_error() else None
 
 
@@ -73,7 +73,7 @@ class Grammar:
         self._inner, self._vocab = inner, vocab
 
     def begin(self) -> Matcher:
-        """A matcher at the beginning."""
+        """A matcher at the grammar's start."""
         return Matcher(self._inner.deep_copy(), self._vocab)
 
 
@@ -81,7 +81,7 @@ class Grammars:
     """The grammars of one model's answers. Not thread-safe."""
 
     def __init__(self, tokenizer: TextTokenizer, vocab: int) -> None:
-        """`vocab`: rows of the model's head, some of which may be no token."""
+        """`vocab`: rows of the model's head, some of which may not be tokens."""
         self._tokenizer, self._vocab = tokenizer, vocab
         self._readers: dict[frozenset[int], Any] = {}
         self._kept: OrderedDict[tuple[Kind, str, frozenset[int]], Grammar] = OrderedDict()
@@ -112,7 +112,7 @@ class Grammars:
         grammar = Grammar(
             library.LLMatcher(self._reader(library, ends), source, log_level=0, limits=limits), self._vocab
         )
-        # A grammar too complex is often found out by the first token only, and the first mask takes the longest.
+        # An excessively complex grammar is often detected only at the first token, and the first mask takes longest.
         first = grammar.begin()
         if first.problem is None:
             first.accept(int(first.allowed().nonzero()[0]))
@@ -152,7 +152,7 @@ def _library() -> Any:
 
 
 def _reason(text: str) -> str:
-    """Why the library refuses something, of its message."""
+    """The library's reason for a refusal, from its message."""
     lines = [line.strip() for line in text.splitlines() if line.strip() and not line.startswith("<")]
     errors = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
     return next(iter([*errors, *lines]), "no reason was given")

@@ -41,9 +41,9 @@ from meshwright.spec.errors import UserError
 MAX_BODY = 4 * 2**20
 """Default limit for the bytes of a request."""
 SMALL_BODY = 2**16
-"""Bytes that are parsed within a millisecond or so."""
+"""Bytes that are parsed in about a millisecond."""
 DISCARDED = 64 * 2**20
-"""Bytes of a too large request that are read and discarded, so that the client can receive the error."""
+"""Bytes of an oversized request that are read and discarded, so that the client can receive the error."""
 MAX_LOADED = 32
 """Most adapters that clients may have loaded at a time."""
 LOCAL = ("localhost", "127.0.0.1", "::1", "[::1]")
@@ -64,7 +64,7 @@ class Served:
 
 
 Load = Callable[[str, str], Served]
-"""(name, path) of an adapter to the model that it makes; raises `UserError` if it does not exist."""
+"""(name, path) of an adapter to its model; raises `UserError` if it does not exist."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,10 +74,10 @@ class Limits:
     max_body: int = MAX_BODY
     max_queue: int = 64
     api_key: str | None = None
-    """Without a key only requests for a local host name are answered, so that no web page in a local browser can reach
+    """Without a key, only requests for a local host name are answered, so that no web page in a local browser can reach
     the server under its own name (DNS rebinding)."""
     votes: Path | None = None
-    """The file that receives the arena's votes; without one there is no arena."""
+    """The file for the arena's votes; None: no arena."""
 
 
 class Server:
@@ -245,7 +245,7 @@ class Server:
         return await self._generate(request, model, asked, prompts, model.prompts.text_ends)
 
     async def _body(self, request: Request) -> bytes:
-        if "json" not in request.headers.get("content-type", ""):  # forms of other web pages can send other types
+        if "json" not in request.headers.get("content-type", ""):  # forms on other web pages can send other types
             raise ApiError(415, "send JSON with the header Content-Type: application/json")
         body, size = bytearray(), 0
         async for piece in request.stream():
@@ -306,7 +306,8 @@ class Server:
         return JSONResponse(wording.whole(answers, call.prompt_tokens))
 
     async def _grammar(self, model: Served, asked: Generation, ends: Any) -> Grammar | None:
-        """The grammar that answers must follow; compiled in a thread, one after another, while others are answered."""
+        """The grammar that answers must follow; compiled in a thread, one at a time, while other requests are
+        answered."""
         if (form := asked.form) is None:
             return None
         loop = asyncio.get_running_loop()
@@ -325,7 +326,7 @@ async def _checked(work: Callable[..., Any], *arguments: Any) -> Any:
 
 
 async def _parsed(kind: type[Generation], body: bytes) -> Any:
-    """A request; a large one is read in a thread, while others are answered."""
+    """A request; a large one is parsed in a thread while other requests are answered."""
     return await asyncio.to_thread(parse, kind, body) if len(body) > SMALL_BODY else parse(kind, body)
 
 

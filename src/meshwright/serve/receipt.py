@@ -1,7 +1,7 @@
-"""The receipt of an export: which programs read it back, and how closely each agrees with the model.
+"""The receipt of an export: the programs that read it back, and how closely each agrees with the model.
 
-`receipt.json` lies beside the exported weights, and names the programs that were not installed. All are asked about
-the same texts, conversations and prompts.
+`receipt.json` is next to the exported weights, and names the programs that were not installed. All programs get the
+same texts, conversations and prompts.
 
 Shapes: V vocabulary.
 """
@@ -51,11 +51,11 @@ CONVERSATIONS: tuple[tuple[Mapping[str, str], ...], ...] = (
     ),
     ({"role": "system", "content": "Answer briefly."}, {"role": "user", "content": "Why?"}),
 )
-"""Conversations whose tokens, up to where the assistant speaks, are compared. A template may refuse some."""
+"""Conversations whose tokens, up to the assistant's turn, are compared. A template may refuse some."""
 
 
 PROMPT_LENGTHS = (1, 2, 7, 19, 33, 64)
-"""Tokens of the random prompts behind which log-probabilities are compared."""
+"""Tokens of the random prompts after which log-probabilities are compared."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,11 +71,11 @@ class Reading:
     tolerance: float
     """Its tolerance: for logits relative to the largest logit, for log-probabilities absolute."""
     positions: int
-    """At this many positions, each over the whole vocabulary."""
+    """Number of compared positions, each over the whole vocabulary."""
     texts_equal: int | None = None
-    """Texts with equal tokens; all of them, or the export was refused. None: there was no tokenizer to compare."""
+    """Texts with equal tokens: all of them, else the export is refused. None: there was no tokenizer to compare."""
     conversations_equal: int | None = None
-    """Conversations with equal tokens by the chat template; None: no template to compare."""
+    """Conversations with equal tokens by the chat template; None: there was no template to compare."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,19 +94,19 @@ class Receipt:
 
     @property
     def largest_difference(self) -> float:
-        """Over all programs."""
+        """The largest difference over all programs."""
         return max(one.largest_difference for one in self.readings)
 
     def write(self, path: Path) -> None:
-        """As JSON."""
+        """Write the receipt as JSON."""
         write_durably(path, json.dumps(self.as_json(), indent=2) + "\n")
 
     def as_json(self) -> dict[str, Any]:
-        """The receipt as numbers, words, lists and objects."""
+        """The receipt as JSON values."""
         return asdict(self)
 
     def lines(self) -> list[str]:
-        """For people, one program a line."""
+        """Readable lines, one per program."""
         return [*map(_line, self.readings), *(f"{program:<24}not installed" for program in self.not_installed)]
 
 
@@ -126,7 +126,7 @@ def _line(one: Reading) -> str:
 
 
 def refuse_other_tokens(program: str, what: str, wanted: Sequence[Sequence[int]], found: Sequence[Any]) -> int:
-    """How many there are, if all are equal; else raises `UserError` with the first that is not."""
+    """Their number, if all are equal; else raises `UserError` with the first that is not."""
     for number, (ours, theirs) in enumerate(zip(wanted, found, strict=True)):
         if list(ours) != list(theirs):
             place = next((i for i, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), None)
@@ -147,8 +147,8 @@ def logprob_difference(expected_V: torch.Tensor, found_V: torch.Tensor) -> float
 def refuse_other_logprobs(
     program: str, expected: Sequence[torch.Tensor], found: Sequence[Sequence[float]], allowed: float
 ) -> tuple[float, float]:
-    """The largest difference of two log-probabilities, and its bound: the part `allowed` of their range. Raises
-    `UserError` where it is more."""
+    """The largest difference of two log-probabilities, and its bound: the share `allowed` of their range. Raises
+    `UserError` if it exceeds the bound."""
     tolerance = allowed * max((row_V.max() - row_V.min()).item() for row_V in expected)
     differences = list(map(logprob_difference, expected, map(torch.tensor, found)))
     if not max(differences) <= tolerance:
@@ -167,7 +167,7 @@ def probe_prompts(spec: ModelSpec, context: int) -> list[list[int]]:
 
 @torch.no_grad()
 def next_logprobs(model: Decoder, prompts: Sequence[Sequence[int]]) -> list[torch.Tensor]:
-    """The log-probabilities [V] of every token behind each prompt."""
+    """The log-probabilities [V] of every possible next token after each prompt."""
     return [model.logits(Batch(torch.tensor([prompt])))[0, -1].log_softmax(-1) for prompt in prompts]
 
 
@@ -177,7 +177,7 @@ def texts_of(tokenizer: TextTokenizer) -> list[list[int]]:
 
 
 def conversations_of(tokenizer: TextTokenizer) -> list[list[int]]:
-    """The tokens of every conversation, none of one that the template refuses; empty if there is no template."""
+    """The tokens of every conversation, empty for one that the template refuses; empty if there is no template."""
     prompts, found = Prompts(tokenizer), []
     if prompts.chats:
         for messages in CONVERSATIONS:
@@ -189,7 +189,7 @@ def conversations_of(tokenizer: TextTokenizer) -> list[list[int]]:
 
 
 def version_of(program: str) -> str:
-    """Of an installed package; empty if it is not installed as one."""
+    """The version of an installed package; empty if it is not installed."""
     try:
         return version(program)
     except PackageNotFoundError:

@@ -1,4 +1,4 @@
-"""Opening of served models: one base, any number of adapters that share it, and other models beside it."""
+"""Loading of served models: one base, any number of adapters that share it, and further models."""
 
 import dataclasses
 from collections.abc import Callable, Mapping
@@ -34,9 +34,9 @@ def open_served(
     max_context: int | None,
     prefixes: Prefixes | None = None,
 ) -> list[Served]:
-    """The model under its name, adapters under theirs, and other models `beside` it.
+    """The model under its name, adapters under theirs, and the other models `beside` it.
 
-    Raises `UserError` if an adapter is of another base, or a name is given twice.
+    Raises `UserError` if an adapter belongs to another base, or if a name is given twice.
     """
     beside = beside or {}
     twice = next((other for other in (*adapters, *beside) if [name, *adapters, *beside].count(other) > 1), None)
@@ -44,7 +44,7 @@ def open_served(
         raise UserError(f"name {twice} is given twice; choose another in --adapter, --beside or --name")
     if adapters:
         check_shared(trained)
-    pack(trained.model)  # adapters share the base's weights, in memory once
+    pack(trained.model)  # adapters share the base's weights, which are in memory once
     others = {other: open_adapter(trained, path) for other, path in adapters.items()}
     for other, path in beside.items():
         others[other] = open_trained(path, device=trained.device.type, dtype=_name_of(trained.model.like.dtype))
@@ -73,7 +73,7 @@ def serve_as(
 def loader_of(
     base: TrainedModel, folder: Path, *, max_batch: int, max_context: int | None, prefixes: Prefixes | None = None
 ) -> Callable[[str, str], Served]:
-    """Opens adapters of `base` in `folder`, by name and path, while the server runs."""
+    """A function that opens adapters of `base` in `folder`, by name and path, while the server runs."""
     check_shared(base)
     inside = folder.resolve()
 
@@ -88,7 +88,7 @@ def loader_of(
 
 
 def check_shared(base: TrainedModel) -> None:
-    """Raise `UserError` if adapters cannot share the base's weights, because those are on disk."""
+    """Raise `UserError` if adapters cannot share the base's weights, because the weights are on disk."""
     if blocks_from_disk(base.model) is not None:
         raise UserError(
             f"adapters share their base's weights in memory, but the weights of {base.source} are read from disk; "
@@ -99,7 +99,7 @@ def check_shared(base: TrainedModel) -> None:
 def open_adapter(base: TrainedModel, path: Path) -> TrainedModel:
     """The model with the adapters of a run or of a peft folder; it shares the frozen weights of `base` in memory.
 
-    Raises `UserError` if they are of another base.
+    Raises `UserError` if they belong to another base.
     """
     if (path / CONFIG).is_file():
         return _with_peft_adapter(base, path)

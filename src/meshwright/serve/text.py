@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 
 UNFINISHED = "\ufffd"
-"""The decoding of bytes that are not yet a character."""
+"""The decoding of bytes that are not yet a complete character."""
 PATIENCE = 16
 """Most tokens to wait for a complete character; no character has more."""
 

@@ -1,4 +1,4 @@
-"""The special token ids in a model's files, kept so that no export loses one."""
+"""The special token ids in a model's files, preserved in every export."""
 
 import json
 from collections.abc import Mapping
@@ -13,8 +13,8 @@ TokenIds = dict[str, int | list[int] | None]
 
 
 def end_ids(tokenizer: TextTokenizer, *configs: Mapping[str, Any]) -> set[int]:
-    """Every token that ends a text: the tokenizer's own, and those that its generation_config.json and `configs` (of
-    the model) name, where they name that one among them; else they are another tokenizer's."""
+    """Every token that ends a text: the tokenizer's own, and those in its generation_config.json and in `configs` (of
+    the model). A file is used only if it includes the tokenizer's own; else its ids belong to another tokenizer."""
     declared = [_ids(config.get("eos_token_id")) for config in (_generation(tokenizer), *configs)]
     return {tokenizer.eos_id}.union(*(ids for ids in declared if tokenizer.eos_id in ids))
 

@@ -63,8 +63,8 @@ from meshwright.trainer.weights import base_of, check_base, kept_weights
 MAX_TOKENS = 128
 """Default number of new tokens of a continuation."""
 Weights = Literal["memory", "disk", "auto"] | DeviceMesh
-"""Where weights are: in memory; of blocks on disk; there if they do not fit into free memory; split over the ranks of a
-tensor-parallel axis."""
+"""Where weights are: in memory; blocks on disk; blocks on disk if they do not fit into free memory; split over the
+ranks of a tensor-parallel axis."""
 AVERAGED = f"callbacks.{EMA.__name__}."
 """Prefix of averaged weights in checkpoints."""
 
@@ -209,7 +209,7 @@ def evaluate_texts(
 
 
 def config_of(trained: TrainedModel) -> dict[str, Any]:
-    """The config.json that the model was trained from; empty if it had none, or if that is gone."""
+    """The config.json that the model was trained from; empty if it had none, or if the file no longer exists."""
     if trained.spec.foreign is not None:
         return json.loads(trained.spec.foreign.config)
     if trained.run is None:
@@ -253,7 +253,7 @@ def _held_out(trained: TrainedModel, length: int) -> dict[str, Samples]:
         raise UserError(
             "the run was trained on preferences, whose held-out loss is in metrics.jsonl; give a text with --source"
         )
-    # With its own tokenizer: if the data have changed since, `auto` would train another.
+    # With the run's own tokenizer: if the data have changed since, `auto` would train another.
     data = trained.run.run.data.model_copy(update={"tokenizer": str(trained.tokenizer_dir.resolve())})
     corpus = corpus_of(trained.run.model_copy(update={"run": trained.run.run.model_copy(update={"data": data})}))
     if not corpus.held_out:
@@ -276,8 +276,8 @@ def _samples_of(trained: TrainedModel, sources: Sequence[str], length: int) -> d
         cache_dir=own.cache_dir,
     )
     if own.packing == "concatenated" and any(file.is_records for file in told_apart(find_files(data.sources, Path()))):
-        # A run on text, and a Hugging Face directory, say no packing that records can have. Not every architecture of
-        # transformers' keeps documents apart.
+        # A text run, and a Hugging Face directory, give no packing for records. Not every transformers architecture can
+        # separate documents.
         whole = {"packing": "best_fit", "separate_documents": True}
         data = data.model_copy(update={"packing": "padded"} if trained.spec.foreign else whole)
     corpus = prepare_corpus(data, base_dir=Path())

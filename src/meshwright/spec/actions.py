@@ -152,7 +152,7 @@ def in_order(schedule: Schedule) -> list[tuple[int, Action]]:
 
 
 def _check_once(schedule: Schedule) -> None:
-    """Raise unless every stage has one rank, and does every microbatch's forward and backward pass once."""
+    """Raise unless every stage has one rank, which does every microbatch's forward and backward pass once."""
     places = {(action.stage, rank) for rank, actions in enumerate(schedule.ranks) for action in actions}
     where = Counter(stage for stage, _ in places)
     stages = 1 + max(where, default=0)

@@ -110,7 +110,7 @@ def read_yaml(text: str, place_of_line: Callable[[int], Place]) -> Document:
 
 
 def _refusals(text: str) -> Iterator[tuple[int, str]]:
-    """YAML that a recipe may not use: (line, message)."""
+    """YAML that a recipe must not contain: (line, message)."""
     documents = 0
     for event in yaml.parse(text, Loader=yaml.SafeLoader):
         line = event.start_mark.line + 1
@@ -152,7 +152,7 @@ def _construct(node: yaml.Node, path: KeyPath, document: Document, place_of_line
 
 
 def _syntax(error: yaml.MarkedYAMLError) -> tuple[int, str]:
-    """(line, sentence) of a YAML syntax error, for people who do not know the YAML specification."""
+    """(line, sentence) of a YAML syntax error, for users who do not know the YAML specification."""
     problem, context = error.problem or "", error.context or ""
     here = error.problem_mark.line + 1 if error.problem_mark else 1
     began = error.context_mark.line + 1 if error.context_mark else here
@@ -176,7 +176,7 @@ def _syntax(error: yaml.MarkedYAMLError) -> tuple[int, str]:
 
 
 class _Dumper(yaml.SafeDumper):
-    """Block mappings, lists on one line, and quotes round every text that a reader could take for a value."""
+    """Block mappings, lists on one line, and quotes around every text that could be read as a value."""
 
 
 def _tag(name: str) -> str:

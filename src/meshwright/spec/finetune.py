@@ -71,7 +71,7 @@ class LoraSpec(Spec):
     def _qlora_is_lora(cls, value: Any) -> Any:
         if not isinstance(value, dict):
             return value
-        # What passes here is no longer JSON to pydantic, so its lists would be no tuples.
+        # After this validator pydantic no longer parses JSON, so it would not turn lists into tuples.
         value = {key: tuple(item) if isinstance(item, list) else item for key, item in value.items()}
         if value.get("method") != "qlora":
             return value

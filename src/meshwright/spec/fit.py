@@ -34,7 +34,7 @@ def _reasons(layout: LayoutSpec, model: ModelSpec, sequence_length: int) -> list
 
 
 def _advice(layout: LayoutSpec, model: ModelSpec, sequence_length: int) -> str:
-    """What would be legal instead: the nearest degrees, or these with another method or another length."""
+    """Legal alternatives: the nearest degrees, or the same degrees with another method or length."""
     ways, ring = [], layout.model_copy(update={"cp_method": "ring"})
     if layout.cp_method == "ulysses" and not _reasons(ring, model, sequence_length):
         ways.append(f"cp={layout.cp}, cp_method=ring")
@@ -47,7 +47,7 @@ def _advice(layout: LayoutSpec, model: ModelSpec, sequence_length: int) -> str:
 
 
 def _nearest_degrees(layout: LayoutSpec, model: ModelSpec, sequence_length: int) -> str:
-    """Of all degrees of tp, cp and ep that fit together, the change to the nearest ones."""
+    """The change to the nearest degrees of tp, cp and ep that fit together."""
 
     def distance(degrees: tuple[int, int, int]) -> tuple[int, ...]:
         moves = [abs(degree - getattr(layout, axis)) for axis, degree in zip(("tp", "cp", "ep"), degrees, strict=True)]
@@ -55,7 +55,7 @@ def _nearest_degrees(layout: LayoutSpec, model: ModelSpec, sequence_length: int)
 
     tps = [n for n in range(1, model.num_heads + 1) if model.num_heads % n == 0] if layout.tp > 1 else [1]
     eps = [n for n in range(1, min(layout.ep, model.num_experts) + 1) if model.num_experts % n == 0] or [1]
-    cps = range(1, min(layout.cp, sequence_length) + 1)  # a rank has a token at least
+    cps = range(1, min(layout.cp, sequence_length) + 1)  # a rank has at least one token
     for tp, cp, ep in sorted(product(tps, cps, eps), key=distance):
         near = layout.model_copy(update={"tp": tp, "cp": cp, "ep": ep})
         if layout.dp_shard * cp * tp % ep or _reasons(near, model, sequence_length):
@@ -160,7 +160,7 @@ def _tensor_misfit(layout: LayoutSpec, model: ModelSpec, sequence_length: int) -
     if model.shared_experts * model.expert_ffn % tp:
         shared = f"{model.shared_experts} shared experts of width {model.expert_ffn}"
         return f"{shared} cannot be split evenly over {tp} ranks"
-    if tokens % tp and sequence_length % layout.cp == 0:  # else that is the reason
+    if tokens % tp and sequence_length % layout.cp == 0:  # else this is the reason
         return f"{tp} ranks share the sequence between blocks, and {tokens} tokens cannot be split evenly over them"
     if rows * (tp - 1) >= model.vocab:
         return f"a vocabulary of {model.vocab} leaves the last of {tp} ranks without a row"

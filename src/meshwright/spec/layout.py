@@ -71,7 +71,7 @@ class LayoutSpec(Spec):
     @field_validator("zero", mode="before")
     @classmethod
     def _no_truth_value(cls, value: Any) -> Any:
-        if isinstance(value, bool):  # which Python, and so pydantic, takes for 0 or 1
+        if isinstance(value, bool):  # which Python, and so pydantic, treats as 0 or 1
             raise UserError(f"{str(value).lower()} is not allowed: must be 'auto', 0, 1, 2 or 3")
         return value
 

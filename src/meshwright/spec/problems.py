@@ -31,7 +31,7 @@ def explain(error: ValidationError, spec: type[Spec], value: Any) -> list[tuple[
     alternatives: set[KeyPath] = set()
     for details in error.errors(include_url=False):
         if details["type"] == "too_short" and len(details["input"]) >= details.get("ctx", {})["min_length"]:
-            continue  # pydantic counts only the items that are right; the wrong ones are reported themselves
+            continue  # pydantic counts only valid items; invalid ones are reported separately
         path, is_alternative = _path_in(value, details)
         by_path.setdefault(path, []).append(details)
         if is_alternative:
@@ -112,7 +112,7 @@ def _sentence(path: KeyPath, group: list[ErrorDetails], spec: type[Spec]) -> str
 
 
 def _wrong_kind(path: KeyPath, details: ErrorDetails, spec: type[Spec]) -> str:
-    """For a section of several kinds: the field that selects the kind and is missing or invalid."""
+    """The error for a section of several kinds: the field that selects the kind is missing or invalid."""
     limits = details.get("ctx", {})
     field, said = str(limits["discriminator"]).strip("'"), limits.get("tag")
     kinds = [kind for section in _sections_at(spec, path) for kind in get_args(section.model_fields[field].annotation)]
@@ -123,7 +123,7 @@ def _wrong_kind(path: KeyPath, details: ErrorDetails, spec: type[Spec]) -> str:
 
 
 def _as_section(word: str, path: KeyPath, spec: type[Spec]) -> str:
-    """The setting in the section at `path` that has the choice `word`, if `word` was written instead of the whole
+    """The setting with the choice `word` in the section at `path`, if `word` was written instead of the whole
     section."""
     for section in _sections_at(spec, path):
         for name, field in section.model_fields.items():
@@ -140,7 +140,7 @@ def _may_be_null(path: KeyPath, spec: type[Spec]) -> bool:
 
 
 def _requirement(details: ErrorDetails) -> str:
-    """What would work, to follow "must be"."""
+    """A description of valid values, to follow "must be"."""
     limits = details.get("ctx", {})
     match details["type"]:
         case "int_type" | "int_parsing" | "int_from_float":
@@ -202,7 +202,7 @@ def _choices(details: ErrorDetails) -> list[str]:
 
 
 def _shown(value: Any) -> str:
-    """A given value as people wrote it, shortened if it is long."""
+    """A given value as the user wrote it, shortened if it is long."""
     if value is None:
         return "an empty value"
     text = f"'{value}'" if isinstance(value, str) else json.dumps(value)

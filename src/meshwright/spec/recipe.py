@@ -62,9 +62,9 @@ def parse_spec(text: str, spec: type[SpecT], overrides: Sequence[str] = (), *, s
         _override(document, override, order=2**40 + index)
     result, wrong = None, []
     try:
-        # Strict, so nothing is guessed: "5" is not a number, yes not a boolean. As JSON, because strict mode
-        # then still makes sections of mappings and tuples of lists.
-        written = {"written": spec is not Run}  # by a run, whose plug-ins other verbs do without
+        # Strict, so nothing is guessed: "5" is not a number, yes is not a boolean. Parsed as JSON, because strict mode
+        # then still turns mappings into sections and lists into tuples.
+        written = {"written": spec is not Run}  # written by a run; other verbs do not need its plug-ins
         result = spec.model_validate_json(json.dumps(document.value), strict=True, context=written)
     except ValidationError as error:
         for path, message in explain(error, spec, document.value):
@@ -101,7 +101,8 @@ def _error(document: Document, rest: Spec | None = None, wrong: Iterable[str] = 
 
 
 def _without(value: dict[str, Any], paths: Iterable[KeyPath], spec: type[SpecT]) -> SpecT | None:
-    """`value` without the entries at `paths`, a list as a whole; None if the rest is not a valid `spec` either."""
+    """`value` without the entries at `paths`, which may be whole lists; None if the rest is not a valid `spec`
+    either."""
     rest = json.loads(json.dumps(value))
     for path in paths:
         *around, last = takewhile(lambda part: isinstance(part, str), path) if path else ("",)
@@ -114,7 +115,7 @@ def _without(value: dict[str, Any], paths: Iterable[KeyPath], spec: type[SpecT])
 
 
 def _override(document: Document, override: str, *, order: int) -> None:
-    """Set `a.b=c` in the document; missing sections on the way are created."""
+    """Set `a.b=c` in the document; missing sections on the path are created."""
     target, equals, text = (part.strip() for part in override.partition("="))
     keys = target.split(".")
     place = Place(order, f"command line: {override}", names=target)
@@ -128,7 +129,7 @@ def _override(document: Document, override: str, *, order: int) -> None:
     container: Any = document.value
     path: KeyPath = ()
     if len(keys) > 1 and isinstance(container.get("model"), str) and keys[0] == "model":
-        container["model"] = {"name": container["model"]}  # `model: NAME` is short for this
+        container["model"] = {"name": container["model"]}  # `model: NAME` is the short form of this
     for depth, key in enumerate(keys, 1):
         try:
             part = _part(container, key)

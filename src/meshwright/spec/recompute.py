@@ -104,7 +104,8 @@ def plain_recompute(recompute: Recompute) -> str | dict[str, Any]:
 
 
 def _given(recompute: RecomputeSpec, stages: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """(full, selective) of every stage as given; of a list of another length as many as there are stages."""
+    """(full, selective) of every stage as given; a list of another length is cut or extended to the number of
+    stages."""
 
     def each(given: int | tuple[int, ...]) -> tuple[int, ...]:
         return (given,) * stages if isinstance(given, int) else (given + (0,) * stages)[:stages]

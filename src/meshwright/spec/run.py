@@ -89,7 +89,7 @@ class Run(Spec):
         return self
 
     def _whole_program_misfits(self) -> Iterator[str]:
-        """Settings with which the model cannot be compiled as one program, and why."""
+        """Settings with which the model cannot be compiled as one program, and the reasons."""
         layout = self.layout
         if not self.training.compile or self.training.compile_scope == "block":
             return

@@ -127,7 +127,7 @@ def _own_schedule(path: Path, *, ranks: int, microbatches: int, stages_per_rank:
     return schedule
 
 
-# The published schedules. Each yields the actions of one rank.
+# The published schedules. Each yields one rank's actions.
 
 
 def _rounds(ranks: int, microbatches: int) -> int:
@@ -137,12 +137,12 @@ def _rounds(ranks: int, microbatches: int) -> int:
 def _alternating(
     rank: int, ranks: int, chunks: int, microbatches: int, *, ahead: int, split: bool = False
 ) -> Iterator[Step]:
-    """Forward passes to fill the pipeline, then one forward and one backward pass in turn, then the remaining backward
+    """Forward passes that fill the pipeline, then forward and backward passes in turn, then the remaining backward
     passes.
 
     A rank takes a round of microbatches through all its stages before the next round. It starts the backward passes
-    `ahead` forward passes earlier than the rank before it. With `split`, rank r runs the W of r backward passes ago
-    after each I, so that all ranks hold as many microbatches as in 1F1B (ZB-H1).
+    `ahead` forward passes earlier than the previous rank. With `split`, rank r runs after each I the W of r backward
+    passes ago, so that all ranks hold as many microbatches as in 1F1B (ZB-H1).
     """
     size = microbatches // _rounds(ranks, microbatches) if chunks > 1 else microbatches
     rounds = [range(start, start + size) for start in range(0, microbatches, size)]
@@ -185,7 +185,7 @@ def _looped_bfs(rank: int, ranks: int, chunks: int, microbatches: int) -> Iterat
 
 
 class _Counted:
-    """Steps that number their microbatches themselves; W takes up the I that has waited longest."""
+    """Steps that number their microbatches themselves; a W takes the I that has waited longest."""
 
     def __init__(self) -> None:
         self._next: Counter[tuple[str, int]] = Counter()
@@ -211,7 +211,7 @@ class _Counted:
 
 
 def _zbv(rank: int, ranks: int, chunks: int, microbatches: int) -> Iterator[Step]:
-    """ZB-V for as many microbatches as fill the pipeline; those that do not exist are left out."""
+    """ZB-V for as many microbatches as fill the pipeline; microbatches that do not exist are left out."""
     return (step for step in _full_zbv(rank, ranks, max(2 * ranks - 1, microbatches)) if step.microbatch < microbatches)
 
 
@@ -224,7 +224,7 @@ def _full_zbv(rank: int, ranks: int, microbatches: int) -> Iterator[Step]:
     for _ in range(ranks - rank):
         yield from do("FI", 1)
         yield from do.weights(1)
-    begun = 2 * ranks - 1 - rank  # forward passes of the first stage so far; of the second there are `ranks`
+    begun = 2 * ranks - 1 - rank  # forward passes of the first stage so far; the second has `ranks`
     for i in range(microbatches - ranks):
         if begun + i < microbatches:
             yield from do("F", 0)
@@ -244,7 +244,7 @@ def _full_zbv(rank: int, ranks: int, microbatches: int) -> Iterator[Step]:
 
 
 def _dualpipev(rank: int, ranks: int, chunks: int, microbatches: int) -> Iterator[Step]:
-    """As in DeepSeek's published code; its overlapped pairs of a forward and a backward pass come one by one."""
+    """As in DeepSeek's published code, but its overlapped pairs of a forward and a backward pass run one by one."""
     do, after = _Counted(), ranks - 1 - rank
     yield from do("F" * (2 * after), 0)
     for _ in range(rank + 1):
@@ -263,7 +263,7 @@ def _dualpipev(rank: int, ranks: int, chunks: int, microbatches: int) -> Iterato
         yield from do("B", 1)
         yield from do("F", 1)
         yield from do("B", 0)
-    split_from = 2 * ((rank + 1) // 2) + (rank + 1) % 2  # of these backward passes the second half is split
+    split_from = 2 * ((rank + 1) // 2) + (rank + 1) % 2  # the second half of these backward passes is split
     for i in range(2 * (rank + 1)):
         yield from do("I" if i >= split_from else "B", 1 - i % 2)
     for _ in range(after):

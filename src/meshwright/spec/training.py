@@ -233,7 +233,7 @@ class TrainingSpec(Spec):
 
     @property
     def _all_wide(self) -> dict[str, Any]:
-        """The settings with which nothing that the optimizer keeps is in bf16."""
+        """The settings with which the optimizer stores nothing in bf16."""
         usual = OptimizerSpec()
         changes = {"state_dtype": usual.state_dtype, "rounding": usual.rounding}
         return {"master_dtype": FP32.name, "optimizer": self.optimizer.model_copy(update=changes)}

@@ -1,4 +1,4 @@
-"""Storage of a rank's training state, and the choice of the store."""
+"""Storage of a rank's training state, and the choice of the `StateStore`."""
 
 from meshwright.spec.layout import LayoutSpec
 from meshwright.spec.precision import Precision

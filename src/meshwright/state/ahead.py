@@ -1,4 +1,4 @@
-"""Weights that are mapped from files: the next blocks' are read while one computes, and the past ones' are dropped."""
+"""Weights mapped from files: while one block computes, the next blocks are read and the previous ones dropped."""
 
 import weakref
 from collections.abc import Iterable, Mapping
@@ -19,8 +19,8 @@ AHEAD = 2
 
 
 class BlocksAhead:
-    """The blocks of a model, in the order in which passes enter them; what is outside of them counts as another block
-    after the last."""
+    """The blocks of a model, in the order in which passes enter them. The parameters outside them count as another
+    block after the last."""
 
     def __init__(self, model: nn.Module, places: Places) -> None:
         blocks = [block for block in model.get_submodule("layers").children() if isinstance(block, Wrapped)]
@@ -45,7 +45,7 @@ class BlocksAhead:
         self._held[index].result()
 
     def forget(self) -> None:
-        """Drop all of them, before their files change."""
+        """Drop all blocks, before their files change."""
         self._drop(set(self._held))
 
     def _drop(self, places: Iterable[int]) -> None:
@@ -70,7 +70,7 @@ def _parts(parameters: Iterable[torch.Tensor], places: Places) -> list[tuple[Hom
 
 
 class _Entered:
-    """A wrapper of a block that tells when passes enter it."""
+    """A wrapper of a block that reports when passes enter it."""
 
     def __init__(self, blocks: "weakref.ref[BlocksAhead]", index: int) -> None:
         self._blocks, self._index = blocks, index

@@ -1,4 +1,4 @@
-"""State in a file: read and written whole, bypassing the page cache where the file system allows it."""
+"""State in a file: read and written whole, bypassing the page cache if the file system allows it."""
 
 import contextlib
 import errno
@@ -25,25 +25,25 @@ GB = 1e9
 
 
 class OffloadError(UserError):
-    """The folder or a file for state on disk is not usable."""
+    """The folder or a file for state on disk is unusable."""
 
 
 class StateFile:
-    """Bytes in an unlinked file: the system frees it with the process, however that ends.
+    """Bytes in an unlinked file: the system frees it with the process, even after a crash.
 
-    It is read and written whole, from buffers whose address and size are multiples of `BLOCK`; code that needs single
-    tensors (a checkpoint) has them mapped. Both ways see the same bytes.
+    It is read and written whole, from buffers whose address and size are multiples of `BLOCK`. Code that needs single
+    tensors (a checkpoint) maps them. Both ways see the same bytes.
     """
 
     def __init__(self, directory: Path, name: str, size: int, *, checksums: bool = False) -> None:
         """Reserves `size` bytes, zeros, in a new file in `directory`.
 
-        Raises `OffloadError` if it cannot: the disk is full, or the folder cannot be written.
+        Raises `OffloadError` if this fails: the disk is full, or the folder cannot be written.
         """
         self.path, self.size, self.checksums = directory / f"{name}-{secrets.token_hex(4)}", rounded(size), checksums
         self.moved, self.seconds = 0, 0.0
         """Bytes read and written so far, and the seconds it took."""
-        self._checksum: tuple[int, int] | None = None  # of this many bytes
+        self._checksum: tuple[int, int] | None = None  # a number of bytes, and their checksum
         try:
             self._fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
         except OSError as error:
@@ -61,7 +61,7 @@ class StateFile:
         self._map = mmap.mmap(self._fd, self.size)
 
     def expect(self, offset: int, size: int) -> None:
-        """Read a part into the page cache, from which mapped tensors are read."""
+        """Read a part into the page cache, for mapped tensors."""
         began, piece = time.perf_counter(), bytearray(min(size, PIECE))
         for place in range(offset, offset + size, PIECE):
             try:
@@ -75,7 +75,7 @@ class StateFile:
         """Drop a part, unchanged since it was written, from the page cache."""
         start = offset // BLOCK * BLOCK
         self._map.madvise(mmap.MADV_DONTNEED, start, min(self.size, rounded(offset + size)) - start)
-        with contextlib.suppress(OSError):  # advice
+        with contextlib.suppress(OSError):  # only advice
             os.posix_fadvise(self._fd, offset, size, os.POSIX_FADV_DONTNEED)
 
     def tensor(self, offset: int, like: torch.Tensor) -> torch.Tensor:
@@ -94,7 +94,7 @@ class StateFile:
         self._count(buffer, began)
 
     def write(self, buffer: torch.Tensor) -> None:
-        """Replace the beginning of the file by a buffer of `BLOCK`s."""
+        """Replace the beginning of the file with a buffer of `BLOCK`s."""
         began = time.perf_counter()
         self._checksum = _checksum(buffer) if self.checksums else None
         self._move(os.pwritev, buffer, "written")
@@ -107,7 +107,8 @@ class StateFile:
         self._checksum = None
 
     def fill(self, offset: int, tensor: torch.Tensor) -> None:
-        """Replace the bytes at `offset` by a tensor's, in the page cache: a mapped tensor would first be read."""
+        """Replace the bytes at `offset` with a tensor's, in the page cache: writing to a mapped tensor would first read
+        it."""
         view = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data
         while view:
             try:
@@ -124,11 +125,11 @@ class StateFile:
         except OSError as error:
             raise self._broken("written", error) from error
         self._map.madvise(mmap.MADV_DONTNEED, 0, size)
-        with contextlib.suppress(OSError):  # advice
+        with contextlib.suppress(OSError):  # only advice
             os.posix_fadvise(self._fd, 0, size, os.POSIX_FADV_DONTNEED)
 
     def _move(self, move: Callable[[int, list[memoryview], int], int], buffer: torch.Tensor, done: str) -> None:
-        """Read or write a whole buffer; with buffered I/O where the file system accepts O_DIRECT but fails to honour
+        """Read or write a whole buffer; with buffered I/O if the file system accepts O_DIRECT but does not honour
         it."""
         view, place = buffer.numpy().data, 0
         while place < len(view):
@@ -171,7 +172,7 @@ def aligned_buffer(size: int, *, pinned: bool = False) -> torch.Tensor:
 
 
 def check_directory(directory: Path) -> None:
-    """Make the folder; raise `OffloadError` where that fails, or where its files would be in memory."""
+    """Make the folder. Raises `OffloadError` if that fails, or if its files would be in memory."""
     try:
         directory.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -184,7 +185,7 @@ def check_directory(directory: Path) -> None:
 
 
 def file_system(path: Path, mounts: Path = Path("/proc/self/mounts")) -> str:
-    """The type of `path`'s file system; empty if the system does not tell."""
+    """The type of `path`'s file system; empty if the system does not report it."""
     found, path = (0, ""), path.resolve()
     with contextlib.suppress(OSError):
         for line in mounts.read_text().splitlines():
@@ -204,7 +205,7 @@ def _open_directly(path: Path) -> int | None:
 
 
 def _unusable(path: Path, size: int, error: OSError) -> OffloadError:
-    """The error for a file that could not be made."""
+    """The error for a file that could not be created."""
     free = ""
     with contextlib.suppress(OSError):
         stat = os.statvfs(path.parent)

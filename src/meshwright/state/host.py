@@ -1,4 +1,4 @@
-"""State in host memory (`layout.offload: cpu`): FSDP2 brings weights to the device and gradients back."""
+"""State in host memory (`layout.offload: cpu`): FSDP2 copies weights to the device and gradients back."""
 
 import torch
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
@@ -16,5 +16,5 @@ class HostStore(StateStore):
 
     @staticmethod
     def offload_policy(device_type: str) -> OffloadPolicy:
-        """See `StateStore`: pinned memory, from which a GPU reads while it computes."""
+        """See `StateStore`: pinned memory, which a GPU reads while it computes."""
         return CPUOffloadPolicy(pin_memory=device_type == "cuda")

@@ -1,4 +1,4 @@
-"""Full-precision weights beside a low-precision model, on one process; on several, FSDP2 keeps both."""
+"""Full-precision weights of a low-precision model, on one process; on several, FSDP2 keeps both."""
 
 from collections.abc import Sequence
 
@@ -14,8 +14,8 @@ from meshwright.torch_internals import copy_all_, keep_gradient_as_made
 class MasterWeights(StateStore):
     """Master weights; the model's parameters become copies in `store`.
 
-    Gradients are added to the masters' gradients in `reduce` as soon as autograd has them, so that accumulation over
-    microbatches does not round to bf16 each time. Frozen parameters have no master.
+    Gradients are added to the masters' gradients in `reduce` as soon as autograd has computed them, so that
+    accumulation over microbatches does not round to bf16 each time. Frozen parameters have no master.
     """
 
     def masters_of(self, model: nn.Module, training: TrainingSpec) -> dict[str, torch.Tensor]:
@@ -52,7 +52,7 @@ class MasterWeights(StateStore):
         return accumulate
 
     def first_gradient(self, master: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
-        """The tensor that accumulates a master's gradient; it holds the first microbatch's so far."""
+        """The tensor that accumulates a master's gradient; it holds the first microbatch's gradient."""
         return gradient
 
     def arrived(self, parameter: torch.Tensor) -> None:

@@ -7,12 +7,12 @@ Between steps every tensor is at home: on the device, in host memory, on disk. A
         bucket.optimizers.step()
         store.put(bucket)      home again, and the new weights to the model
 
-`StateStore` is the store whose home is the compute device, so that nothing moves and one bucket holds everything:
-torch's fused optimizers take all parameters at once. Its subclasses are one file each. A subclass that moves state
-overrides `cut`, `fetch` and `put`: `fetch` replaces each entry of `bucket.state` by a copy where it steps (and may
-begin to read the next bucket, `self.buckets[bucket.index + 1]`), `put` writes it back and leaves the home tensor in the
-entry. `state/tiered.py` does so by exchanging the tensors' memory. Checkpoints read and fill homes (`tensors`), so a
-tensor mapped from a file works like any other.
+`StateStore` is the store whose home is the compute device. Nothing moves, and one bucket holds everything: torch's
+fused optimizers take all parameters at once. Each subclass has its own file. A subclass that moves state overrides
+`cut`, `fetch` and `put`. `fetch` replaces each entry of `bucket.state` by a copy on the device of the step, and may
+begin to read the next bucket, `self.buckets[bucket.index + 1]`. `put` writes the copy back and puts the home tensor
+back in the entry. `state/tiered.py` does so by exchanging the tensors' memory. Checkpoints read and fill homes
+(`tensors`), so a tensor mapped from a file works like any other.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -32,7 +32,7 @@ from meshwright.state.tiers import Tier
 
 @dataclass(frozen=True)
 class Bucket:
-    """Parameters that are fetched, stepped and put together."""
+    """Parameters that are fetched, stepped and put back together."""
 
     index: int
     """Its index among the store's buckets, which are stepped in this order."""
@@ -116,7 +116,7 @@ class StateStore:
 
     @property
     def elsewhere(self) -> Sequence[torch.Tensor]:
-        """Tensors that are in files, and have an address only because they are mapped."""
+        """Tensors that are in files and mapped into memory."""
         return ()
 
     @property
@@ -126,7 +126,7 @@ class StateStore:
 
     @property
     def writes_at_once(self) -> bool:
-        """Whether a checkpoint is written directly from the state's home, while training waits, and not from a copy."""
+        """Whether a checkpoint is written from the state's home while training waits, not from a copy."""
         return False
 
     @property
@@ -147,10 +147,10 @@ class StateStore:
         yield rows
 
     def fetch(self, bucket: Bucket) -> None:
-        """Bring a bucket from home to the device of its step."""
+        """Copy a bucket from home to the device of its step."""
 
     def put(self, bucket: Bucket) -> None:
-        """Write a bucket home, and its weights to the model's copies."""
+        """Write a bucket home, and copy its weights to the model's copies."""
 
     @torch.no_grad()
     def step(self, lr_factor: float, gradient_factor: float = 1.0) -> None:

@@ -1,9 +1,9 @@
 """State that a step fetches a bucket at a time, from host memory or from files (`layout.offload`).
 
-The optimizer's tensors live elsewhere; on a single process in low precision so do master weights and their gradients,
-because only the step needs them; and weights that the model computes with, where `state/weights.py` asks for it. A
-tensor stays the same object, but its memory is exchanged: the home's between steps,
-a buffer's while its bucket is stepped. So optimizers and checkpoints need not know.
+The optimizer's tensors live in host memory or in files. On a single process in low precision, so do master weights and
+their gradients, because only the step needs them; so do weights that the model computes with, if `state/weights.py`
+requires it. A tensor stays the same object, but its memory is exchanged: between steps it is the home's, while its
+bucket is stepped it is a buffer's. Optimizers and checkpoints see no difference.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -28,8 +28,8 @@ from meshwright.state.tiers import Home, Mover, Tier, complaint, cut_evenly
 from meshwright.torch_internals import allocate_each, local_tensor
 
 BUCKET_PARAMETERS = 2**20
-"""Parameters of a rank that are stepped together: fp32 masters, moments and gradients of so many are 16 MiB. Three
-are in memory at once: one is stepped, one is read, one is written."""
+"""Parameters of a rank that are stepped together: with this many, fp32 masters, moments and gradients are 16 MiB. Three
+buckets are in memory at once: one is stepped, one is read, one is written."""
 ALIGNED = 64
 """Alignment of tensors in a bucket."""
 
@@ -56,7 +56,7 @@ class _Moved:
     kept: list[_Slot]
     """Tensors that are read and written."""
     gradients: dict[str, _Slot]
-    """By parameter; they follow the others and are only read."""
+    """By parameter; they come after the others and are only read."""
     kept_bytes: int
     all_bytes: int
     cached: bool
@@ -123,7 +123,7 @@ class TieredStore(StateStore):
         slots = []
         for tensor, offset in zip(kept, offsets, strict=True):
             there = home.tensor(offset, tensor)
-            if tensor.any():  # it is zeros already
+            if tensor.any():  # the home is already zeros
                 there.copy_(tensor)
             tensor.data = there
             self.lives_at(tensor, home, offset)
@@ -140,7 +140,7 @@ class TieredStore(StateStore):
         return _Moved(home, slots, of, kept_bytes, all_bytes, cached)
 
     def weights_in(self, bucket: Bucket) -> list[torch.Tensor]:
-        """A bucket's local weights that live elsewhere: none that the model computes with."""
+        """A bucket's local weights that live elsewhere: none of those that the model computes with."""
         return []
 
     def gradients_in(self, bucket: Bucket) -> dict[str, torch.Tensor]:
@@ -152,7 +152,7 @@ class TieredStore(StateStore):
         return tensor.nbytes
 
     def lives_at(self, tensor: torch.Tensor, home: Home, offset: int) -> None:
-        """Called when a tensor has got its home."""
+        """Called after a tensor has been assigned its home."""
 
     def stays(self, bucket: Bucket) -> None:
         """Keep a bucket in memory."""
@@ -169,7 +169,7 @@ class TieredStore(StateStore):
         self._in_hand = buffer
         given = [name for name in moved.gradients if bucket.parameters[name].grad is not None]
         for name in given:
-            bucket.parameters[name].grad = None  # its place may be on another device
+            bucket.parameters[name].grad = None  # its home may be on another device
         for slot in moved.kept:
             slot.tensor.data = slot.place(buffer, self.tier.device)
         for name in given:
@@ -178,7 +178,7 @@ class TieredStore(StateStore):
             bucket.parameters[name].grad = _part_like(bucket.parameters[name], gradient)
 
     def _bytes_read(self, bucket: Bucket, moved: _Moved) -> int:
-        """Bytes to read, including gradients where they exist and are not in the page cache."""
+        """Bytes to read, including gradients if they exist and are not in the page cache."""
         there = any(bucket.parameters[name].grad is not None for name in moved.gradients)
         return moved.all_bytes if there and not moved.cached else moved.kept_bytes
 
@@ -210,7 +210,7 @@ class TieredStore(StateStore):
         return slot and slot.home
 
     def move_gradient(self, parameter: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
-        """The tensor elsewhere that accumulates a parameter's gradient, with the first microbatch's."""
+        """The tensor elsewhere that accumulates a parameter's gradient; it holds the first microbatch's gradient."""
         slot, bucket = self._gradient_homes[id(parameter)]
         moved = self._moved[bucket]
         if moved.cached:
@@ -219,7 +219,7 @@ class TieredStore(StateStore):
         return slot.home
 
     def arrived(self, parameter: torch.Tensor) -> None:
-        """Called when a microbatch's gradient has been added up; a bucket's go to disk when all have arrived."""
+        """Called when a microbatch's gradient has been added; a bucket's gradients go to disk when all have arrived."""
         _, bucket = self._gradient_homes.get(id(parameter), (None, -1))
         if bucket < 0 or self._moved[bucket].cached:
             return
@@ -258,7 +258,7 @@ class TieredStore(StateStore):
 
     @property
     def writes_at_once(self) -> bool:
-        """See `StateStore`: a copy of state on disk would need memory that is not there."""
+        """See `StateStore`: memory has no room for a copy of state on disk."""
         return self.tier.offload.optimizer == "disk"
 
     @property
@@ -325,7 +325,7 @@ def _on_a_rank(parameter: torch.Tensor) -> int:
 
 
 def _offsets(sizes: list[int], start: int) -> tuple[list[int], int]:
-    """The offset of each tensor of these bytes, one after another, and the end of the last."""
+    """Consecutive offsets of tensors of these sizes in bytes, and the end of the last."""
     found = []
     for size in sizes:
         found.append(rounded(start, ALIGNED) if start else 0)
@@ -334,7 +334,7 @@ def _offsets(sizes: list[int], start: int) -> tuple[list[int], int]:
 
 
 def _part_like(parameter: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
-    """A rank's part of a tensor that is distributed as a parameter is."""
+    """A rank's part of a tensor that is distributed like a parameter."""
     if not isinstance(parameter, DTensor):
         return local
     shape, stride = parameter.shape, parameter.stride()

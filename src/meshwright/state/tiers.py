@@ -15,11 +15,11 @@ from meshwright.spec.offload import PAGE_CACHE_SHARE, OffloadSpec
 from meshwright.state.files import StateFile, aligned_buffer, check_directory, rounded
 
 SLOW = 200e6
-"""Bytes a second below which a disk is reported as slow."""
+"""A disk with fewer bytes a second is reported as slow."""
 
 
 M_MMAP_THRESHOLD, LARGE = -3, 2**16
-"""Of <malloc.h>; and the bytes from which a block is large."""
+"""A constant of <malloc.h>, and the size in bytes of a large block."""
 
 
 class Home(Protocol):
@@ -30,7 +30,7 @@ class Home(Protocol):
     seconds: float
 
     def tensor(self, offset: int, like: torch.Tensor) -> torch.Tensor:
-        """A tensor in this home."""
+        """A tensor in this home, of the shape and dtype of `like`."""
         ...
 
     def read(self, buffer: torch.Tensor) -> None:
@@ -38,7 +38,7 @@ class Home(Protocol):
         ...
 
     def write(self, buffer: torch.Tensor) -> None:
-        """Replace the beginning by a buffer."""
+        """Replace the beginning with a buffer."""
         ...
 
     def changed(self) -> None:
@@ -46,7 +46,7 @@ class Home(Protocol):
         ...
 
     def fill(self, offset: int, tensor: torch.Tensor) -> None:
-        """Replace the bytes at `offset` by those of a tensor."""
+        """Replace the bytes at `offset` with a tensor's."""
         ...
 
     def forget(self, size: int | None = None) -> None:
@@ -63,7 +63,7 @@ class Home(Protocol):
 
 
 class HostMemory:
-    """A bucket's home in host memory, pinned where a GPU reads it."""
+    """A bucket's home in host memory, pinned for a GPU."""
 
     def __init__(self, size: int, *, pinned: bool) -> None:
         self.size, self.moved, self.seconds = rounded(size), 0, 0.0
@@ -101,11 +101,11 @@ class HostMemory:
 
 @dataclass(frozen=True)
 class Tier:
-    """A place for state, as a run's `layout.offload` describes it."""
+    """A place for state, as set by a run's `layout.offload`."""
 
     offload: OffloadSpec
     directory: Path
-    """For the files of `optimizer: disk`."""
+    """Folder for the files of `optimizer: disk`."""
     device: torch.device
     """The device of the optimizer's step."""
     rank: int = 0
@@ -125,28 +125,28 @@ class Tier:
             allow_many_files()
 
     def home(self, name: str, size: int) -> Home:
-        """A new home for this many bytes, zeros."""
+        """A new home of this many bytes, zeros."""
         if self.offload.optimizer == "disk":
             return StateFile(self.directory, f"rank{self.rank}-{name}", size, checksums=self.offload.checksums)
         return HostMemory(size, pinned=self.device.type == "cuda")
 
     def buffer(self, size: int) -> torch.Tensor:
-        """A buffer to read and write a home."""
+        """A buffer for reading and writing a home."""
         return aligned_buffer(size, pinned=self.device.type == "cuda")
 
 
 def give_back_what_is_freed() -> None:
     """Make the C library return large freed blocks to the system, if it supports that.
 
-    By default glibc keeps them in a heap that aligned blocks cannot reuse without a gap: moving the state of 42 M
-    parameters out of memory left 160 MB of it behind.
+    By default glibc keeps them in a heap in which aligned blocks cannot be reused without gaps: moving the state of 42
+    M parameters out of memory left 160 MB allocated.
     """
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, LARGE)
 
 
 def allow_many_files() -> None:
-    """Let this process have as many open files as the system allows: a bucket has up to three."""
+    """Raise this process's limit of open files to the system's maximum: a bucket has up to three."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.suppress(OSError, ValueError):
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
@@ -175,7 +175,7 @@ class Mover:
         """Begin to read a home's first `size` bytes, after any pending write to it."""
         if key not in self._ahead:
             buffer, before = self._buffer(size), self._written.pop(key, None)
-            part = buffer[:size]  # here: a rehearsal's tensors must not be cut in another thread
+            part = buffer[:size]  # in this thread: a rehearsal's tensors must not be cut in another
 
             def read() -> None:
                 if before is not None:
@@ -185,7 +185,7 @@ class Mover:
             self._ahead[key] = buffer, self._reader.submit(read)
 
     def _buffer(self, size: int) -> torch.Tensor:
-        """A written buffer again if it is large enough, else a new one."""
+        """A written buffer, reused, if it is large enough, else a new one."""
         while self._free:
             buffer = self._free.pop()
             if len(buffer) >= size:
@@ -200,8 +200,8 @@ class Mover:
         return buffer
 
     def write(self, key: int, home: Home, buffer: torch.Tensor, size: int) -> None:
-        """Begin to write the first `size` bytes of a buffer, which then belongs to the thread; waits for the write
-        before it."""
+        """Begin to write the first `size` bytes of a buffer, which then belongs to the thread; first waits for the
+        previous write."""
         part = buffer[:size]
 
         def write() -> None:
@@ -213,11 +213,11 @@ class Mover:
         self._written[key] = self._writer.submit(write)
 
     def forget(self, home: Home) -> None:
-        """Let a home drop its copy in memory, asynchronously."""
+        """Make a home drop its copy in memory, asynchronously."""
         self._forgetting.append(self._writer.submit(home.forget))
 
     def settle(self) -> None:
-        """Wait until all state is at home. Raises errors of the threads."""
+        """Wait until all state is at home. Raises the threads' errors."""
         self._ahead.clear()
         while self._written:
             self._written.pop(next(iter(self._written))).result()
@@ -239,7 +239,7 @@ def cut_evenly(sizes: list[int], most: int) -> list[int]:
 
 
 def complaint(homes: list[Home]) -> str | None:
-    """A warning where files are read and written slowly."""
+    """A warning if files are read and written slowly."""
     moved, seconds = (sum(getattr(home, field) for home in homes) for field in ("moved", "seconds"))
     if seconds < 1 or moved / seconds >= SLOW:
         return None

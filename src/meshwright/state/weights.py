@@ -1,10 +1,9 @@
-"""The model's weights in files (`layout.offload.parameters: disk`), and with them their gradients.
+"""The model's weights and their gradients in files (`layout.offload.parameters: disk`).
 
 They are in the buckets of `state/tiered.py`: a step reads and writes them with the optimizer's state. Between steps a
-parameter is mapped from its bucket's file, and so is its gradient; `state/ahead.py` reads the next blocks'. On one
-process in low precision these are the weights that the model computes with, beside masters that only the step reads;
-in full precision they are both; under FSDP2 they are the rank's shards, which FSDP2 gathers as it does from the host's
-memory.
+parameter and its gradient are mapped from its bucket's file; `state/ahead.py` reads the next blocks'. On one process in
+low precision these are the weights that the model computes with, separate from the masters, which only the step reads.
+In full precision they are both. Under FSDP2 they are the rank's shards, which FSDP2 gathers as from host memory.
 """
 
 from collections.abc import Iterable
@@ -28,7 +27,7 @@ from meshwright.torch_internals.shards import Shards
 
 
 class _ModelOnDisk(TieredStore):
-    """All larger parameters live in `tier`, frozen ones too."""
+    """All larger parameters, including frozen ones, live in `tier`."""
 
     def __init__(
         self,
@@ -47,12 +46,12 @@ class _ModelOnDisk(TieredStore):
 
     @staticmethod
     def allocate(model: nn.Module, device: torch.device, tier: Tier | None) -> None:
-        """See `StateStore`: in the tier, because memory has no room for all of them."""
+        """See `StateStore`: allocated in the tier, because memory has no room for all of them."""
         assert tier is not None
         allocate_in(tier, model, device, lambda tensor: isinstance(tensor, nn.Parameter))
 
     def _move_frozen(self, model: nn.Module) -> list[Home]:
-        """Give parameters that are not trained homes of their own."""
+        """Give each frozen parameter its own home."""
         frozen = [local_tensor(parameter) for parameter in model.parameters() if not parameter.requires_grad]
         homes = []
         for tensor in frozen:
@@ -85,7 +84,7 @@ class _ModelOnDisk(TieredStore):
 
 
 class WeightsOnDisk(_ModelOnDisk):
-    """The parameters that the model computes with and the optimizer updates live in `tier`, and their gradients."""
+    """The parameters that the model computes with and the optimizer updates, and their gradients, live in `tier`."""
 
     def masters_of(self, model: nn.Module, training: TrainingSpec) -> dict[str, torch.Tensor]:
         """See `StateStore`."""
@@ -147,7 +146,7 @@ class ShardsOnDisk(WeightsOnDisk, HostStore):
         assert tier is not None
         _ModelOnDisk.allocate(model, device, tier)
         shards = Shards(model)
-        for number, shard in enumerate(shards.padded()):  # FSDP2 has given them memory of their own
+        for number, shard in enumerate(shards.padded()):  # FSDP2 has allocated their memory
             home = tier.home(f"padded{number}", shards.like(shard).nbytes)
             shard.data = home.tensor(0, shard)
             shards.moved(shard, home.tensor(0, shards.like(shard)))

@@ -1,1 +1,1 @@
-"""Files and folders that survive: written aside and renamed, locked for one owner at a time."""
+"""Files and folders that survive crashes: written to a temporary name and renamed; locks with one owner at a time."""

@@ -1,4 +1,4 @@
-"""Files and folders that appear complete or not at all: written aside, flushed to disk, renamed."""
+"""Files and folders that appear complete or not at all: written to a temporary name, flushed to disk, renamed."""
 
 import math
 import os
@@ -13,7 +13,7 @@ from meshwright.storage.sync import sync
 
 
 def write_durably(path: Path, content: str | bytes) -> None:
-    """Replace `path` by `content` in one step that survives a crash; a file that holds it already is left alone.
+    """Replace `path` with `content` in one step that survives a crash; a file with this content is left alone.
 
     Raises `OSError` with the file's name if the disk is full; the old content stays.
     """
@@ -34,7 +34,7 @@ def write_durably(path: Path, content: str | bytes) -> None:
 
 
 def regular(path: Path) -> Path:
-    """`path`; raises `UserError` if it is a pipe or a device, which a reader may wait for without end."""
+    """`path`; raises `UserError` if it is a pipe or a device, on which a reader may wait forever."""
     if path.exists() and not (path.is_file() or path.is_dir()):
         raise UserError(f"{path} is a pipe or a device, not a file")
     return path
@@ -53,13 +53,13 @@ def sync_folder(path: Path) -> None:
 def complete_folder(directory: Path) -> Iterator[Path]:
     """A temporary folder that is renamed to `directory` if the block succeeds, and removed otherwise.
 
-    Of several processes that want the same one writes at a time. Raises `UserError` if `directory` exists.
+    If several processes want the same folder, they write one at a time. Raises `UserError` if `directory` exists.
     """
     with Lock(directory.with_name(f".{directory.name}.lock"), wait=math.inf):
         if directory.exists():
             raise UserError(f"{directory} already exists; export to another directory or remove it")
         staging = directory.with_name(f".{directory.name}.writing")
-        shutil.rmtree(staging, ignore_errors=True)  # of a process that was killed
+        shutil.rmtree(staging, ignore_errors=True)  # left by a killed process
         try:
             staging.mkdir()
             yield staging

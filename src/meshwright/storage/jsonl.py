@@ -1,4 +1,4 @@
-"""Files of JSON objects, one per line, as people write them. No torch here."""
+"""Files of JSON objects, one per line, written by users. No torch here."""
 
 import json
 from collections.abc import Iterator
@@ -9,12 +9,12 @@ from meshwright.spec.errors import UserError
 
 
 def read_objects(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """(place for people, object) of every line that is not blank; raises `UserError` where one is no JSON object."""
+    """(place for messages, object) of every line that is not blank; raises `UserError` if one is not a JSON object."""
     try:
         text = path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{path}: cannot be read ({error})") from error
-    # Not splitlines: a JSON text may hold U+2028, U+0085 and others that it takes for ends of lines.
+    # Not splitlines, which also splits at U+2028, U+0085 and others that a JSON text may contain.
     for number, line in enumerate(text.split("\n"), 1):
         if not line.strip():
             continue

@@ -1,14 +1,14 @@
-"""A lock file: one owner at a time, over processes, machines and network file systems.
+"""A lock file: one owner at a time, across processes, machines and network file systems.
 
 The owner of lock `L` is the process that created the file `L-N` with the highest N. Exclusive creation of a file
-succeeds for one process only, on NFS too. A stale lock is taken over by creating the next file, so two processes that
-try cannot both succeed, and an owner that wakes up later finds out that it has lost.
+succeeds for one process only, even on NFS. A stale lock is taken over by creating the next file, so two processes that
+try cannot both succeed, and an owner that wakes up later detects that it has lost the lock.
 
 Whether an owner is alive:
 
 - It holds `flock` on its file, and its workers inherit it. If `flock` is refused, one of them is alive. If it is
   granted and the owner was a process of this machine since its last boot, all are dead.
-- For an owner on another machine only the file's modification time counts, which the owner's thread renews every `BEAT`
+- For an owner on another machine, only the file's modification time counts; the owner's thread renews it every `BEAT`
   seconds. It is compared with the time that the same file system gives a new file, so clocks need not agree. A lock
   that has not been renewed for `LEASE` seconds is stale.
 """
@@ -29,13 +29,13 @@ from meshwright.spec.errors import UserError
 from meshwright.storage.sync import sync
 
 BEAT, LEASE = 5.0, 60.0
-"""Seconds between an owner's signs of life, and after which one that gives none counts as dead."""
+"""Seconds between an owner's heartbeats, and seconds without one after which it counts as dead."""
 LOOK = 0.2
-"""Seconds between two looks at somebody else's lock."""
+"""Seconds between two polls of another owner's lock."""
 
 
 class LockedError(UserError):
-    """Somebody else owns the lock."""
+    """Another process owns the lock."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Owner:
     token: str = ""
     host: str = "an unknown machine"
     boot: str = ""
-    """Another one after each start of the machine."""
+    """Different after each boot of the machine."""
     pid: int = 0
     since: str = "an unknown time"
 
@@ -56,7 +56,7 @@ class Owner:
 class Lock:
     """The lock `path`, for one owner at a time. Use it in `with`; `path` itself never exists, only `path-N`.
 
-    Missing folders above it are made, and removed again where nothing else has come into them.
+    Missing parent folders are created, and removed at the end if nothing else is in them.
     """
 
     def __init__(
@@ -68,15 +68,15 @@ class Lock:
         say: Callable[[str], object] = lambda text: None,
         lost: Callable[[str], object] = lambda text: None,
     ) -> None:
-        """`wait`: seconds to wait for a live owner; 0 refuses as soon as the owner is known to live, and adds `hint`.
-        `say` is called once with the owner that it waits for; `lost` is called in a thread when another process has
-        taken over the lock."""
+        """`wait`: seconds to wait for a live owner; 0 refuses as soon as the owner is known to be alive, and adds
+        `hint`. `say` is called once with the owner that it waits for; `lost` is called in a thread when another process
+        has taken over the lock."""
         self.path, self._wait, self._hint, self._say, self._lost = path, wait, hint, say, lost
         self._number, self._file = 0, -1
         self._released = threading.Event()
         self._thread = threading.Thread(target=self._beat, name="meshwright-lock", daemon=True)
         self._made: list[Path] = []
-        """Folders that were missing, the deepest first."""
+        """Created folders, the deepest first."""
 
     @property
     def inherited(self) -> int:
@@ -97,7 +97,7 @@ class Lock:
 
     def __exit__(self, *_: object) -> None:
         self._released.set()
-        self._thread.join(BEAT)  # it may hang where the file system does
+        self._thread.join(BEAT)  # it may hang if the file system does
         with suppress(OSError):
             if self.owner is None:
                 self._name(self._number).unlink()
@@ -106,10 +106,10 @@ class Lock:
 
     @property
     def owner(self) -> Owner | None:
-        """Who else owns the lock now; None if nobody else does."""
+        """The other process that owns the lock now; None if there is none."""
         numbers = self._numbers()
         if not numbers:
-            return None  # somebody has removed the file
+            return None  # the file has been removed
         newest = self._name(numbers[-1])
         return None if newest.stat().st_ino == os.fstat(self._file).st_ino else _read(newest)
 
@@ -147,7 +147,7 @@ class Lock:
             raise OSError(error.errno, error.strerror, str(mine)) from error
         others = [number for number in self._numbers() if number not in (stale, stale + 1)]
         if any(number > stale or _Sighting().look(self._name(number)) is not False for number in others):
-            mine.unlink()  # one of us was slow between looking and making; who comes last goes
+            mine.unlink()  # two processes have claimed it; the later one withdraws
             os.close(file)
             return False
         self._number, self._file = stale + 1, file
@@ -156,9 +156,9 @@ class Lock:
         return True
 
     def _beat(self) -> None:
-        """Renew the lock's time; call `lost` once it is lost."""
+        """Renew the lock's time; call `lost` when it is lost."""
         while not self._released.wait(BEAT):
-            with suppress(OSError):  # a file system that is away for a while: nobody can take the lock over either
+            with suppress(OSError):  # file system unavailable: no process can take the lock either
                 os.utime(self._file)
                 if (owner := self.owner) is not None and not self._released.is_set():
                     self._lost(
@@ -185,11 +185,11 @@ class _Sighting:
 
     def __init__(self) -> None:
         self.owner, self.silence = Owner(), 0.0
-        """`silence`: seconds since the last sign of life, as the file system counts."""
+        """`silence`: seconds since the last heartbeat, by the file system's clock."""
         self._last: tuple[str, int] | None = None
 
     def look(self, name: Path) -> bool | None:
-        """Whether the owner of the lock file `name` lives; None if that is not known yet."""
+        """Whether the owner of the lock file `name` is alive; None if that is not known yet."""
         try:
             file = os.open(name, os.O_RDWR)  # reopened each time, because NFS then asks for the current time
         except FileNotFoundError:
@@ -197,11 +197,11 @@ class _Sighting:
         try:
             self.owner = _read(name)
             try:
-                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)  # shared: others may be looking too
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)  # shared: others may poll too
                 free = True
             except BlockingIOError:
                 return True
-            except OSError:  # not every file system has it
+            except OSError:  # not every file system supports it
                 free = False
             if free and (self.owner.host, self.owner.boot) == (socket.gethostname(), _boot()):
                 return False
@@ -220,7 +220,7 @@ def _hold(file: int) -> None:
     for _ in range(50):
         try:
             return fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:  # somebody is looking just now
+        except BlockingIOError:  # another process is polling it
             time.sleep(0.01)
         except OSError:
             return None
@@ -235,7 +235,7 @@ def _read(name: Path) -> Owner:
 
 
 def _now(beside: Path) -> int:
-    """The current time of the file system of `beside`, in ns."""
+    """The current time, in ns, of the file system that contains `beside`."""
     probe = beside.with_name(f".{beside.name}.{secrets.token_hex(4)}")
     try:
         os.close(os.open(probe, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))

@@ -12,19 +12,19 @@ from pathlib import Path
 
 PREFIX = "meshwright-"
 OWNER = ".owner"
-"""A file that the owner of a folder holds `flock` on for as long as it lives; a process's number would not do, where
-containers share a temporary directory."""
+"""A file that a folder's owner holds `flock` on while it lives; process ids would be ambiguous in containers that share
+a temporary directory."""
 
 ABANDONED = ".abandoned"
-"""A file that the process which first finds the owner dead leaves in the folder."""
+"""A file left in the folder by the first process that finds the owner dead."""
 GRACE = 60.0
-"""Seconds after that in which processes that the owner has started may still read."""
+"""Seconds after that in which processes started by the owner may still read."""
 
 
 @contextmanager
 def scratch_folder(purpose: str) -> Iterator[Path]:
-    """A new folder in the system's temporary directory, `meshwright-PURPOSE-...`, gone after the block. Also
-    removes this user's folders whose owner was found dead more than a minute ago."""
+    """A new folder in the system's temporary directory, `meshwright-PURPOSE-...`, removed after the block. Also removes
+    this user's folders whose owner was found dead more than a minute ago."""
     _remove_abandoned(Path(tempfile.gettempdir()))
     made = tempfile.TemporaryDirectory(prefix=f"{PREFIX}{purpose}-", ignore_cleanup_errors=True)
     with made as name, (Path(name) / OWNER).open("w") as owner:
@@ -34,7 +34,7 @@ def scratch_folder(purpose: str) -> Iterator[Path]:
 
 def _remove_abandoned(where: Path) -> None:
     for folder in where.glob(f"{PREFIX}*"):
-        with contextlib.suppress(OSError):  # it is somebody else's, or goes away meanwhile
+        with contextlib.suppress(OSError):  # it is another user's, or is being removed
             if folder.is_symlink() or folder.stat().st_uid != os.getuid():
                 continue
             with (folder / OWNER).open() as owner:

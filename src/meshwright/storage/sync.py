@@ -8,6 +8,6 @@ SYNC = "meshwright.sync"
 
 
 def sync(descriptor: int) -> None:
-    """Flush an open file to disk, after the audit event `SYNC`. Raises `OSError` as `os.fsync` does."""
+    """Flush an open file to disk, after the audit event `SYNC`. Raises `OSError` like `os.fsync`."""
     sys.audit(SYNC, descriptor)
     os.fsync(descriptor)

@@ -1,1 +1,1 @@
-"""Tasks: questions with known answers that a model is asked, our own and lm-evaluation-harness's."""
+"""Tasks: questions with known answers for a model, our own and lm-evaluation-harness's."""

@@ -11,11 +11,11 @@ _UNITS = re.compile(r"\\(?:text|mbox)\{[^{}]*\}\s*$")
 _PLAIN_FRACTION = re.compile(r"^(-?\d+)/(-?\d+)$")
 
 Extract = Callable[[str], str | None]
-"""A model's text to the answer in it; None if there is none."""
+"""Takes a model's text, returns the answer in it; None if there is none."""
 
 
 def number_behind_hashes(text: str) -> str | None:
-    """The number after `####`, as GSM8K's solutions end."""
+    """The number after `####`, at the end of GSM8K's solutions."""
     found = _BEHIND_HASHES.search(text)
     return found and plain_number(found[1])
 
@@ -27,12 +27,12 @@ def last_number(text: str) -> str | None:
 
 
 def plain_number(text: str) -> str:
-    """A number without currency, separators of thousands and a dot at the end: `$1,234.` is `1234`."""
+    """A number without currency, thousands separators and final dot: `$1,234.` is `1234`."""
     return text.strip().replace("$", "").replace(",", "").rstrip(".")
 
 
 def boxed(text: str) -> str | None:
-    r"""The content of the last `\boxed{...}` or `\boxed 5`, or what follows "the answer is"; normalized."""
+    r"""The content of the last `\boxed{...}` or `\boxed 5`, or the text after "the answer is"; normalized."""
     start = max(text.rfind("\\boxed"), text.rfind("\\fbox"))
     if start < 0:
         said = _SAID.findall(text)
@@ -49,8 +49,8 @@ def boxed(text: str) -> str | None:
 
 
 def plain_math(text: str) -> str:
-    r"""An expression in one of its spellings, after Hendrycks et al. (2021): without spaces, units, `\left` and
-    `\right`, with `\frac{a}{b}` for its short forms and for `a/b`."""
+    r"""An expression in a normal form, after Hendrycks et al. (2021): without spaces, units, `\left` and `\right`, with
+    `\frac{a}{b}` for its short forms and for `a/b`."""
     for old, new in (("\n", ""), ("\\!", ""), ("\\,", ""), ("\\;", ""), ("tfrac", "frac"), ("dfrac", "frac")):
         text = text.replace(old, new)
     for old in ("\\left", "\\right", "^{\\circ}", "^\\circ", "\\$", "$", "\\%", "%"):

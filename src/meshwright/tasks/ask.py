@@ -1,4 +1,4 @@
-"""Asks a model all tasks of a list: your own questions, and lm-evaluation-harness's."""
+"""Runs all tasks of a list on a model: your own questions, and lm-evaluation-harness's."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,12 +12,12 @@ from meshwright.tasks.own import OwnTask, open_task, run_task
 from meshwright.tasks.result import TaskResult
 
 QUESTIONS = ".jsonl"
-"""How a file of questions ends."""
+"""Suffix of a file of questions."""
 
 
 @dataclass(frozen=True)
 class Tasks:
-    """Tasks, ready to be asked."""
+    """Tasks, ready to run."""
 
     tasks: Sequence[OwnTask | HarnessTask]
 
@@ -30,7 +30,7 @@ class Tasks:
 
 
 def open_tasks(specs: Sequence[TaskSpec], base_dir: Path) -> Tasks:
-    """The tasks that are named, files relative to `base_dir`.
+    """The named tasks, with files relative to `base_dir`.
 
     Raises `UserError` if a task cannot be found, a file cannot be used, or two have the same name.
     """

@@ -44,17 +44,17 @@ class Share:
     """This rank's index among the `data_ranks` that read different rows."""
     data_ranks: int = 1
     places_of: Callable[[int], np.ndarray | None] = lambda length: None
-    """The places that this rank holds of a row of some length; None: all."""
+    """The positions that this rank holds of a row of a given length; None: all."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Writing:
-    """How a text is written."""
+    """The settings for generating a text."""
 
     max_tokens: int
     sampling: Sampling = field(default_factory=lambda: Sampling(temperature=0.0))
     stops: Sequence[str] = ()
-    """The text ends before the first of them."""
+    """The text ends before the first of these."""
     chat: bool = False
     """Whether the tokens that end the assistant's turn end the text."""
 
@@ -64,20 +64,20 @@ class Found:
     """A continuation's log-probability."""
 
     logprob: float
-    """In nats, summed over its tokens."""
+    """The log-probability in nats, summed over its tokens."""
     greedy: bool
     """Whether no other token was likelier than any of its tokens."""
 
 
 @dataclass(frozen=True)
 class Examinee:
-    """A model with its tokenizer. Under several ranks its methods are collective, and every rank gets the same."""
+    """A model with its tokenizer. On several ranks its methods are collective, and every rank gets the same results."""
 
     passes: Passes
     tokenizer: TextTokenizer
     share: Share
     write: Callable[[Sequence[Ids], Writing], list[str]]
-    """The text that the model writes behind each prompt."""
+    """The text that the model generates after each prompt."""
 
     @property
     def max_length(self) -> int:
@@ -85,13 +85,13 @@ class Examinee:
         return self.share.max_length
 
     def logprobs(self, rows: Sequence[tuple[Ids, Ids]]) -> list[Found]:
-        """The log-probability of each (tokens, continuation). Of a row that is too long the beginning is not read.
+        """The log-probability of each (tokens, continuation). The beginning of a row that is too long is not read.
 
         Raises `UserError` if a continuation has no token, or has more than fit.
         """
         read = [_cut(before, asked, self.max_length) for before, asked in rows]
         ends: dict[tuple[int, ...], list[int]] = {}
-        """Input -> the rows that ask for one token after it: they are answered together."""
+        """Input -> the rows that need one token after it: they are computed together."""
         longer = []
         for number, (tokens, asked) in enumerate(read):
             if len(asked) == 1:
@@ -123,7 +123,7 @@ class Examinee:
         labels: Sequence[Sequence[int]] | None = None,
     ) -> Iterator[tuple[int, torch.Tensor]]:
         """(index of a row, result of `read`), if this rank has both. `rows`: tokens, and how many of the last positions
-        are asked; `labels`: their tokens, or any if only the positions matter."""
+        are needed; `labels`: their tokens, or any if only the positions matter."""
         order = sorted(range(len(rows)), key=lambda index: -len(rows[index][0]))
         parts: list[list[int]] = []
 
@@ -139,7 +139,7 @@ class Examinee:
                 start += size * self.share.data_ranks
 
         for number, made in enumerate(self.passes.read(batches(), read)):
-            yield from zip(parts[number], made, strict=False)  # rows behind are blank
+            yield from zip(parts[number], made, strict=False)  # later rows are blank
 
     def _length(self, longest: int) -> int:
         unit = self.share.multiple * ceil(LENGTHS / self.share.multiple)
@@ -158,7 +158,7 @@ class Examinee:
 
 
 def ends_among(tokenizer: TextTokenizer, stops: Sequence[str]) -> set[int]:
-    """The ids of those stop texts that are special tokens, which a written text does not show."""
+    """The ids of those stop texts that are special tokens, which a generated text does not show."""
     found = (tokenizer.token_id(stop) for stop in stops if stop in tokenizer.special_tokens)
     return {number for number in found if number is not None}
 
@@ -172,7 +172,7 @@ def _cut(before: Ids, asked: Ids, room: int) -> tuple[tuple[int, ...], tuple[int
 
 
 def _next_logits(x_BTD: torch.Tensor, head: Head, batch: TensorBatch) -> torch.Tensor:
-    """The logits [B, V] behind the one place of each row that has a label."""
+    """The logits [B, V] at the one position of each row that has a label."""
     assert batch.labels is not None
     return head.next_logits(x_BTD, batch.labels != IGNORED)
 
@@ -186,7 +186,7 @@ def _sums(x_BTD: torch.Tensor, head: Head, batch: TensorBatch) -> torch.Tensor:
 
 
 def _signed(logits: Logits, labels_C: torch.Tensor) -> torch.Tensor:
-    """Log-probabilities; with a plus where the token is the likeliest, as only it can have probability 1."""
+    """Log-probabilities; positive if the token is the likeliest, because only the likeliest can have probability 1."""
     logit_C = logits.of(labels_C)
     logprob_C = logit_C - logits.logsumexp()
     return torch.where(logit_C >= logits.maximum(), logprob_C.abs(), -logprob_C.abs())

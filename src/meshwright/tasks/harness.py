@@ -1,4 +1,4 @@
-"""Tasks of lm-evaluation-harness, asked of an examinee: its registry, its prompts, its metrics.
+"""lm-evaluation-harness's tasks for an examinee: its registry, its prompts, its metrics.
 
 The package is an extra (`pip install 'meshwright[eval]'`), imported only when a task needs it. Every rank makes the
 same requests in the same order; the first that gets results shares them.
@@ -40,13 +40,13 @@ class HarnessTask:
     name: str
     spec: TaskSpec
     folder: Path | None
-    """Where the YAML file is."""
+    """The folder of the YAML file."""
     with_defaults: bool
     """Whether the package's own tasks are needed."""
 
 
 def find_task(spec: TaskSpec, base_dir: Path) -> HarnessTask:
-    """The task that is named.
+    """The named task.
 
     Raises `UserError` if the package is not installed, or there is no such task.
     """
@@ -102,7 +102,7 @@ def _manager(folder: Path | None, *, with_defaults: bool) -> Any:
 
 @contextmanager
 def _undisturbed() -> Iterator[None]:
-    """Restores the states of random generators, which the package seeds, and keeps its notes off the terminal."""
+    """Restores the states of random generators, which the package seeds, and keeps its messages off the terminal."""
     python, numpy, logger = random.getstate(), np.random.get_state(), logging.getLogger("lm_eval")
     level = logger.level
     logger.setLevel(logging.ERROR)
@@ -145,14 +145,14 @@ def _plain(sample: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _language_model(examinee: Examinee) -> Any:
-    """The examinee as the package sees a model: its `TemplateLM`, tokens as transformers' `HFLM` makes them."""
+    """The examinee in the package's interface for models: its `TemplateLM`, with tokens as in transformers' `HFLM`."""
     tokenizer = examinee.tokenizer
     base = importlib.import_module("lm_eval.api.model").TemplateLM
     utils = importlib.import_module("lm_eval.utils")
     beginning = tokenizer.named_tokens.get("bos_token")
 
     class LanguageModel(base):
-        """A model of ours."""
+        """One of our models."""
 
         eot_token_id = tokenizer.eos_id
         prefix_token_id = (tokenizer.token_id(beginning) if beginning else None) or tokenizer.eos_id
@@ -228,7 +228,7 @@ def _write(examinee: Examinee, requests: Sequence[tuple[list[int], Mapping[str, 
 
 
 def _writing(options: Mapping[str, Any], end: str) -> Writing:
-    """The package's options of generation."""
+    """The package's generation options."""
     until = options.get("until") or []
     stops = [until] if isinstance(until, str) else list(until)
     length = next((int(options[name]) for name in _LENGTHS if options.get(name) is not None), MAX_TOKENS)

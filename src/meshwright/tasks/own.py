@@ -1,4 +1,4 @@
-"""Our own tasks: questions of a .jsonl file, asked and scored."""
+"""Our own tasks: the questions of a .jsonl file, asked and scored."""
 
 import math
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ from meshwright.tasks.result import Metric, TaskResult
 
 @dataclass(frozen=True)
 class OwnTask:
-    """A file's questions, and the examples before each."""
+    """A file's questions, and the examples before each question."""
 
     name: str
     layout: Layout
@@ -25,7 +25,7 @@ class OwnTask:
     chat: bool
 
     def prompt(self, question: Question) -> str:
-        """The question as the model reads it."""
+        """The question's prompt for the model."""
         shown = "".join(f"{example.prompt}{example.solved}\n\n" for example in self.examples)
         return f"{question.head}{shown}{question.prompt}"
 

@@ -1,4 +1,4 @@
-"""Questions with known answers, read from .jsonl files. The columns say which layout a file has. No torch here."""
+"""Questions with known answers, read from .jsonl files. The columns determine a file's layout. No torch here."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -14,18 +14,18 @@ LAYOUTS = (
     "question, choices, answer (MMLU); question, A, B, C, D, answer (MMLU); question, choices {text, label}, answerKey "
     "(ARC); ctx, endings, label (HellaSwag); problem, solution (MATH); question, answer (GSM8K, or any short answer)"
 )
-"""The layouts, for people."""
+"""The layouts, in words."""
 
 
 @dataclass(frozen=True)
 class Question:
-    """One question. A model answers it by the likeliest of `choices`, or writes its answer."""
+    """One question. The answer is the likeliest of `choices`, or a generated text."""
 
     prompt: str
     solved: str
     """The answer part of an example."""
     choices: tuple[str, ...] = ()
-    """Continuations to choose from; none: the model writes."""
+    """Continuations to choose from; none: the model generates its answer."""
     right: int = 0
     """Index of the right choice."""
     answers: tuple[str, ...] = ()
@@ -41,7 +41,7 @@ class Layout:
     name: str
     read: Callable[[Mapping[str, Any]], Question]
     metrics: Mapping[str, Extract] = field(default_factory=dict)
-    """Of questions without choices: metric -> what finds the answer in the model's text."""
+    """For questions without choices: metric -> the function that finds the answer in the model's text."""
     by_length: bool = False
     """Whether choices are also compared per byte (acc_norm)."""
     stops: tuple[str, ...] = ()
@@ -138,7 +138,7 @@ SHORT = Layout("short answers", _short, {"exact_match": plain_text}, stops=("\n"
 
 
 def layout_of(row: Mapping[str, Any]) -> Layout | None:
-    """The layout of a record with these columns; None if it has none of them."""
+    """The layout of a record with these columns; None if no layout matches."""
     has = row.keys().__ge__
     if has({"question", "choices", "answerKey"}) and isinstance(row["choices"], dict):
         return ARC

@@ -1,4 +1,4 @@
-"""Twenty-four conversations to test chat templates, each with unique words in every message."""
+"""Twenty-four conversations that test chat templates, each with unique words in every message."""
 
 from typing import Any
 

@@ -62,7 +62,7 @@ def _with_lively_adapters(weights: RowSource) -> RowSource:
 
 @functools.cache
 def _meshes(*, sharded: bool, **degrees: int) -> Meshes:
-    """One set of meshes per arrangement of ranks, because each costs gloo groups that last as long as the process."""
+    """One set of meshes per arrangement of ranks, because each costs gloo groups that exist until the process ends."""
     return build_meshes(LayoutSpec.model_validate({**degrees, "zero": 3 if sharded else 0}), "cpu")
 
 
@@ -105,7 +105,7 @@ def _of_each(tensors: Mapping[str, torch.Tensor | None]) -> dict[str, torch.Tens
 def whole_of_all(trainer: Trainer, tensors: Mapping[str, torch.Tensor | None]) -> dict[str, torch.Tensor]:
     """Copies of the global tensors of every pipeline stage; collective.
 
-    Where two stages have copies of one tensor, they must be equal bit for bit.
+    If two stages have copies of one tensor, they must be equal bit for bit.
     """
     here = {name: tensor.clone() for name, tensor in shards.wholes(_of_each(tensors)).items()}
     stages = trainer.train_step.passes.stages

@@ -1,9 +1,9 @@
 """Random kills of training, and a check of the remaining checkpoints: `python -m meshwright.testing.kills`.
 
 Some ranks train a tiny model and save every few steps on slowed storage, so that many kills hit a save. One rank is
-killed by kill -9, and a moment later the others, as the launcher does. Then the newest checkpoint must be good, must be
-the last that was begun or the one before it, and must equal an undisturbed run's state at its step bit for bit. Another
-number of ranks continues from it.
+killed by kill -9; a moment later the others are killed, as by the launcher. Then the newest checkpoint must be good,
+must be the last that was begun or the one before it, and must equal an undisturbed run's state at its step bit for bit.
+A different number of ranks continues from it.
 """
 
 import argparse
@@ -55,7 +55,7 @@ def state_at(step: int) -> dict[str, torch.Tensor]:
 
 
 def train_forever(root: Path, progress: Path, rank: int, world_size: int) -> None:
-    """Continue from the newest checkpoint and never stop; rank 0 notes in `progress` which steps it saves."""
+    """Continue from the newest checkpoint and never stop; rank 0 records in `progress` the steps that it saves."""
     state: dict[str, torch.Tensor] = fresh_state()
     step = 0
     if world_size > 1:
@@ -99,7 +99,7 @@ def kill_once(root: Path, progress: Path, draw: random.Random, world_size: int) 
             finally:
                 os._exit(1)
     in_start_up, saves = draw.random() < 0.1, draw.randrange(4)
-    while not in_start_up and len(saves_begun(progress)) < saves:  # however slow the machine is today
+    while not in_start_up and len(saves_begun(progress)) < saves:  # even on a slow machine
         time.sleep(0.002)
         assert os.waitpid(children[0], os.WNOHANG) == (0, 0), "rank 0 had failed before"
     time.sleep(draw.uniform(0.0, 0.3 if in_start_up else 0.15))
@@ -126,8 +126,8 @@ def storm(
     seed: int = 0,
     report: Callable[[str], None] = lambda text: None,
 ) -> Counter[str]:
-    """Kill the ranks `kills` times, with numbers of ranks in turn; returns how often each phase was hit, and the steps
-    kept.
+    """Kill the ranks `kills` times, with numbers of ranks in turn; returns how often each phase was hit, and the saved
+    steps.
 
     Raises `AssertionError` if anything is lost that must not be.
     """

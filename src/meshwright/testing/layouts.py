@@ -1,6 +1,6 @@
 """The layouts that tests compare with one process, and those that must be refused.
 
-`docs/equivalence.md` is made from this file. To prove another layout, add a line.
+`docs/equivalence.md` is generated from this file. To prove another layout, add a line.
 """
 
 import random
@@ -77,7 +77,7 @@ PIPELINE_SHARDED = {
     "pp-zero-2-every-schedule": LayoutSpec(pp=2, dp_shard=2, zero=2),
     "pp-zero-3-every-schedule": LayoutSpec(pp=2, dp_shard=2, zero=3),
 }
-"""Proven with every kind of schedule: backward passes whole or in two parts, one stage per rank or several."""
+"""Proven with every kind of schedule: with whole or split backward passes, one stage per rank or several."""
 
 EXPERT_PARALLEL = {
     "zero-1-ep": LayoutSpec(dp_shard=4, zero=1, ep=4),
@@ -101,7 +101,7 @@ EXPERT_PARALLEL = {
     "pp-tp-ep": LayoutSpec(pp=2, tp=2, ep=2),
     "pp-zero-bubble-ep": LayoutSpec(pp=2, dp_shard=2, ep=2, schedule="interleaved-zero-bubble", stages_per_rank=1),
 }
-"""For MoE models; the tests' have 8 experts. `uneven`: a number of ranks that is not a power of two."""
+"""For MoE models; the tests' models have 8 experts. `uneven`: a number of ranks that is not a power of two."""
 
 REFUSED: tuple[dict[str, Any], ...] = (
     {"dp_shard": 4, "zero": 0},

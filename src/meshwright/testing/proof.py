@@ -42,7 +42,7 @@ def prove(
 
 
 def rank_proof(plant: Plant, resolved: ResolvedRun, folder: Path, steps: int, trace: int) -> Proof:
-    """One rank's part, as `meshwright.prove.worker` does it."""
+    """One rank's part, as in `meshwright.prove.worker`."""
     with plant():
         trainer = build_here(resolved, weights=proof_weights(resolved))
         return prove_rank(trainer, folder, steps, trace)

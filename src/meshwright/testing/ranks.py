@@ -24,30 +24,30 @@ MOST_THREADS = 200
 second even when idle: a thousand of them keep two cores busy."""
 
 LOADED = ("torch", "torch._dynamo", "torch.distributed.fsdp", "meshwright.trainer.setup")
-"""What every rank would load."""
+"""Modules that every rank would load."""
 
 STOPS = sys.platform == "linux"
 """Whether processes are stopped between cases."""
 
 PR_SET_PDEATHSIG = 1
-"""Of <linux/prctl.h>."""
+"""A constant of <linux/prctl.h>."""
 
 
 def preload(modules: Iterable[str]) -> None:
-    """Load these modules once, in the process that ranks are forked from: those whose functions ranks will run.
+    """Load these modules, with the functions that ranks will run, once in the process that ranks are forked from.
 
-    Starts that process, so it is to be called before the first pool has a group.
+    Starts that process, so call it before the first pool has a group.
     """
     multiprocessing.get_context("forkserver").set_forkserver_preload([*LOADED, *sorted(modules)])
     forkserver.ensure_running()
 
 
 class RankPool:
-    """Groups of waiting gloo ranks, one group per world size, started on first use and then kept.
+    """Groups of waiting gloo ranks, one group per world size, started on first use and then reused.
 
     On Linux an idle group is stopped, so that its gloo threads do not wake either. A group lives as long as its
-    processes: gloo's threads outlive a destroyed group wherever a mesh is still cached, and spin once their peers are
-    gone. So processes with too many threads are replaced.
+    processes: gloo's threads outlive a destroyed group if a mesh is still cached, and spin after their peers are gone.
+    So processes with too many threads are replaced.
     """
 
     def __init__(self) -> None:
@@ -58,7 +58,7 @@ class RankPool:
         """The results of `function(*args)` on each of `world_size` ranks, in rank order.
 
         `function` must be importable by its module's name. Raises `RuntimeError` with the tracebacks of the ranks that
-        failed; their group is ended, since the others may hang, and the next call starts a new one.
+        failed; their group is ended, because the others may hang, and the next call starts a new one.
         """
         if world_size not in self._groups:
             self._groups[world_size] = _Group(world_size)
@@ -107,7 +107,7 @@ class _Group:
     def _send(self, number: signal.Signals) -> None:
         for process in self._processes if STOPS else ():
             assert process.pid is not None
-            with contextlib.suppress(ProcessLookupError):  # its answer tells that it has died
+            with contextlib.suppress(ProcessLookupError):  # its answer reports its death
                 os.kill(process.pid, number)
 
     def _answer(self, rank: int, timeout: float) -> tuple[bool, Any]:
@@ -135,11 +135,11 @@ class _Group:
 
 def _serve(rank: int, world_size: int, store: str, pipe: Connection) -> None:
     if STOPS:
-        # A stopped process does not see that its pipe has closed. So it is killed when the fork server ends, which ends
-        # with its parent, unless one of its children keeps it alive.
+        # A stopped process does not notice that its pipe has closed. So it is killed when the fork server ends, which
+        # exits with its parent unless one of its children keeps it alive.
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         os.close(forkserver._forkserver._forkserver_alive_fd)  # type: ignore[attr-defined]
-    gc.freeze()  # what all ranks share would be copied as it is looked through
+    gc.freeze()  # a collection would copy the memory that all ranks share
     torch.set_num_threads(1)
     if world_size > 1:
         dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size)
@@ -150,5 +150,5 @@ def _serve(rank: int, world_size: int, store: str, pipe: Connection) -> None:
             os._exit(0)
         try:
             pipe.send((True, function(*args)))
-        except BaseException:  # a failed checkpoint load raises one that is no Exception
+        except BaseException:  # a failed checkpoint load raises one that is not an Exception
             pipe.send((False, traceback.format_exc()))

@@ -42,7 +42,7 @@ def choose_device(machine: Machine, local_rank: int) -> torch.device:
 
 
 def peak_flops(device: torch.device, machine: Machine, precision: Precision) -> tuple[float, str]:
-    """FLOP/s that MFU is measured against, and where the figure comes from."""
+    """The FLOP/s that MFU is measured against, and the origin of the figure."""
     known = datasheet_flops(machine.name, precision.compute) if device.type == "cuda" else None
     if known is not None:
         return known, f"datasheet, {machine.name}, dense {precision.compute}"
@@ -60,8 +60,8 @@ def peak_memory_bytes(device: torch.device) -> int:
 def keep_freed_memory() -> None:
     """Make the C library keep freed memory; affects every later malloc of this process.
 
-    By default glibc returns large blocks to the system at once, which clears their pages again for the next step: a
-    third of a step with a large vocabulary. Keeping them does not change the peak. Other C libraries are not changed.
+    By default glibc returns large blocks to the system at once, and the next step pays for clearing their pages again:
+    a third of a step with a large vocabulary. Keeping them does not change the peak. Other C libraries are not changed.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
     if mallopt is not None:
@@ -86,7 +86,7 @@ def synchronise(device: torch.device) -> None:
 
 
 def use_deterministic_kernels() -> None:
-    """Make torch use deterministic kernels only; it raises where an operation has none.
+    """Make torch use deterministic kernels only; it raises if an operation has none.
 
     Call it before the first matrix product: cuBLAS reads its setting when it starts.
     """
@@ -96,10 +96,10 @@ def use_deterministic_kernels() -> None:
 
 @functools.cache
 def _measured_matmul_flops(device: torch.device, dtype: torch.dtype, threads: int) -> tuple[float, int]:
-    """FLOP/s of the best of a few square matrix products, and their size: the largest of which one takes no longer than
-    `PRODUCT_SECONDS`. Without kernels for a dtype, as for fp16 on most CPUs, a large one takes seconds.
+    """FLOP/s of the best of a few square matrix products, and their size: the largest for which one product takes no
+    longer than `PRODUCT_SECONDS`. Without kernels for a dtype, as for fp16 on most CPUs, a large product takes seconds.
 
-    Measured once in a process for each number of `threads` that compute.
+    Measured once per process for each number of computing `threads`.
     """
     size, seconds = SIZES[0], _seconds_of_product(device, dtype, SIZES[0])
     for larger in SIZES[1:]:

@@ -52,7 +52,7 @@ def evaluate(
 ) -> Evaluation:
     """Means over the terms of `microbatches` of all ranks; every rank must have the same number of them. Collective.
 
-    `repeats_loss`: another rank has the same microbatches as this one, and counts them.
+    `repeats_loss`: another rank has and counts the same microbatches.
     """
     terms = 0
 

@@ -42,7 +42,7 @@ class Held:
 
 
 def held(trainer: Trainer, trace: TracebackType | None = None) -> Held:
-    """This rank's memory now. `trace`: where an error was raised; its frames name temporaries.
+    """This rank's memory now. `trace`: of an error; its frames name temporaries.
 
     The graph of a step in progress cannot be used afterwards.
     """
@@ -86,7 +86,7 @@ class _Count:
         """Identity of a parameter's storage -> its name."""
         self._seen: set[int] = set()
         self.sizes: list[tuple[int, str, str]] = []
-        self._kept: list[torch.UntypedStorage | torch.Tensor] = []  # whose identity nobody else gets meanwhile
+        self._kept: list[torch.UntypedStorage | torch.Tensor] = []  # held so that their ids are not reused
 
     def add(self, tensor: torch.Tensor, name: str, kind: str) -> int:
         """Count a tensor; returns its bytes, 0 if it is on another device or counted already."""
@@ -116,7 +116,7 @@ class _Count:
         self._seen.add(id(storage))
 
     def parameter_of(self, tensor: torch.Tensor) -> str:
-        """The name of the parameter that a tensor is, or is a view of; empty if there is none."""
+        """The name of the parameter that a tensor is, or is a view of; empty if none."""
         here = local_tensor(tensor)
         return self.parameters.get(id(_storage(here)), "") if here.device.type == self.device_type else ""
 
@@ -157,7 +157,7 @@ def _gradients(trainer: Trainer) -> Iterator[tuple[str, torch.Tensor]]:
 def _activations(
     model: nn.Module, everything: list[torch.Tensor], count: _Count
 ) -> Iterator[tuple[str, str, torch.Tensor]]:
-    """(layer, name, tensor) of all that waits for a backward pass.
+    """(layer, name, tensor) of each tensor saved for a backward pass.
 
     Operations run layer by layer: each belongs to the layer of the last parameter that was read before it.
     """
@@ -187,7 +187,7 @@ def layer_of(name: str) -> str:
 
 
 def _owner(function: Any) -> object:
-    """The module to which a method belongs, however it is wrapped."""
+    """The module that a method belongs to, even if it is wrapped."""
     while hasattr(function, "func"):
         function = function.func
     return getattr(function, "__self__", None)

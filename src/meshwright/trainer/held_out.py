@@ -15,10 +15,10 @@ from meshwright.trainer.setup import Trainer
 
 
 def evaluate_held_out(trainer: Trainer, corpus: Corpus, stop: StopRequest) -> Evaluation | None:
-    """Loss on `evaluation.batches` global batches of held-out text, evenly spaced and always the same. Each of several
-    sources is measured separately, on its share of the batches, at least one.
+    """Loss on `evaluation.batches` global batches of held-out text, evenly spaced and always the same. With several
+    sources, each is measured separately on its share of the batches, at least one.
 
-    None if a signal cut it short. Collective.
+    None if a signal interrupted it. Collective.
     """
     resolved = trainer.resolved
     parts = {}
@@ -34,7 +34,7 @@ def evaluate_held_out(trainer: Trainer, corpus: Corpus, stop: StopRequest) -> Ev
 
 
 def _evaluate(trainer: Trainer, samples: Samples, num_samples: int, stop: StopRequest) -> Evaluation | None:
-    """Loss on `num_samples` of the samples, evenly spaced; None if a signal cut it short."""
+    """Loss on `num_samples` of the samples, evenly spaced; None if a signal interrupted it."""
     batches = evaluation_batches(
         samples,
         micro_batch=trainer.resolved.micro_batch,

@@ -17,9 +17,9 @@ from meshwright.trainer.step import StepResult
 
 
 def train_loop(session: Session) -> int:
-    """Train from the trainer's step to the last: agree, evaluate, save, step, tell the callbacks. Collective.
+    """Train from the trainer's step to the last: agree, evaluate, save, step, call the callbacks. Collective.
 
-    Returns the signal that ended it early, received by any rank, or 0. The last step is saved either way.
+    Returns the signal that ended the loop early, received by any rank, or 0. The last step is saved in both cases.
     """
     trainer, corpus, watchdog = session.trainer, session.corpus, session.watchdog
     training, save_every = session.run.training, session.run.checkpoint.every

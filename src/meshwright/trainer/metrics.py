@@ -28,7 +28,7 @@ from typing import Any
 from meshwright.spec.errors import UserError
 
 WINDOW = 20
-"""Steps over which `step_time` takes its median."""
+"""Number of steps in the median of `step_time`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,7 +92,7 @@ class StepClock:
         self._warm = True
 
     def rates(self, *, step: int, tokens: int, trained: int) -> dict[str, float | None]:
-        """The time-dependent figures of a step of `tokens` tokens, of which `trained` carry loss."""
+        """The time-dependent figures of a step of `tokens` tokens; `trained` of them carry loss."""
         names = ("step_time", "tokens_per_s_per_rank", "trained_per_s_per_rank", "mfu", "eta")
         if not self._seconds:
             return dict.fromkeys(names)
@@ -129,7 +129,7 @@ class Journal:
         while self._waiting:
             line, end = self._waiting[0], self._file.seek(0, os.SEEK_END)
             try:
-                if self._file.write(line) != len(line):  # the disk had space for a part of it
+                if self._file.write(line) != len(line):  # the disk had space for only a part of it
                     self._file.truncate(end)
                     return
             except OSError:

@@ -28,7 +28,7 @@ class NotebookBar:
         self._shown = 0.0
 
     def show(self, record: Record) -> None:
-        """Show a record of kind `step`, unless another was shown just before and more will follow."""
+        """Show a record of kind `step`, unless another was just shown and more will follow."""
         now, step = time.monotonic(), record["step"]
         if now - self._shown < RENEW_SECONDS and step < self.steps:
             return

@@ -47,7 +47,7 @@ PHASES = (
     ("meshwright/data/", "reading data"),
     ("meshwright/trainer/step.py", "the forward pass"),
 )
-"""The first of these files in the error's stack determines the phase."""
+"""The phase is set by the first of these files in the error's stack."""
 ROWS = {
     kinds.WEIGHTS: ("weights",),
     kinds.GRADIENTS: ("gradients",),
@@ -76,7 +76,7 @@ class Moment:
     """Bytes of the refused allocation; 0 if the allocator does not report them."""
     held: Held = field(default_factory=lambda: Held({}))
     limit: float = 0.0
-    """Bytes available to the rank; 0: derived from this machine."""
+    """Bytes available to the rank; 0: computed from this machine's memory."""
 
     @property
     def words(self) -> str:
@@ -87,7 +87,7 @@ class Moment:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an allocator on the device or the host has refused."""
+    """Whether an allocator on the device or the host has refused an allocation."""
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
         return True
     if isinstance(error, OSError):
@@ -96,7 +96,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def moment_of(error: BaseException, rank: int, trainer: Trainer | None) -> Moment:
-    """The report of the current exception; `trainer` is the trainer, if it was built."""
+    """The report of the current exception; `trainer` is None if it was not built."""
     files = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
     phase = next((name for part, name in PHASES if any(part in file for file in files)), BUILDING)
     found = ASKED.search(str(error))
@@ -105,11 +105,11 @@ def moment_of(error: BaseException, rank: int, trainer: Trainer | None) -> Momen
         moment.step, moment.place = trainer.step, _module(error.__traceback__, trainer.model)
         try:
             moment.held = held(trainer, error.__traceback__)
-        except Exception as problem:  # whatever it is, it must not hide what happened
+        except Exception as problem:  # no error here may hide the original one
             moment.place += f" (held memory is unknown: {problem!r})"
         if trainer.device.type == "cpu":
             moment.limit = room(trainer.resolved, trainer.machine)
-            if moment.limit < memory_there() // trainer.worker.local_world_size:  # a limit of the process
+            if moment.limit < memory_there() // trainer.worker.local_world_size:  # the process has its own limit
                 moment.limit = min(moment.limit, sum(moment.held.kinds.values()) + moment.asked)
     return moment
 
@@ -124,7 +124,7 @@ def _module(trace: TracebackType | None, model: nn.Module) -> str:
 
 
 def page_of(resolved: ResolvedRun, moment: Moment, run_dir: Path | None = None) -> OutOfMemoryError:
-    """The page about a moment, which `run_dir` gets as a file with the remedies."""
+    """The page about a moment; also written to `run_dir`, with the remedies."""
     lines, changes = [f"out of memory: {moment.words}"], list[tuple[str, ...]]()
     try:
         machine = find_machine(resolved.run.device)
@@ -133,7 +133,7 @@ def page_of(resolved: ResolvedRun, moment: Moment, run_dir: Path | None = None) 
         lines += _table(expected, moment.held, limit)
         found = remedies(resolved, machine, limit)
         changes, told = [remedy.overrides for remedy in found], remedy_lines(found)
-    except (UserError, ValueError) as error:  # a machine or a model that nobody can plan for
+    except (UserError, ValueError) as error:  # the planner does not support this machine or model
         told = [f"no plan is possible: {error}"]
     if moment.phase == SAVING and resolved.run.checkpoint.asynchronous:
         changes.insert(0, (SYNCHRONOUS,))
@@ -185,7 +185,7 @@ def _size(size: float) -> str:
 
 
 def _runs(layers: dict[str, int]) -> Iterator[str]:
-    """`layers.0 to 14 0.120 GB each` where layers hold the same to the megabyte."""
+    """`layers.0 to 14 0.120 GB each` for layers of equal size, to the megabyte."""
     order = sorted((int(name.rpartition(".")[2]), size) for name, size in layers.items() if name != kinds.OUTSIDE)
     groups: list[tuple[int, int, int]] = []
     for number, size in order:
@@ -200,7 +200,7 @@ def _runs(layers: dict[str, int]) -> Iterator[str]:
 
 
 def page_of_killed(resolved: ResolvedRun, run_dir: Path, rank: int, held_bytes: int, there: int) -> str:
-    """The report for a rank that the kernel has killed, written by its launcher."""
+    """The report for a rank that the kernel has killed; its launcher writes it."""
     machine = find_machine(resolved.run.device)
     ranks = min(resolved.run.layout.world_size, machine.devices)
     moment = Moment(rank, f"killed by the kernel while it held {held_bytes / GB:.3g} GB")

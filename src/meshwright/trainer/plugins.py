@@ -26,7 +26,7 @@ FILE = "plugins.pickle"
 
 @dataclass(frozen=True)
 class Plugins:
-    """The objects passed to `train` beside the recipe."""
+    """The objects passed to `train` with the recipe."""
 
     callbacks: Sequence[Callback] = ()
     lr_schedule: Callable[[int, int], float] | None = None
@@ -34,7 +34,7 @@ class Plugins:
     objective: Objective | None = None
     model: type[Model] | None = None
     dataset: Iterable[Any] | None = None
-    """Read by the process that receives it, and not sent to workers."""
+    """Read by the process that receives it; not sent to workers."""
 
     def __post_init__(self) -> None:
         for callback in self.callbacks:
@@ -73,7 +73,7 @@ class Plugins:
         return {(kind, given_name(plugin)): plugin for kind, plugin in given.items() if plugin is not None}
 
     def named_in(self, run: Run) -> Run:
-        """The recipe with the names of these objects instead of its own."""
+        """The recipe with these objects' names in place of its own settings."""
         names, training = dict(self.objects().keys()), run.training
         if "lr_schedules" in names:
             schedule = training.lr_schedule.model_copy(update={"name": names["lr_schedules"], "options": {}})
@@ -96,7 +96,7 @@ class Plugins:
 
 
 def all_callbacks(run: Run, plugins: Plugins) -> list[Callback]:
-    """The callbacks of the recipe, then those passed to `train`."""
+    """The recipe's callbacks, then those passed to `train`."""
     return [*(make_plugin("callbacks", spec) for spec in run.callbacks), *plugins.callbacks]
 
 

@@ -19,7 +19,7 @@ from meshwright.trainer.state import own_tensors, random_state, restore_random_s
 
 @contextmanager
 def other_weights(trainer: Trainer, tensors: Mapping[str, torch.Tensor]) -> Iterator[None]:
-    """In this context parameters and the `tensors` of the same names, sharded alike, have exchanged their values."""
+    """In this context parameters and the `tensors` of the same names and sharding have exchanged their values."""
     _exchange(trainer, tensors)
     try:
         yield
@@ -59,7 +59,7 @@ def trial_steps(trainer: Trainer, loader: Loader) -> Iterator[Callable[[int, flo
         train_step.store.zero_grad()
         if train_step.scaler is not None:
             train_step.scaler.update(finite=finite)
-            return loss  # too large a loss scale is no evidence about the weights
+            return loss  # an excessive loss scale says nothing about the weights
         return loss if finite else math.nan
 
     try:

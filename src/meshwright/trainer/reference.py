@@ -1,4 +1,4 @@
-"""The reference of preference tuning: its margin of every pair of answers, computed before the first step.
+"""The reference of preference tuning: its margin for every pair of answers, computed before the first step.
 
 The reference is the model at the start of training; it never changes. One pass over the pairs computes its margins, one
 number per pair, and saves them in the run directory, so no second model is ever in memory. Adapters are zero at the

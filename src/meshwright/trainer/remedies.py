@@ -1,4 +1,4 @@
-"""The cheapest changes with which a run that has too little memory would fit, as overrides to paste. No torch here."""
+"""The cheapest changes that would make a run fit into memory, as overrides to paste. No torch here."""
 
 import json
 import shlex
@@ -31,7 +31,7 @@ LESS = 0.9
 """If memory ran out despite the prediction: the fraction of it that a remedy may use."""
 OFFLOADS = ("optimizer", "parameters", "activations")
 ON_DISK = ("disk", "disk_parameters")
-"""State that can be offloaded: names of `plan/changes.py`. On a CPU the host's memory is the device's."""
+"""State that can be offloaded, by the names of `plan/changes.py`. On a CPU the device's memory is the host's."""
 
 Fields = dict[str, Any]
 """Fields of a Job and its layout; `offload` is a `Change`."""
@@ -42,7 +42,7 @@ class Remedy:
     """Changes of a recipe with which it would fit."""
 
     overrides: tuple[str, ...]
-    """As the command line takes them."""
+    """In the command line's syntax."""
     found: Candidate
     """Predicted cost of the changed run."""
     before: float
@@ -50,21 +50,20 @@ class Remedy:
 
     @property
     def words(self) -> str:
-        """The overrides as a shell takes them."""
+        """The overrides in shell syntax."""
         return " ".join(map(shlex.quote, self.overrides))
 
     @property
     def slower(self) -> float:
-        """Part by which a step takes longer."""
+        """The relative increase of a step's time."""
         return self.found.time.total / self.before - 1
 
 
 def remedies(resolved: ResolvedRun, machine: Machine, limit: float, *, ran_out: bool = True) -> list[Remedy]:
-    """Changes that would fit into `limit` bytes a rank with a tenth of them free, fastest first; each change is
+    """Changes that would fit into `limit` bytes per rank with a tenth of them free, fastest first; each change is
     necessary.
 
-    `ran_out`: the run has shown that it does not fit, whatever the prediction; then a remedy must save at least a
-    tenth.
+    `ran_out`: the run did not fit, whatever the prediction; then a remedy must save at least a tenth.
     """
     found = forecast(resolved, machine)
     where = found.cluster.model_copy(update={"memory_gb": limit / 1e9})
@@ -96,7 +95,7 @@ def remedies(resolved: ResolvedRun, machine: Machine, limit: float, *, ran_out: 
 
 
 def remedy_lines(found: list[Remedy]) -> list[str]:
-    """The remedies for people, a line each."""
+    """The remedies as readable lines."""
     if not found:
         return [
             "no combination of micro_batch, recompute, ZeRO stage and offloading fits; use more devices, a shorter "
@@ -110,7 +109,7 @@ def remedy_lines(found: list[Remedy]) -> list[str]:
 
 
 def _changes(job: Job, model: StepModel, enough: Callable[[MemoryUse], bool], kind: str) -> Iterator[Fields]:
-    """Combinations of what usually helps, with the least recomputation that suffices."""
+    """Combinations of the usual changes, with the least recomputation that suffices."""
     layout, dp = job.layout, job.layout.data_parallel
     sizes = [size for size in divisors(max(1, job.global_batch // dp)) if size < job.micro_batch]
     micro: list[Fields] = [{}, *({"micro_batch": size} for size in sizes)]
@@ -129,7 +128,7 @@ def _changes(job: Job, model: StepModel, enough: Callable[[MemoryUse], bool], ki
         if change:
             yield change
         if moves_activations:
-            continue  # with less to save there is less to move
+            continue  # less is saved, so there is less to move
         if job.recompute != "full":
             least = least_recompute(StepModel(_changed(job, change), model.cluster), enough, lambda part: False)
             if least is not None and least not in ("none", job.recompute):
@@ -153,7 +152,7 @@ def _changed(job: Job, change: Fields) -> Job:
 
 
 def _overrides(resolved: ResolvedRun, change: Fields, job: Job, check: LayoutCheck) -> Iterator[str]:
-    """The changes as a recipe takes them. Raises `UserError` if the changed layout is refused."""
+    """The changes as overrides of a recipe. Raises `UserError` if the changed layout is refused."""
     if problem := refusal(job, check):
         raise UserError(problem)
     planned = resolved.asked is not None and resolved.asked.layout.choose

@@ -29,7 +29,7 @@ class ReplicaGuard(Callback):
 
 
 def check_replicas(parameters: Mapping[str, torch.Tensor]) -> None:
-    """Compare the parts that more than one rank holds, whatever the layout; raises `ReplicasDifferError` on all ranks.
+    """Compare the parts that several ranks hold, under any layout; raises `ReplicasDifferError` on all ranks.
 
     Collective.
     """
@@ -38,7 +38,7 @@ def check_replicas(parameters: Mapping[str, torch.Tensor]) -> None:
 
 
 def replica_fault(parameters: Mapping[str, torch.Tensor]) -> str | None:
-    """The first part that differs between ranks that hold it, or None. Collective."""
+    """The first part that differs between its ranks, or None. Collective."""
     if world_size() == 1:
         return None
     everyone = gather({_part(name, tensor): checksum(tensor) for name, tensor in parameters.items()})

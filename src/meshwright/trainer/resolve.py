@@ -42,8 +42,8 @@ BUBBLE_ROUNDS = 4
 def resolve_run(run: Run, *, base_dir: Path, machine: Machine | None = None) -> ResolvedRun:
     """Resolve every `auto` of the recipe; its paths are relative to `base_dir`.
 
-    Raises `UserError` with the field and a value that would work where model, sequence or batch cannot be split as
-    asked.
+    Raises `UserError` with the field and a value that would work if model, sequence or batch cannot be split as
+    requested.
     """
     machine = machine or find_machine(run.device)
     if run.layout.choose:
@@ -123,7 +123,7 @@ def _context_method(run: Run, model: ModelSpec) -> tuple[str, str]:
 
 
 def _with_weights(fields: ModelFields, weights: str) -> ModelFields:
-    """The fields with `weights` decided, still distinguishing fields that the recipe gives from defaults."""
+    """The fields with `weights` resolved; fields set by the recipe stay distinct from defaults."""
     return ModelFields.model_construct(fields.model_fields_set, **dict(fields) | {"weights": weights})
 
 
@@ -143,7 +143,7 @@ def _with_layout(run: Run, base_dir: Path, machine: Machine) -> ResolvedRun:
 
 
 def _micro_batches(run: Run, per_rank: int, base_dir: Path) -> list[int]:
-    """The micro batch sizes that split a rank's share of a step into a number of microbatches its pipeline supports."""
+    """The micro batch sizes that give a number of microbatches supported by the pipeline."""
     divisors = [size for size in range(1, per_rank + 1) if per_rank % size == 0]
     given, sizes, problem = run.training.micro_batch, [], None
     if given != "auto" and given not in divisors:
@@ -170,7 +170,7 @@ def _micro_batches(run: Run, per_rank: int, base_dir: Path) -> list[int]:
 
 
 def _stage_layers(run: Run, model: ModelSpec, microbatches: int, base_dir: Path) -> tuple[int, ...]:
-    """Layers of each pipeline stage; raises `UserError` if the model cannot be cut so."""
+    """Layers of each pipeline stage; raises `UserError` if the model cannot be split so."""
     layout = run.layout
     if layout.pp == 1:
         return ()
@@ -207,7 +207,7 @@ def _stage_layers(run: Run, model: ModelSpec, microbatches: int, base_dir: Path)
 
 
 def _recompute_advice(job: Job, limit: float) -> str:
-    """The least recomputation with which a job would take no more than `limit` bytes, if there is any."""
+    """The least recomputation with which a job takes at most `limit` bytes, in words; empty if there is none."""
     least = _least_recompute(job, limit)
     if least is None or least == "none":
         return ""
@@ -215,15 +215,15 @@ def _recompute_advice(job: Job, limit: float) -> str:
 
 
 def _least_recompute(job: Job, limit: float) -> Recompute | None:
-    """The fastest recomputation with which a job takes no more than `limit` bytes; None if none suffices."""
+    """The fastest recomputation with which a job takes at most `limit` bytes; None if none suffices."""
     model = StepModel(
         job, device_cluster("a100", job.layout.world_size)
-    )  # only which policy saves more for its time is asked
+    )  # only the policies' savings per second matter here
     return least_recompute(model, lambda use: use.total <= limit, lambda part: False)
 
 
 def _flow(recompute: Recompute) -> str:
-    """A recomputation as the command line takes it."""
+    """A recomputation in the command line's syntax."""
     words = plain_recompute(recompute)
     return words if isinstance(words, str) else json.dumps(words).replace('"', "")
 
@@ -231,8 +231,9 @@ def _flow(recompute: Recompute) -> str:
 def _relieved(
     run: Run, model: ModelSpec, global_batch: int, size: int, machine: Machine
 ) -> tuple[Run, dict[str, str]] | None:
-    """The recipe with the least recomputation, else with activations in host memory, with which its smallest
-    microbatch fits, and the reasons; None if it fits anyway, if all that is given, or if neither suffices."""
+    """The recipe with the least recomputation, else with activations in host memory, with which its smallest microbatch
+    fits, and the reasons. None if it fits without changes, if the recipe sets all of this itself, or if neither
+    suffices."""
     training, layout = run.training, run.layout
     if training.micro_batch != "auto":
         return None
@@ -240,13 +241,13 @@ def _relieved(
     room = MEMORY_SHARE * machine.host_per_rank(layout.world_size)
     job = engine_job(run, blueprint(model), global_batch=global_batch, micro_batch=size, device=machine.kind)
     needs = predict_memory(job).total
-    # PyTorch cannot compile full recomputation of a block whose weights are split.
+    # PyTorch cannot compile full recomputation of a block with split weights.
     recomputes = "recompute" not in training.model_fields_set and not (training.compile and layout.tp > 1)
     moves = machine.kind == "cuda" and "offload" not in layout.model_fields_set
     if needs <= limit or not (recomputes or moves):
         return None
     found: list[tuple[Recompute, LayoutSpec]] = []
-    stages = layout.stage_layers == "auto"  # a job's stages are cut so
+    stages = layout.stage_layers == "auto"  # a job's stages are split this way
     if recomputes and stages and (least := _least_recompute(job, limit)) is not None:
         found.append((least, layout))
     moved = layout.model_copy(update={"offload": ACTIVATIONS})
@@ -263,7 +264,7 @@ def _relieved(
         }
         try:
             changed = Run.model_validate(run.model_dump(exclude_unset=True) | sections)
-        except ValueError:  # selective recomputation was given, which keeps what cannot be moved
+        except ValueError:  # the given selective recomputation keeps tensors that cannot be moved
             continue
         why = (
             f"without it, the smallest microbatch would need about {needs / 2**30:.1f} of {limit / 2**30:.1f} "

@@ -14,11 +14,11 @@ from meshwright.trainer.out_of_memory import read_page
 from meshwright.trainer.state import AUTO
 
 MOST_RETRIES = 4
-"""How often a run is started again; every remedy needs less memory than the one before."""
+"""The maximum number of restarts; every remedy needs less memory than the one before."""
 
 
 def check_retry(retry: bool, *, alone: bool) -> None:
-    """Raise `UserError` if a run could not be started again: by a process that another launcher has started."""
+    """Raise `UserError` if this process cannot restart a run, because another launcher started it."""
     if retry and not alone:
         raise UserError(
             "--retry-oom: another launcher started this process, and only that launcher can restart all processes; "
@@ -27,7 +27,8 @@ def check_retry(retry: bool, *, alone: bool) -> None:
 
 
 def train_again(train: Callable[[Run, str | None], int], run: Run, resume: str | None, *, retry: bool) -> int:
-    """The exit status of `train(run, resume)`; with `retry`, after an out-of-memory error, of the run with a remedy.
+    """The exit status of `train(run, resume)`; with `retry`, after an out-of-memory error, that of the run with a
+    remedy.
 
     A remedy never changes the global batch or the order of samples.
     """

@@ -9,7 +9,7 @@ from meshwright.trainer.step import NonFiniteError, StepResult
 def rewind(saver: Saver, result: StepResult) -> None:
     """Restore the newest good checkpoint and skip the batches between it and this step, including this step's.
 
-    Chowdhery et al. did so by hand ("PaLM", 2022, section 5.1): loss spikes came from particular data at a particular
+    Chowdhery et al. did this by hand ("PaLM", 2022, section 5.1): loss spikes came from particular data at a particular
     state of the weights, and the same data did no harm later. Collective.
 
     Raises `NonFiniteError` after `guards.max_rewinds` rewinds, or if there is no checkpoint.

@@ -147,7 +147,7 @@ def train(
 
 
 def _writes(worker: Worker | None) -> bool:
-    """Whether this process takes the run directory's lock for its run."""
+    """Whether this process takes the lock of its run's directory."""
     return worker.rank == 0 if worker else find_nodes().rank == 0
 
 
@@ -160,7 +160,7 @@ class _Context:
     worker: Worker | None
     stop: StopRequest
     lock: Lock | None
-    """The run directory's, if this process holds it."""
+    """The run directory's lock, if this process holds it."""
     retry_oom: bool
 
 
@@ -178,11 +178,11 @@ def _train(context: _Context, run: Run, resume: str | None) -> int:
     if worker is None and resume and resume != AUTO:
         check_continues(resolved, run_dir / "checkpoints", resume)
     if worker is None and (_needs_workers(resolved) or (plugins == Plugins() and _may_be_killed(resolved))):
-        # Once, so that errors are raised before any process starts.
+        # Once here, so that errors are raised before any process starts.
         with ProgressLine() as progress:
             corpus = corpus_of(resolved, progress)
         _check_corpus(resolved, corpus, resume)
-        # The run directory's own files are written once the ranks have begun: a refused run leaves it untouched.
+        # The run directory's own files are written after the ranks have begun: a refused run leaves it untouched.
         with scratch_folder("run") as folder:
             write_run_files(resolved, folder)
             arguments = ["--resolved", str(folder / RESOLVED), *(["--resume", resume] if resume else [])]
@@ -214,7 +214,7 @@ def train_rank(
 ) -> bool:
     """Run one rank from start to end; every rank of the layout calls it. Returns whether a signal ended it early.
 
-    Raises `OutOfMemoryError` with a page about it where the rank is refused memory.
+    Raises `OutOfMemoryError` with a page about it if the rank runs out of memory.
     """
     built = list[Trainer]()
     try:
@@ -234,7 +234,7 @@ def train_rank(
 
 @contextmanager
 def abandoned_at_errors(built: list[Trainer]) -> Iterator[None]:
-    """Release what the callbacks hold, when an error ends the run."""
+    """Release the callbacks' resources if an error ends the run."""
     try:
         yield
     except BaseException:
@@ -258,7 +258,7 @@ def _train_rank(
     if worker.world_size > 1:
         check_same(corpus)
     _check_corpus(resolved, corpus, resume)
-    before, _ = resident(), memory_room(worker.local_world_size)  # while nothing was freed yet
+    before, _ = resident(), memory_room(worker.local_world_size)  # before anything is freed
     trainer = build_trainer(resolved, worker, device, mesh)
     trainer.process_bytes = before
     built.append(trainer)
@@ -317,7 +317,7 @@ def corpus_of(resolved: ResolvedRun, progress: Callable[[str, int, int], None] |
 
 
 def check_same(corpus: Corpus) -> None:
-    """Raise `UserError` if ranks have read different data, from a dataset that differs between reads. Collective."""
+    """Raise `UserError` if ranks have read different data, because a dataset differs between reads. Collective."""
     found = gather_everywhere([stream["fingerprint"] for stream in corpus.identity()])
     others = [rank for rank, prints in enumerate(found) if prints != found[0]]
     if others:
@@ -371,7 +371,7 @@ def read_result(run_dir: Path) -> TrainResult:
 
 
 def _check_run_dir(run_dir: Path, resume: str | None) -> None:
-    """A run never overwrites another's checkpoints."""
+    """Raise `UserError` if the run would overwrite another's checkpoints."""
     checkpoints = list_checkpoints(run_dir / "checkpoints")
     if checkpoints and not resume:
         raise UserError(

@@ -1,6 +1,6 @@
 """Samples that the model generates during training.
 
-Under every layout all ranks read the same rows together, as in an evaluation, and agree on each next token.
+Under every layout all ranks read the same rows together, as in an evaluation, and agree on every next token.
 
 Shapes: B prompts, T positions for a prompt and its continuation, V vocabulary.
 """
@@ -60,7 +60,7 @@ def continue_together(
     Raises `UserError` if prompts and new tokens are too long.
     """
     passes, layout = trainer.train_step.passes, trainer.resolved.run.layout
-    multiple = 2 * layout.cp * layout.tp  # of tokens, so that every method can split them over ranks
+    multiple = 2 * layout.cp * layout.tp  # tokens, so that every method can split them over ranks
     check_room(prompts, max_tokens, trainer.resolved.model.max_positions // multiple * multiple)
 
     def read(tokens_BT: torch.Tensor, asked_BT: torch.Tensor) -> torch.Tensor:
@@ -72,7 +72,8 @@ def continue_together(
         return passes.next_logits(Batch(tokens_BT, position_ids=positions_BT), asked_BT)
 
     def likeliest(logits_BV: torch.Tensor) -> torch.Tensor:
-        """The largest token id over ranks, which may round differently: all ranks must continue with the same one."""
+        """The largest of the ranks' choices of a token id: ranks may round differently, but must continue with the same
+        one."""
         nothing_B = torch.full((len(prompts),), -1, device=trainer.device)
         return collectives.all_reduce_(logits_BV.argmax(-1) if passes.has_loss else nothing_B, op="max")
 

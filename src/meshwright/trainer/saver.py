@@ -10,7 +10,7 @@ from meshwright.trainer.start import run_files
 from meshwright.trainer.state import state_tensors, state_values
 
 LAST_ATTEMPTS, LAST_PAUSE = 30, 10.0
-"""Number of retries of the last checkpoint, and the seconds between them: time to free disk space."""
+"""Number of retries of the last checkpoint, and the seconds between them: enough to free disk space."""
 AT_THE_NEXT = "training continues and retries at the next checkpoint"
 
 
@@ -50,7 +50,7 @@ class Saver:
         self._tell(self.writer.finish())
 
     def went_back(self, why: str) -> None:
-        """Record that the trainer has returned to an older step, whose checkpoint exists."""
+        """Record that the trainer has returned to an older step, which has a checkpoint."""
         self._begun = self.writer.since = self.trainer.step
         self.session.say(why)
         self.session.log("rewind", why=why)

@@ -53,9 +53,9 @@ class Session(Training):
         self.held_out_loss: tuple[int, float] | None = None
         """Step and result of the last evaluation."""
         self.evaluation_asked = self.save_asked = False
-        """Whether some rank's callback wants it at this step; the same on every rank."""
+        """Whether any rank's callback requested it at this step; the same on every rank."""
         self._signals, self._whys = stop, list[str]()
-        self._evaluation = self._save = False  # asked here since the last agreement
+        self._evaluation = self._save = False  # requested on this rank since the last agreement
 
     @property
     def run(self) -> Run:
@@ -161,7 +161,7 @@ class Session(Training):
         return signal, bool(is_writing)
 
     def begin_step(self) -> None:
-        """Clear the requests of the previous step, which have been served."""
+        """Clear the previous step's requests, which have been served."""
         self.evaluation_asked = self.save_asked = False
         self.trainer.step += 1
         self.watchdog.enter("step", self.step)

@@ -1,4 +1,4 @@
-"""Construction of everything that a rank needs to train, in order."""
+"""Builds, in order, all objects that a rank needs to train."""
 
 import functools
 import json
@@ -71,7 +71,7 @@ class Trainer:
     passed_over: int = 0
     """Global batches that rewinds skipped."""
     data: list[dict[str, Any]] = field(default_factory=list)
-    """On the first rank the identity of the data (`Corpus.identity`), which checkpoints store for resumed runs."""
+    """On the first rank, the identity of the data (`Corpus.identity`); checkpoints store it for resumed runs."""
     process_bytes: int = 0
     """Memory that the process held before the model was built."""
     callbacks: dict[str, Callback] = field(default_factory=dict)
@@ -99,7 +99,7 @@ class Trainer:
 
     @functools.cached_property
     def peak(self) -> tuple[float, str]:
-        """FLOP/s that MFU is measured against, and where the figure comes from."""
+        """The FLOP/s that MFU is measured against, and the origin of the figure."""
         return peak_flops(self.device, self.machine, self.resolved.run.training.dtypes)
 
     @property
@@ -118,7 +118,7 @@ class Trainer:
         return self.places_of(self.resolved.run.data.sequence_length)
 
     def places_of(self, length: int) -> np.ndarray | None:
-        """The same for rows of another length, a multiple of 2 cp."""
+        """`places` for rows of another length, a multiple of 2 cp."""
         layout = self.resolved.run.layout
         if self.meshes is None or layout.cp == 1:
             return None
@@ -140,7 +140,7 @@ def find_place(run: Run, worker: Worker) -> tuple[torch.device, Meshes | None]:
 
 
 def has_group(layout: LayoutSpec) -> bool:
-    """Whether a layout needs a process group: a single process does only if FSDP2 offloads for it."""
+    """Whether a layout needs a process group: a single process needs one only if FSDP2 offloads for it."""
     return not layout.alone
 
 
@@ -196,9 +196,9 @@ def give_state(
     weights: RowSource | None,
     make_tier: Callable[..., Tier] = Tier,
 ) -> Trainer:
-    """Give a parallel model its weights (None: memory for them, unfilled), optimizers and state store.
+    """Give a parallel model its weights (None: allocated, unfilled), optimizers and state store.
 
-    `make_tier`: makes the tier of a run whose state lives elsewhere than on the device; default: the real one.
+    `make_tier`: makes the tier of a run with offloaded state; default: the real one.
     """
     run, training = resolved.run, resolved.run.training
     model, table = passes.model, finetuned_table(resolved.model, run.finetune)
@@ -228,7 +228,7 @@ def give_state(
 def build_tier(
     resolved: ResolvedRun, worker: Worker, device: torch.device, make_tier: Callable[..., Tier]
 ) -> Tier | None:
-    """Where the state of an optimizer that steps on `device` is stored; None if it stays there."""
+    """The tier for the state of an optimizer that steps on `device`; None if the state stays on `device`."""
     run = resolved.run
     offload = run.layout.tiers
     if not offload.moves_state:

@@ -40,7 +40,7 @@ class Held:
     begin: tuple[int, ...]
     """Its offset in the whole tensor."""
     ranks: tuple[int, ...]
-    """Those that hold it, equal to the bit; the first has written it."""
+    """The ranks that hold it, bit-identical; the first one wrote it."""
 
 
 def moments(trainer: Trainer) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
@@ -58,12 +58,12 @@ def results(trainer: Trainer) -> Iterator[tuple[str, str, torch.Tensor, tuple[in
     for name, buffer in named_state(trainer.model).items():
         yield "state", name, shards.local(buffer), shards.begin_of(buffer)
     for name, moment, parameter in moments(trainer):
-        if not moment.dim() or moment.shape == shards.local(parameter).shape:  # else it is laid out as nobody knows
+        if not moment.dim() or moment.shape == shards.local(parameter).shape:  # else its layout is unknown
             yield "moments", name, moment, shards.begin_of(parameter) if moment.dim() else ()
 
 
 def write_before(folder: Path, trainer: Trainer) -> None:
-    """Write the state that the next step starts from; what `folder` held is gone. Collective."""
+    """Write the state that the next step starts from, replacing the contents of `folder`. Collective."""
     if trainer.worker.rank == 0:
         shutil.rmtree(folder, ignore_errors=True)
         (folder / BEFORE).mkdir(parents=True)
@@ -96,25 +96,25 @@ def _held(place: tuple[str, str, tuple[int, ...]], ranks: list[int]) -> Held:
 
 
 def file_of(folder: Path, held: Held) -> Path:
-    """Where a part is."""
+    """The path of a part's file."""
     return folder / AFTER / str(held.ranks[0]) / held.kind / f"{held.name}.npy"
 
 
 def save(tensor: torch.Tensor, file: Path) -> None:
-    """Write a tensor, low precision widened to fp32."""
+    """Write a tensor; low precision is converted to fp32."""
     file.parent.mkdir(parents=True, exist_ok=True)
     np.save(file, tensor.detach().to("cpu", torch.promote_types(tensor.dtype, torch.float32)).numpy())
 
 
 def read_index(folder: Path) -> tuple[list[Held], dict[str, float]]:
-    """What `write_after` wrote: all parts, and the step's figures."""
+    """The contents of `write_after`: all parts, and the step's figures."""
     index = json.loads((folder / AFTER / INDEX).read_text())
     held = [Held(one["kind"], one["name"], tuple(one["begin"]), tuple(one["ranks"])) for one in index.pop("held")]
     return held, index
 
 
 def restore_before(folder: Path, trainer: Trainer) -> None:
-    """Put a trainer of any layout where the step started from. Collective."""
+    """Restore in a trainer of any layout the state before the step. Collective."""
     load_tensors(folder / BEFORE, _restored(trainer))
     trainer.store.refresh()
     values = read_values(folder)
@@ -123,7 +123,7 @@ def restore_before(folder: Path, trainer: Trainer) -> None:
 
 
 def read_values(folder: Path) -> dict[str, Any]:
-    """Everything that is not a tensor, as `state_values` gave it."""
+    """All values that are not tensors, as returned by `state_values`."""
     return json.loads((folder / VALUES).read_text())
 
 

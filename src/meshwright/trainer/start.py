@@ -57,8 +57,8 @@ def records_in(run_dir: Path) -> Records | None:
 
 
 def records_of(checkpoint: Path) -> Records | None:
-    """The records in a checkpoint; for one from an earlier version, the records in its run directory; None if there are
-    none either."""
+    """The records in a checkpoint; for one from an earlier version, those in its run directory; None if there are
+    none."""
     if (checkpoint / RESOLVED).is_file():
         return Records(checkpoint / RESOLVED, checkpoint)
     return records_in(checkpoint.resolve().parent.parent)
@@ -80,7 +80,7 @@ def checkpoint_at(path: Path, setting: str) -> Path:
 
 
 def check_writable(run_dir: Path) -> None:
-    """Raise `UserError` if `run_dir` cannot be made or written. Leaves nothing behind.
+    """Raise `UserError` if `run_dir` cannot be made or written. Leaves no files.
 
     Permissions are not enough (root has all of them, even on a read-only disk), so a folder is made and removed again.
     """
@@ -95,7 +95,7 @@ def check_writable(run_dir: Path) -> None:
 
 
 def run_lock(run_dir: Path, wait: float) -> Lock:
-    """The lock that keeps other runs out of `run_dir`; waits `wait` seconds for a run that holds it.
+    """The lock of `run_dir` against other runs; waits up to `wait` seconds for its current owner.
 
     Raises `UserError` if nothing can be written there.
     """
@@ -110,9 +110,12 @@ def run_lock(run_dir: Path, wait: float) -> Lock:
 
 
 def check_start(resolved: ResolvedRun) -> None:
-    """Raise `CheckpointError` if `checkpoint.start_from` names nothing or a run without this model's weights,
-    `AdapterError` where `finetune.start_from` names no adapter or one of another kind, `UserError` where a directory
-    lacks its weights, or where frozen weights would be random without the recipe asking for it.
+    """Check where the run starts. Raises:
+
+    - `CheckpointError` if `checkpoint.start_from` names nothing, or a run without this model's weights;
+    - `AdapterError` if `finetune.start_from` names no adapter, or one of another kind;
+    - `UserError` if a directory lacks its weights, or if frozen weights would be random without a request in the
+      recipe.
 
     A checkpoint outside its run directory, and an adapter's tensors, are checked only when they are read.
     """
@@ -136,8 +139,8 @@ def check_start(resolved: ResolvedRun) -> None:
 
 
 def _check_base(resolved: ResolvedRun) -> None:
-    """Raise `UserError` if a Hugging Face directory lacks its weights, or where frozen weights would be random and the
-    recipe does not ask for that."""
+    """Raise `UserError` if a Hugging Face directory lacks its weights, or if frozen weights would be random without a
+    request in the recipe."""
     run, finetune = resolved.run, resolved.run.finetune
     if finetune is not None and run.checkpoint.start_from:
         return
@@ -214,7 +217,7 @@ def _check_decay(optimizer: OptimizerSpec) -> None:
 
 
 def with_datasets(run: Run, base_dir: Path, *, most: int | None = None) -> Run:
-    """The recipe with files instead of plugged-in datasets, reading as much of them as the run will see, or as `most`
+    """The recipe with files instead of plugged-in datasets. Reads as much of them as the run will see, or as `most`
     samples need."""
     if not has_datasets(run.data):
         return run
@@ -225,7 +228,7 @@ def with_datasets(run: Run, base_dir: Path, *, most: int | None = None) -> Run:
 
 
 def check_vocabulary(run: Run, model: ModelSpec, size: int) -> None:
-    """Raise `UserError` if a tokenizer of `size` tokens has some without a row in the model."""
+    """Raise `UserError` if a tokenizer of `size` tokens has tokens without a row in the model."""
     if size > model.vocab:
         trained = (
             run.data.tokenizer == "auto" and run.model.weights != "pretrained" and size == run.data.tokenizer_vocab
@@ -237,10 +240,10 @@ def check_vocabulary(run: Run, model: ModelSpec, size: int) -> None:
 
 
 def check_tokenizer(resolved: ResolvedRun, tokenizer: TextTokenizer | None, *, continued: Path | None = None) -> None:
-    """Raise `UserError` if token ids differ from those that the weights have learnt, in the run `continued` or else in
-    the one that `checkpoint.start_from` names.
+    """Raise `UserError` if token ids differ from those that the weights were trained with, in the run `continued` or
+    else in the one that `checkpoint.start_from` names.
 
-    None: the tokenizer is yet to be trained, which gives the same tokenizer only on the same data.
+    A tokenizer of None is still to be trained; it will be the same only on the same data.
     """
     records = records_in(continued) if continued else _starting_records(resolved)
     if records is None or not records.tokenizer.is_dir():
@@ -263,7 +266,7 @@ def check_tokenizer(resolved: ResolvedRun, tokenizer: TextTokenizer | None, *, c
 def check_objective(run: Run, streams: Mapping[str, bool]) -> None:
     """Raise `UserError` if the objective needs pairs of answers and the data has none, or the reverse.
 
-    `streams` says for each data stream whether it holds pairs.
+    `streams`: for each data stream, whether it holds pairs.
     """
     pairs = [name for name, is_pairs in streams.items() if is_pairs]
     others = [name for name, is_pairs in streams.items() if not is_pairs]
@@ -280,7 +283,7 @@ def check_objective(run: Run, streams: Mapping[str, bool]) -> None:
 
 
 def read_resolved(path: Path) -> ResolvedRun:
-    """Read a `resolved.yaml`, with the `plan.json` beside it. Raises `UserError` if one is damaged."""
+    """Read a `resolved.yaml`, with the `plan.json` next to it. Raises `UserError` if one is damaged."""
     resolved, plan = load_spec(path, ResolvedRun), path.with_name(PLAN)
     if not plan.is_file():
         return resolved
@@ -292,7 +295,7 @@ def read_resolved(path: Path) -> ResolvedRun:
 
 def _starting_records(resolved: ResolvedRun) -> Records | None:
     """The records of the run that `checkpoint.start_from` names, or of a checkpoint outside its run directory; None if
-    there are none. Raises as `starting_checkpoint`."""
+    there are none. Raises like `starting_checkpoint`."""
     if not resolved.run.checkpoint.start_from:
         return None
     checkpoint = starting_checkpoint(resolved)

@@ -1,4 +1,4 @@
-"""The state in a checkpoint: saving, restoring, and a report of what was preserved."""
+"""The state in a checkpoint: saving, restoring, and a report of what is preserved."""
 
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -47,14 +47,14 @@ BATCH_SPLIT = (
 """Settings that may change the order of summation, besides the layout."""
 
 NEW = "histories that start empty"
-"""The key that `restore` adds to the saved values: layers whose delayed scales have no history."""
+"""The key that `restore` adds to the saved values: layers without a history for delayed scales."""
 
 SILENT = ("run_dir", "trackers", "callbacks", "checkpoint.", "layout.", "guards.", "data.cache_dir", *BATCH_SPLIT)
 """Settings that do not change the training, or are reported separately."""
 
 
 def state_tensors(trainer: Trainer) -> dict[str, torch.Tensor]:
-    """Every tensor that a checkpoint keeps of this rank: its own and the callbacks'."""
+    """Every tensor of this rank in a checkpoint: its own and the callbacks'."""
     return own_tensors(trainer) | _callback_tensors(trainer, trainer.callbacks)
 
 
@@ -74,7 +74,7 @@ def _callback_tensors(trainer: Trainer, names: Iterable[str]) -> dict[str, torch
 
 
 def state_values(trainer: Trainer, *, held_out_loss: float | None = None) -> dict[str, Any]:
-    """Everything else, as a JSON value."""
+    """The rest of the state, as a JSON value."""
     return {
         "step": trainer.step,
         "tokens": trainer.tokens,
@@ -92,10 +92,10 @@ def state_values(trainer: Trainer, *, held_out_loss: float | None = None) -> dic
 
 
 def begin(trainer: Trainer, root: Path, resume: str | None) -> str:
-    """Load the trainer's starting point, and describe it. Collective.
+    """Load the trainer's starting point and describe it. Collective.
 
-    It is the checkpoint below `root` that `resume` names; without one, the weights of `checkpoint.start_from`, or fresh
-    ones.
+    This is the checkpoint below `root` that `resume` names; without one, the weights of `checkpoint.start_from`, or
+    fresh weights.
     """
     checkpoint, lines = choose_checkpoint(root, resume) if resume else (None, [])
     if checkpoint is not None:
@@ -116,8 +116,8 @@ def begin(trainer: Trainer, root: Path, resume: str | None) -> str:
 def choose_checkpoint(root: Path, which: str) -> tuple[Path | None, list[str]]:
     """The checkpoint below `root` that `which` names, and messages about others. Collective.
 
-    `which` is `NEWEST`, `AUTO` or a checkpoint's name. Raises `CheckpointError` if it does not exist, or where under
-    `AUTO` all are damaged: a run never restarts over its own damaged checkpoints.
+    `which` is `NEWEST`, `AUTO` or a checkpoint's name. Raises `CheckpointError` if it does not exist, or if under
+    `AUTO` all are damaged: a run never starts over above its own damaged checkpoints.
     """
     if which == AUTO:
         found, faults = newest_good_checkpoint(root)
@@ -134,8 +134,8 @@ def choose_checkpoint(root: Path, which: str) -> tuple[Path | None, list[str]]:
 
 
 def check_continues(resolved: ResolvedRun, root: Path, which: str) -> None:
-    """Raise `CheckpointError`, before any process starts, where the run of checkpoint `which` differs from this one in
-    base, data or the trained tensors. Reads no tensor."""
+    """Raise `CheckpointError`, before any process starts, if the run of checkpoint `which` differs from this one in
+    base, data or trained tensors. Reads no tensor."""
     checkpoint, _ = choose_checkpoint(root, which)
     assert checkpoint is not None  # only AUTO may find none
     saved = read_values(checkpoint)
@@ -145,9 +145,9 @@ def check_continues(resolved: ResolvedRun, root: Path, which: str) -> None:
 
 
 def restore(trainer: Trainer, checkpoint: Path) -> dict[str, Any]:
-    """Continue from `checkpoint`; returns the values saved beside the tensors. Collective.
+    """Continue from `checkpoint`; returns the values saved with the tensors. Collective.
 
-    Raises `CheckpointError` if a file is damaged, or if the data could not continue at the saved position.
+    Raises `CheckpointError` if a file is damaged, or if the data cannot continue at the saved position.
     """
     saved = verify_checkpoint(checkpoint, to_resume=True)
     check_base(checkpoint, saved, trainer.base)
@@ -233,7 +233,8 @@ def describe_restored(trainer: Trainer, saved: dict[str, Any]) -> str:
 
 
 def _other_data(before: list[dict[str, Any]] | None, now: list[dict[str, Any]]) -> str:
-    """How the data differ from a checkpoint's training data; empty if they do not, or if the checkpoint does not say.
+    """How the data differ from a checkpoint's training data; empty if they do not, or if the checkpoint does not record
+    them.
 
     Names do not matter: the same tokens from another path are the same data.
     """
@@ -266,7 +267,7 @@ def _short(value: Any) -> Any:
 
 def _lr_change(trainer: Trainer, before: dict[str, Any]) -> str:
     """The effect of changed settings on the learning rate of the next step; empty if the schedule was a plug-in, which
-    may be gone."""
+    may no longer exist."""
     prefix = "training.lr_schedule."
     if before[f"{prefix}name"] not in SHAPES:
         return ""
@@ -278,7 +279,7 @@ def _lr_change(trainer: Trainer, before: dict[str, Any]) -> str:
 
 
 def _check_trained(checkpoint: Path, resolved: ResolvedRun) -> None:
-    """Raise where this run's trained tensors differ from the checkpoint's."""
+    """Raise `CheckpointError` if this run's trained tensors differ from the checkpoint's."""
     table = finetuned_table(resolved.model, resolved.run.finetune)
     trained = {f"model.{row.name}": row.shape for row in table if row.trained}
     check_shapes(checkpoint, trained)
@@ -339,7 +340,7 @@ def _same_ranks(trainer: Trainer, saved: dict[str, Any]) -> bool:
 
 
 def seed_generators(trainer: Trainer) -> None:
-    """Seed this rank's generators from training.seed and the rank: PyTorch seeds its own differently in every process.
+    """Seed this rank's generators from training.seed and the rank: PyTorch seeds them differently in every process.
     Meshwright itself never draws from them; users' objectives, models and callbacks may."""
     torch.manual_seed(((trainer.resolved.run.training.seed << 20) + trainer.worker.rank) % 2**63)
 

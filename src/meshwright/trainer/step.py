@@ -64,7 +64,7 @@ class TrainStep:
         *,
         repeats_loss: bool = False,
     ) -> None:
-        """`repeats_loss`: another rank computes the same share of the loss as this one, and counts it."""
+        """`repeats_loss`: another rank computes and counts the same share of the loss."""
         self.run, self.training = run, run.training
         self.passes, self.store, self.device = passes, store, device
         self.repeats_loss = repeats_loss or not passes.has_loss
@@ -82,9 +82,9 @@ class TrainStep:
         self._owed = False
 
     def __call__(self, step: int, microbatches: Sequence[HostBatch]) -> StepResult:
-        """Make optimizer step `step` (the first is 1) on this rank's microbatches; collective.
+        """Make optimizer step `step` (the first is 1) with this rank's microbatches; collective.
 
-        Raises `NonFiniteError` before the weights are touched, where the recipe's policy is `raise`.
+        Raises `NonFiniteError` before the weights are touched, if the recipe's policy is `raise`.
         """
         has_gradient = self._owed or not self.passes.late
         loss, trained = self.gradients(microbatches)
@@ -123,7 +123,7 @@ class TrainStep:
         )
 
     def finish(self, step: int) -> None:
-        """Make the pending update of `late` passes for optimizer step `step`, before weights are saved or handed on.
+        """Make the pending update of `late` passes for optimizer step `step`, before weights are saved or passed on.
         Collective."""
         if self._flush():
             gnorm = self.gradient_norm()

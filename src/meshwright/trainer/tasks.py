@@ -17,7 +17,7 @@ from meshwright.trainer.setup import Trainer
 
 
 class TaskCallback(Callback):
-    """Asks the tasks as often as held-out loss is measured, prints and writes the results."""
+    """Runs the tasks whenever held-out loss is measured; prints and writes the results."""
 
     patient = True
 
@@ -38,7 +38,7 @@ class TaskCallback(Callback):
 
 
 def examinee_in_training(trainer: Trainer, tokenizer: TextTokenizer) -> Examinee:
-    """The model in training as one that answers tasks. Its methods are collective."""
+    """The model in training, as an `Examinee` that answers tasks. Its methods are collective."""
     layout, resolved = trainer.resolved.run.layout, trainer.resolved
     multiple = 2 * layout.cp * layout.tp  # as in `continue_together`
     rows = resolved.micro_batch

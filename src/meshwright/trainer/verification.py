@@ -1,9 +1,9 @@
 """Continuous verification (`guards.verify_every`): one process recomputes a step of the run in progress.
 
 Every rank writes its state before the step and its results after it (`snapshot.py`). Rank 0 then starts a process on
-its machine's CPUs, and training continues. (The process, `prove/replay.py`, is known by name only, because it belongs
-to a higher floor.) All ranks receive the verdict after the step during which it arrives; they wait for it only before
-the next verified step and at the end.
+its machine's CPUs, and training continues. (The process, `prove/replay.py`, is started by name, because it belongs to a
+higher floor.) The verdict is announced to all ranks after the step during which it arrives. Ranks wait for it only
+before the next verified step and at the end.
 """
 
 import json
@@ -28,25 +28,26 @@ from meshwright.trainer.snapshot import write_after, write_before
 from meshwright.trainer.start import RESOLVED
 
 FOLDER, VERDICT = ".verify", "verdict.json"
-"""Names in a run directory and in that folder."""
+"""A folder in the run directory, and a file in it."""
 
 PROGRAM = "meshwright.prove.replay"
 
 LOOK_EVERY = 0.2
-"""Seconds between two looks at a verdict that is waited for."""
+"""Seconds between two checks for an awaited verdict."""
 
 
 class VerifyGuard(Callback):
-    """Has every this many steps verified. Make it the last of a run's callbacks, because others may change weights."""
+    """Verifies a step at the recipe's interval. Make it the last of a run's callbacks, because others may change
+    weights."""
 
     def __init__(self, trainer: Trainer, plugins: Plugins) -> None:
         """Raises `UserError` if the run cannot be verified. Collective."""
         self.trainer, self.plugins = trainer, plugins
         self.every = trainer.resolved.run.guards.verify_every
         self.folder = Path(trainer.resolved.run.run_dir) / FOLDER
-        self._step = 0  # whose state has been written, or 0
-        self._owed = False  # whether a step that was due could not be verified, so that the next one is
-        self._underway = 0  # the step that is being computed again, or 0
+        self._step = 0  # the step whose state has been written, or 0
+        self._owed = False  # whether a due step could not be verified; then the next one is due
+        self._underway = 0  # the step being recomputed, or 0
         self._skipped = trainer.skipped
         self._process: Beside | None = None
         self._words: list[str] = []
@@ -80,12 +81,12 @@ class VerifyGuard(Callback):
             self._process.end()
 
     def _prepare(self, session: Session) -> None:
-        """Write the state where the next step is to be verified."""
+        """Write the state if the next step is to be verified."""
         step = session.step + 1
         if step <= session.run.training.steps and (self._owed or step % self.every == 0):
             self._wait(session)
             if self._underway:
-                return  # a signal came
+                return  # a signal arrived
             self._step, self._owed = step, False
             if fault := replica_fault(self.trainer.parameters):
                 text = f"its initial weights are wrong: {fault}"
@@ -102,7 +103,7 @@ class VerifyGuard(Callback):
             self._process = Beside(PROGRAM, words, self.folder / "log")
 
     def _found(self) -> dict[str, Any] | None:
-        """On the first rank the verdict, or the reason why there is none; None if it is not known yet."""
+        """On the first rank, the verdict, or the reason why there is none; None if not yet known."""
         if self._process is None or self._process.status is None:
             return None
         verdict = self.folder / "step" / VERDICT
@@ -111,7 +112,7 @@ class VerifyGuard(Callback):
         return {"equal": False, "text": f"it could not be recomputed: {self._process.last_words()}"}
 
     def _wait(self, session: Session) -> None:
-        """Wait for the verdict on its way, if there is one, or for a signal. Collective."""
+        """Wait for the pending verdict, if there is one, or for a signal. Collective."""
         waited = 0
         while self._underway:
             session.watchdog.enter("verification", waited)
@@ -142,7 +143,7 @@ class VerifyGuard(Callback):
 
 
 def describe(every: int) -> str:
-    """For the banner."""
+    """A line for the banner."""
     return (
         f"every {every} steps, one step is recomputed in a separate process: it takes the operations of three steps "
         "on the CPUs of rank 0's machine, and the bytes of two checkpoints in run_dir"
@@ -155,7 +156,8 @@ def _session(training: Training) -> Session:
 
 
 def _too_large(trainer: Trainer) -> str | None:
-    """Why the recomputation does not fit beside the run on this machine; None if it does, or nothing is known."""
+    """Why the recomputation does not fit on this machine together with the run; None if it does, or if that is
+    unknown."""
     free = 1024 * field_of(Path("/proc/meminfo"), "MemAvailable:")
     dtypes, needed = trainer.resolved.run.training.dtypes, 0
     for row in finetuned_table(trainer.resolved.model, trainer.resolved.run.finetune):

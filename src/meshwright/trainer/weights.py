@@ -27,7 +27,7 @@ SAMPLED_BYTES, SAMPLES = 2**16, 64
 
 
 def run_weights(resolved: ResolvedRun) -> RowSource:
-    """The weights of a fresh run, adapters included; collective where they come from a checkpoint."""
+    """The weights of a fresh run, adapters included; collective if they come from a checkpoint."""
     base, finetune = kept_weights(resolved), resolved.run.finetune
     if finetune is None or isinstance(finetune, FullSpec):
         return base
@@ -49,7 +49,7 @@ def base_weights(resolved: ResolvedRun) -> RowSource:
     source = _named_weights(resolved)
 
     def read(row: Parameter, start: int, stop: int) -> torch.Tensor:
-        if row.name.endswith(HISTORY):  # no weights have one
+        if row.name.endswith(HISTORY):  # not part of any weights
             return torch.zeros(stop - start, *row.shape[1:])
         return source(row, start, stop)
 
@@ -95,7 +95,7 @@ def fingerprint_of(source: Path) -> str:
 
 def _directory(resolved: ResolvedRun) -> Path:
     directory = pretrained_directory(resolved.run.model, base_dir=Path(resolved.base_dir))
-    assert directory is not None  # else the model would not have resolved
+    assert directory is not None  # otherwise the model is not resolved
     return directory
 
 
@@ -104,7 +104,7 @@ def _digest(content: bytes) -> str:
 
 
 def _sample(file: Path) -> bytes:
-    """Pieces of a file, evenly spaced: reading all of a large base at every save would take minutes."""
+    """Evenly spaced pieces of a file: reading all of a large base at every save would take minutes."""
     size = file.stat().st_size
     with file.open("rb") as stream:
         if size <= SAMPLES * SAMPLED_BYTES:
@@ -132,7 +132,7 @@ def _rows_of_checkpoint(checkpoint: Path) -> RowSource:
 
 
 def _with_fresh_adapters(base: RowSource, resolved: ResolvedRun) -> RowSource:
-    """Adapters' rows: drawn, or, where they are initialized to the norms of a weight's rows, computed from the base."""
+    """Adapters' rows: drawn, or, if initialized to the norms of a weight's rows, computed from the base."""
     seed = resolved.run.training.seed
     weights = {row.name: row for row in parameter_table(resolved.model)}
 

@@ -1,1 +1,1 @@
-"""The planner against published runs: reading of tables, doubtful cells, error summaries."""
+"""Comparison of the planner with published runs: reading of tables, doubtful cells, error summaries."""

@@ -1,4 +1,4 @@
-"""Doubtful cells of published runs: not understood or contradicting others. Nothing here changes a prediction."""
+"""Doubtful cells of published runs: not understood, or contradicting others. Nothing here changes a prediction."""
 
 import re
 from collections.abc import Iterator
@@ -46,7 +46,7 @@ EVERYTHING = re.compile(
 )
 """Words for recomputing whole blocks."""
 APART = 1.25
-"""Factor between two statements of one quantity from which they contradict."""
+"""Two statements of one quantity contradict each other if they differ by at least this factor."""
 IMPOSSIBLE = 1.05
 """Model FLOPs utilisation above which a measurement is a misprint."""
 WHY_CUT = {
@@ -56,12 +56,12 @@ WHY_CUT = {
     "cp": "devices do not suffice, or the batch has fewer sequences than there are data-parallel ranks",
     "ep": "more than the ranks or experts",
 }
-"""Why another degree was taken."""
+"""Why another degree was used."""
 
 
 @dataclass(frozen=True)
 class Doubt:
-    """One cell, or one row where `column` is empty."""
+    """One cell, or one row if `column` is empty."""
 
     line: int
     id: str
@@ -115,7 +115,7 @@ def _used(run: PublishedRun) -> dict[str, int]:
 
 
 def _number_doubt(column: str, text: str, used: int | None) -> str | None:
-    """The number used for a cell that should hold one; None if it does, or is empty."""
+    """The number used for a cell that should contain one; None if it does, or is empty."""
     if says_nothing(text) or (column in MEASURED and ran_out(text)):
         return None
     taken = "not compared" if column in MEASURED else f"{used} taken" if used else "completed by its rule"
@@ -200,7 +200,7 @@ def _contradictions(row: Row, run: PublishedRun, used: dict[str, int]) -> Iterat
 
 
 def _measurement_doubts(run: PublishedRun, stated: float | None, rate: float | None) -> Iterator[tuple[str, str]]:
-    """Of the measured time: that two cells disagree, or that no device is so fast."""
+    """Doubts about the measured time: two cells disagree, or no device is so fast."""
     if not run.seconds:
         return
     job, cluster = run.job, run.cluster

@@ -17,15 +17,15 @@ from meshwright.plan.step_time import predict_step_time
 from meshwright.validate.rows import PublishedRun
 
 SWEEP = 3
-"""Layouts of one job from which a rank correlation is worth the name, and rows of a source from which a factor is."""
+"""Minimum number of layouts of one job for a rank correlation, and of rows of a source for a factor."""
 
 CHOICES = ("layout", "micro_batch", "sequence_parallel", "recompute", "recompute_share", "offload_activations")
-"""The keys of a layout of one job; rows that agree in all of them are one layout, measured again."""
+"""The keys of a job's layout; rows that agree in all of them are one layout, measured repeatedly."""
 
 
 @dataclass(frozen=True)
 class Judged:
-    """One row's predictions beside its measurements: seconds per step and GB per device."""
+    """One row's predictions and measurements: seconds per step and GB per device."""
 
     run: PublishedRun
     seconds: Interval
@@ -120,7 +120,7 @@ def _summary(rows: Sequence[Judged], quantity: str, baseline: dict[str, float]) 
 
 
 def constant_mfu(judged: Sequence[Judged]) -> dict[str, float]:
-    """id -> seconds by the rule of thumb to beat: one model FLOPs utilisation, the median of all other sources."""
+    """id -> seconds by the baseline rule: one model FLOPs utilisation, the median of all other sources."""
     shares: dict[str, list[float]] = defaultdict(list)
     ideal = {}
     for row in judged:
@@ -145,7 +145,7 @@ class Tried:
     """One layout of a sweep: the medians of prediction and measurement, if it was measured several times."""
 
     id: str
-    """Of its first row."""
+    """Id of its first row."""
     predicted: float
     measured: float
     fits: bool
@@ -232,8 +232,8 @@ def out_of_memory(rows: Iterable[Judged]) -> dict[str, Any]:
 
 
 def regret(rows: Iterable[Judged]) -> list[dict[str, Any]]:
-    """For every sweep, how much slower than the fastest measured layout the one is that the planner would choose: of
-    those that fit and are predicted to be about as fast as the best of them, the simplest."""
+    """For every sweep, how much slower the planner's choice is than the fastest measured layout. The choice is the
+    simplest of those that fit and are predicted to be about as fast as the best of them."""
     found = []
     for first, tried in sweeps(rows, "step_time", 2):
         fitting = [one for one in tried if one.fits] or tried
@@ -254,7 +254,7 @@ def regret(rows: Iterable[Judged]) -> list[dict[str, Any]]:
 
 
 def worst(judged: Sequence[Judged], quantity: str, count: int = 10) -> list[Judged]:
-    """The rows that are furthest off, by the logarithm of their ratio."""
+    """The rows with the largest errors, by the logarithm of their ratio."""
 
     def distance(row: Judged) -> float:
         predicted, value = row.pairs(quantity)

@@ -33,7 +33,7 @@ VOCABULARIES = {
     "kimi": 163840,
     "bloom": 250880,
 }
-"""Vocabularies by family; 51200, Megatron's padded GPT-2 vocabulary, where no name helps."""
+"""Vocabularies by family; if no name helps, 51200, Megatron's padded GPT-2 vocabulary."""
 
 GATED = (
     "llama",
@@ -52,7 +52,7 @@ GATED = (
 """Families whose feed-forward layers are gated."""
 
 GPT_SHAPE = 196608
-"""12 x 128**2: GPT sizes keep hidden near 128 times the layers, so parameters are near that times layers**3."""
+"""12 x 128**2: in GPT sizes hidden is about 128 times the layers, so parameters are about this times layers**3."""
 
 ALIKE = 0.25
 """Relative tolerance between a parameter count and the architecture suggested by a name."""
@@ -73,7 +73,7 @@ MOST = {
     "micro_batch": 2**20,
     "global_batch": 2**26,
 }
-"""What no run exceeds: a larger number is a misprint, and as good as none."""
+"""Maximum values: a larger number is a misprint, and is ignored."""
 
 MOST_DEGREE = 2**16
 
@@ -84,13 +84,13 @@ Sizes = dict[str, float]
 
 @dataclass
 class Completion:
-    """One row being read; every rule that had to speak is written down."""
+    """One row being read; every rule that was applied is recorded."""
 
     row: Row
     completed: list[str] = field(default_factory=list)
 
     def text(self, column: str) -> str:
-        """The column's words, none if the table has no such column."""
+        """The column's words; empty if the table has no such column."""
         return (self.row.get(column) or "").strip()
 
     def number(self, column: str) -> float | None:
@@ -113,7 +113,7 @@ class Completion:
         return value
 
     def degree(self, column: str) -> int:
-        """A degree, 1 if the table is silent (not counted: silence means 1)."""
+        """A degree, 1 if the table gives none (not counted as a rule: no degree means 1)."""
         return self.count(column) or 1
 
 
@@ -134,7 +134,7 @@ def _bare(name: str) -> str:
 
 
 def known_sizes(name: str, params: float | None) -> Sizes:
-    """Sizes of the architecture that a name contains, none if its parameters are not about `params` billions."""
+    """Sizes of the architecture that a name contains; empty if its parameters are not about `params` billions."""
     bare = _bare(name)
     for key, (_, sizes) in architectures().items():
         if key in bare:
@@ -201,14 +201,14 @@ def _given_sizes(read: Completion, known: Sizes, params: float | None, name: str
 
 
 def _likely_heads(hidden: int, tp: int) -> int:
-    """About one for 128 of hidden: the nearest number that divides it and that tensor-parallel ranks can share out."""
+    """About one head per 128 of hidden: the nearest number that divides it and that tensor-parallel ranks can share."""
     wanted = max(1, hidden // 128)
     possible = [heads for heads in range(1, min(hidden, 8 * wanted) + 1) if hidden % heads == 0 and heads % tp == 0]
     return min(possible, key=lambda heads: abs(heads - wanted), default=wanted)
 
 
 def _by_parameters(read: Completion, size: Sizes, params: float | None) -> None:
-    """Layers and hidden where the row lacks them, from the parameter count."""
+    """Layers and hidden, computed from the parameter count if the row lacks them."""
     if "hidden" in size and "layers" in size:
         return
     if params is None and "hidden" in size:
@@ -279,7 +279,8 @@ class _Sizes:
     moe_layers: int
 
     def candidates(self) -> list[Blueprint]:
-        """Gated or not, tied or not: the one whose parameters come closest to the published count is meant."""
+        """The gated or plain, tied or untied variants; the one with parameters closest to the published count is
+        chosen."""
         return [self.build(gated=gated, tied=tied) for gated in (False, True) for tied in (True, False)]
 
     def build(self, *, gated: bool, tied: bool) -> Blueprint:

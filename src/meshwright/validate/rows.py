@@ -1,6 +1,6 @@
 """A row of a table of published runs, read as a job, a cluster and a measurement.
 
-Rows lack inputs. `Completion` says by which rule each gap was filled; the rules are those of docs/plan-validation.md.
+Rows lack inputs. `Completion` records the rule that filled each gap; docs/plan-validation.md lists the rules.
 """
 
 import re
@@ -32,11 +32,11 @@ ADAPTERS = 0.01
 """Parameters of adapters of the usual ranks, relative to the model's."""
 
 MANY_SEQUENCES = 2**19
-"""A batch of as many is one of tokens."""
+"""A batch of at least this size is in tokens."""
 
 OTHER_LINK = 0.4
-"""A stated rate inside the node is another link than the device's own, if it is less than this part of its rate; else
-it is the same, counted in another way."""
+"""A stated rate inside the node is another link than the device's own if it is less than this fraction of its rate;
+else it is the same link, counted in another way."""
 
 
 @dataclass(frozen=True)
@@ -52,12 +52,12 @@ class PublishedRun:
     memory_gb: float | None
     """Measured peak memory of a device, 10**9 bytes."""
     memory_kind: Literal["device", "allocated", "states"]
-    """The kind of memory figure: of the driver, of the allocator, or calculated."""
+    """The kind of memory figure: from the driver, from the allocator, or calculated."""
     out_of_memory: bool
     completed: tuple[str, ...] = ()
     """Names of the inputs that a rule supplied."""
     unknown_device: str = ""
-    """The row's device, if the hardware table has none of that name."""
+    """The row's device, if the hardware table does not have it."""
 
 
 def read_row(row: Row) -> PublishedRun:
@@ -154,7 +154,7 @@ def _offloads(read: Completion) -> bool:
 
 
 def _degrees(read: Completion, model: Blueprint) -> tuple[int, int, int, int]:
-    """(tp, pp, cp, dp) that the row's devices make: stages they do not suffice for, or that have no layer, are cut."""
+    """(tp, pp, cp, dp) for the row's devices: stages with no device left, or without a layer, are removed."""
     tp, pp, cp = (read.degree(axis) for axis in ("tp", "pp", "cp"))
     gpus = read.given("gpus", tp * pp * cp * read.degree("dp"))
     wanted = tp, pp, cp
@@ -166,14 +166,14 @@ def _degrees(read: Completion, model: Blueprint) -> tuple[int, int, int, int]:
     ]
     dp = max(1, gpus // (tp * pp * cp))
     batch = _sequences(read, read.count("seq_len") or 2048) or 0
-    if batch and dp > batch and dp % batch == 0:  # more data-parallel ranks than sequences share them
+    if batch and dp > batch and dp % batch == 0:  # with more data-parallel ranks than sequences, ranks share them
         read.completed.append("cp")
         cp, dp = cp * dp // batch, batch
     return tp, pp, cp, dp
 
 
 def _fitting(read: Completion, job: Job, cluster: ClusterSpec) -> Job:
-    """Where sharding or recomputation is not stated, the least of it with which the run fits, else all: it did run.
+    """If sharding or recomputation is not stated: the least with which the run fits, else all, because it did run.
 
     Pipelines are not sharded further. FSDP's "selective" alone means some of the blocks: as few quarters as fit.
     """
@@ -186,7 +186,7 @@ def _fitting(read: Completion, job: Job, cluster: ClusterSpec) -> Job:
     if job.recompute == "selective" and job.stack.name == FSDP.name:
         policies = quarters
     elif "recompute" in read.completed:
-        policies = [job, replace(job, recompute="selective")]  # recomputing everything would have been worth a word
+        policies = [job, replace(job, recompute="selective")]  # full recomputation would have been mentioned
     tried = job
     for stage in stages:
         for policy in policies:
@@ -208,7 +208,7 @@ def _alpha(text: str) -> float:
 
 
 def _cluster(read: Completion, world: int) -> ClusterSpec:
-    """The device's row, and the network that the row names; a node's default for the device's generation else."""
+    """The device's row, with the network that the row names, or else the default node for the device's generation."""
     per_node = read.count("gpus_per_node") or 8
     text = read.text("interconnect")
     node, link = node_rate(text, per_node), link_rate(text)
@@ -219,7 +219,7 @@ def _cluster(read: Completion, world: int) -> ClusterSpec:
         gpu = nearest_device(gpu) or usual_device(read.count("year") or 2024)
         read.completed.append("gpu")
     size = re.search(r"(?<!\d)\d{2,3}(?= ?g(?:i?b)?(?![a-z]))", read.text("gpu").lower())
-    if size and is_known(f"{gpu} {size[0]}gb"):  # of a device's sizes the one that its words name
+    if size and is_known(f"{gpu} {size[0]}gb"):  # the device's memory size that its words name
         gpu = f"{gpu} {size[0]}gb"
     cluster = device_cluster(gpu, world, per_node=per_node, node_gb_s=node)
     if link and link < OTHER_LINK * cluster.link_gb_s:
@@ -256,7 +256,7 @@ def _seconds(read: Completion, job: Job, cluster: ClusterSpec) -> float | None:
 
 
 def _from_utilisation(read: Completion, job: Job, cluster: ClusterSpec) -> float | None:
-    """TFLOP/s a device from the model FLOPs utilisation, in percent or as a part, of the datasheet's rate."""
+    """TFLOP/s per device, from the model FLOPs utilisation, a percentage or a fraction of the datasheet's rate."""
     share = read.number("mfu")
     if share is None:
         return None

@@ -40,11 +40,11 @@ EAGER = Stack(
 )
 
 UNSEEN = 0.12
-"""Spread of a program that no fitted run used so (Megatron Core in bf16, older ones in bf16 or with flash attention):
-about as much as sources left out of the fit are off as a whole."""
+"""Spread for a program used in a way that no fitted run used it (Megatron Core in bf16, older ones in bf16 or with
+flash attention): about the error of whole sources left out of the fit."""
 
 FUSED_YEAR = 2020
-"""From when on Megatron writes chains of element-wise operators as one kernel."""
+"""The year from which Megatron fuses chains of element-wise operators into one kernel."""
 
 FLASH = re.compile(r"(?<!no )(?<!without )(?:flash|xformers)")
 KERNELS = re.compile(r"transformer engine|\bte\b|triton|liger|fused|torch\.compile|\bjax\b|\bxla\b")
@@ -56,11 +56,11 @@ RECIPES = re.compile(r"nemo|megatron.?bridge|overlap")
 
 
 def software(read: Completion, precision: Precision) -> Stack:
-    """The habits of a row's program.
+    """The properties of a row's program.
 
-    fp16, and years before 2023, had no flash attention unless the row says so. FSDP, and DeepSpeed's ZeRO-2 and 3,
-    run a model's modules as they are unless the row names kernels or compilation. The rest is Megatron Core; recipes
-    tuned by its makers, as those in fp8 are, hide tensor-parallel messages and keep gradients in bf16.
+    fp16, and years before 2023, had no flash attention unless the row says so. FSDP, and DeepSpeed's ZeRO-2 and 3, run
+    a model's modules unchanged unless the row names kernels or compilation. All other rows are Megatron Core; its
+    makers' tuned recipes, for example those in fp8, hide tensor-parallel messages and keep gradients in bf16.
     """
     sharding, year = read.text("zero_stage_or_fsdp").lower(), (read.count("year") or 2024)
     words = " ".join((read.text("source"), read.text("notes"), sharding)).lower()
@@ -70,7 +70,7 @@ def software(read: Completion, precision: Precision) -> Stack:
         return _classic(words, year, precision)
     if "sdp" in sharding and "megatron" not in sharding:  # FSDP, FSDP2, HSDP
         bias = "alibi" in words
-        mixed = "amp" in read.text("precision")  # a policy of its own for reductions: fp32
+        mixed = "amp" in read.text("precision")  # a separate policy for reductions: fp32
         return replace(
             FSDP,
             attention="flash-bias" if bias else "hopper" if "transformer engine" in words else "flash",
@@ -92,7 +92,7 @@ def software(read: Completion, precision: Precision) -> Stack:
 
 
 def _classic(words: str, year: int, precision: Precision) -> Stack:
-    """Megatron and DeepSpeed as they were; DeepSpeed's bf16 optimizer accumulates in fp32, beside bf16 gradients."""
+    """Earlier Megatron and DeepSpeed; DeepSpeed's bf16 optimizer accumulates in fp32, in addition to bf16 gradients."""
     flash = bool(FLASH.search(words)) and not _no_flash(words)
     usual = precision.compute == FP16 and not flash and year >= FUSED_YEAR
     stack = replace(

@@ -1,4 +1,4 @@
-"""A table of published runs as a file: header, lines, and mistakes in them."""
+"""A table of published runs as a file: header, lines, and errors in them."""
 
 import codecs
 import csv
@@ -13,25 +13,25 @@ from meshwright.validate.doubts import COLUMNS, Doubt, cell_doubts
 from meshwright.validate.rows import PublishedRun, read_row
 
 NEEDED = ("id", "source", "gpu", "gpus")
-"""Columns without which a file is not such a table; their cells may be empty."""
+"""Columns that such a table must have; their cells may be empty."""
 DELIMITERS = ",;\t"
 
 
 @dataclass(frozen=True)
 class Table:
-    """A table as read; nothing of it is lost."""
+    """A table as read, without loss."""
 
     runs: list[PublishedRun]
     """Rows that can be predicted."""
     refused: dict[str, str]
-    """id -> reason of those that cannot."""
+    """id -> reason for rows that cannot be predicted."""
     doubts: list[Doubt]
     """Cells that were not understood or contradict others, and the values used instead."""
 
 
 def read_table(path: Path) -> Table:
-    """A file of comma-, semicolon- or tab-separated values. Raises `UserError` if it has no rows or lacks a needed
-    column; no cell stops it."""
+    """A file of comma-, semicolon- or tab-separated values. Raises `UserError` if it has no rows or lacks a required
+    column; no cell makes it fail."""
     raw = path.read_bytes()
     wide = raw.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))  # as spreadsheets save "Unicode text"
     text = raw.decode("utf-16" if wide else "utf-8-sig", errors="replace")

@@ -1,6 +1,6 @@
-"""Words as people write them in tables of runs: numbers, yes and no, policies, networks.
+"""Words in tables of runs, as people write them: numbers, yes and no, policies, networks.
 
-Every function takes the text of one cell and never fails: it returns None for text that it cannot read.
+Every function takes the text of one cell and never fails: it returns None for unreadable text.
 """
 
 import re
@@ -20,7 +20,7 @@ NO = ("", "n", "no", "none", "off", "false", "0", "-", "n/a", "na", "disabled")
 YES = ("y", "yes", "true", "on", "1", "enabled")
 
 GIGABITS = {"edr": 100, "hdr": 200, "ndr": 400, "xdr": 800}
-"""InfiniBand's generations, Gb/s a port."""
+"""InfiniBand's generations, Gb/s per port."""
 
 RATE = r"(\d+(?:\.\d+)?) ?"
 BITS = r"(?:gbps|gb/s|gbit/s|gbit|gbe|gb)"
@@ -31,12 +31,12 @@ NETWORKS = (
     (RATE + r"tb(?:ps|/s|it/s)", "node", 125.0),
     (RATE + BITS, "node", 1 / 8),
 )
-"""(pattern, whose rate it is, factor to GB/s): `8x50 GB/s`, `4x Omni-Path (100 Gb)`, `400 Gb/s per GPU`, `3.2 Tbps`,
-`1600 Gbps`."""
+"""(pattern, the link that has this rate, factor to GB/s): `8x50 GB/s`, `4x Omni-Path (100 Gb)`, `400 Gb/s per GPU`,
+`3.2 Tbps`, `1600 Gbps`."""
 
 
 def number_of(text: str) -> float | None:
-    """The first number of a cell; None if it has none above zero, which is how some tables write nothing."""
+    """The first number of a cell; None if it has none above zero: some tables write 0 for no value."""
     text = (text or "").strip()
     found = NUMBER.search(text)
     if not found or text.startswith("-"):
@@ -53,7 +53,7 @@ def says_nothing(text: str) -> bool:
 
 
 def gigabytes(text: str) -> float | None:
-    """A device's memory in GB, or GiB: no device has thousands of them, so those are MB, or MiB."""
+    """A device's memory in GB, or GiB: no device has thousands of GB, so such numbers are MB, or MiB."""
     value = number_of(text)
     if value is None or value < 2000:
         return value
@@ -67,7 +67,7 @@ def says_yes(text: str) -> bool | None:
 
 
 def parameters_of(name: str) -> float | None:
-    """Billions of parameters that a model's name gives: `GPT3-175B`, `llama-2-7b-chat`, `GPT2-345M`, `30B-A3B`."""
+    """Billions of parameters in a model's name: `GPT3-175B`, `llama-2-7b-chat`, `GPT2-345M`, `30B-A3B`."""
     for count, unit in re.findall(r"(?<![a-zA-Z0-9.])(\d+(?:\.\d+)?)[ _]?([bBmMtT])(?![a-zA-Z])", name):
         return float(count) * {"b": 1.0, "m": 1e-3, "t": 1e3}[unit.lower()]
     return None
@@ -83,7 +83,7 @@ def precision_of(text: str) -> str | None:
 
 
 def zero_of(text: str) -> int | None:
-    """The ZeRO stage that a cell names in whatever words; None if it is silent."""
+    """The ZeRO stage that a cell names in any wording; None if it names none."""
     words = text.lower()
     if found := re.search(r"(?:zero|stage)[ _-]*(?:stage)?[ _-]*([0-3])", words) or re.fullmatch(
         r"\s*([0-3])\s*", words
@@ -101,7 +101,7 @@ def zero_of(text: str) -> int | None:
 
 
 def recompute_of(text: str) -> tuple[Policy, float] | None:
-    """(policy, share of the blocks); None if the cell is silent."""
+    """(policy, share of the blocks); None if the cell gives neither."""
     words = text.strip().lower()
     if not words or (words != "-" and SILENT.match(words)):
         return None
@@ -122,7 +122,7 @@ def node_rate(text: str, per_node: int) -> float | None:
         if found and whose == "ports":
             return float(found[1]) * float(found[2]) * factor
         if found:
-            # A rate beside the name of its generation is a port's, of which nodes have one a device.
+            # A rate given with the name of its generation is per port, and nodes have one port per device.
             port = whose == "device" or any(n in words and rate == float(found[1]) for n, rate in GIGABITS.items())
             return float(found[1]) * factor * (per_node if port else 1)
     for name, rate in GIGABITS.items():

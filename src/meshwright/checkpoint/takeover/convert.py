@@ -1,4 +1,4 @@
-"""Checkpoints of other systems, told apart and written as a Hugging Face directory."""
+"""Conversion of other systems' checkpoints, by detected format, to a Hugging Face directory."""
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -23,11 +23,11 @@ SYSTEMS = (
 
 
 def convert(path: Path, out: Path, model: str | None = None) -> tuple[str, ...]:
-    """Write the weights of another system's checkpoint into the Hugging Face directory `out`, in fp32; returns what is
-    not the same in it. `model` is a published name or a Hugging Face directory, for systems that do not store sizes.
+    """Write the weights of another system's checkpoint into the Hugging Face directory `out`, in fp32; returns notes on
+    differences. `model` is a published name or a Hugging Face directory, for systems that do not store sizes.
 
-    Raises `UserError` if the checkpoint is not one that is read, holds other objects than plain ones, or another model,
-    or `out` exists.
+    Raises `UserError` if the format is not supported, the checkpoint holds objects other than plain ones, or another
+    model, or `out` exists.
     """
     found = _read(path, model)
     export_hf(_rows(found, path), found.model, out, tokenizer_dir=None, dtype=torch.float32)
@@ -62,7 +62,7 @@ def _read(path: Path, model: str | None) -> Found:
 
 
 def _rows(found: Found, path: Path) -> Iterator[tuple[str, torch.Tensor]]:
-    """Our parameters. Raises `UserError` where a tensor is missing, has another shape, or has no place."""
+    """Our parameters. Raises `UserError` if a tensor is missing, has another shape, or is unknown."""
     model, used = found.model, set[str]()
     places = hf_tensors(model)
     for row in parameter_table(model) + state_table(model):

@@ -1,6 +1,6 @@
-"""DeepSpeed's ZeRO checkpoints: the fp32 weights that its ranks hold shares of.
+"""DeepSpeed's ZeRO checkpoints: reads the fp32 weights, which are sharded over ranks.
 
-DeepSpeed's own zero_to_fp32.py unpickles them whole and so runs any code in them; here they are read as plain tensors.
+DeepSpeed's own zero_to_fp32.py unpickles them whole, and so runs any code in them; here they are read as plain tensors.
 """
 
 import re
@@ -20,7 +20,7 @@ INERT = (
     "deepspeed.runtime.zero.config.ZeroStageEnum",
     "deepspeed.utils.tensor_fragment.fragment_address",
 )
-"""Classes in optimizer states; what they hold is not needed."""
+"""Classes in optimizer states; their contents are not needed."""
 LATEST, MODEL, OPTIMIZER = "latest", "*_model_states.pt", "*_optim_states.pt"
 STATE, SHARED = "optimizer_state_dict", "shared_params"
 FEWER_THAN_STAGE_3, STAGE_3 = "single_partition_of_fp32_groups", "fp32_flat_groups"
@@ -37,7 +37,7 @@ def is_zero_checkpoint(path: Path) -> bool:
 def read_zero(path: Path) -> dict[str, torch.Tensor]:
     """The fp32 weights by the names of the module that was trained.
 
-    Raises `UserError` if files are missing, hold other objects than plain ones, or do not belong together.
+    Raises `UserError` if files are missing, hold objects other than plain ones, or do not belong together.
     """
     folder = path
     if (path / LATEST).is_file():
@@ -98,7 +98,7 @@ def _merged(models: list[Any], states: list[Any], folder: Path) -> Iterator[tupl
 def _stage_2(
     shares: Sequence[torch.Tensor], shapes: Shapes, padding: Sequence[int] | None
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Of a group: parameters one after another, cut into equal shares."""
+    """A group's parameters: concatenated, then cut into equal shares."""
     flat, offset = torch.cat(list(shares)), 0
     for number, (name, shape) in enumerate(shapes.items()):
         size = prod(shape)
@@ -109,7 +109,7 @@ def _stage_2(
 
 
 def _stage_3(shares: Sequence[torch.Tensor], shapes: Shapes) -> Iterator[tuple[str, torch.Tensor]]:
-    """Every parameter cut into equal shares, the last one padded."""
+    """All parameters, each cut into equal shares, the last one padded."""
     offset = 0
     for name, shape in shapes.items():
         share = -(-prod(shape) // len(shares))

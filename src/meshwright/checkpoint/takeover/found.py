@@ -1,4 +1,4 @@
-"""What is read of another system's checkpoint, and its files opened as plain tensors."""
+"""The result of reading another system's checkpoint, and a reader of files of plain tensors."""
 
 import pickle
 from collections.abc import Mapping
@@ -13,7 +13,7 @@ from meshwright.spec.model import ModelSpec
 
 
 class Inert:
-    """Stands for an object of another system that is not needed: it keeps what it is given, and does nothing."""
+    """A stand-in for another system's object that is not needed: it stores its arguments and does nothing."""
 
     def __init__(self, *values: Any) -> None:
         self.values = values
@@ -27,13 +27,13 @@ class Found:
     tensors: Mapping[str, torch.Tensor]
     """Whole tensors by the names, and in the orientation, of Hugging Face files."""
     notes: tuple[str, ...] = ()
-    """What is not the same in a Hugging Face directory."""
+    """Notes on differences in the Hugging Face directory."""
 
 
 def load_plain(path: Path, inert: tuple[str, ...] = ()) -> Mapping[str, Any]:
     """The mapping in a file of `torch.save`; classes called `inert` become `Inert`.
 
-    Raises `UserError` if the file holds other objects than plain ones, or no mapping.
+    Raises `UserError` if the file holds objects other than plain ones, or no mapping.
     """
     try:
         with torch.serialization.safe_globals([(Inert, name) for name in inert]):

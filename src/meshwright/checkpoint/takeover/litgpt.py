@@ -1,4 +1,4 @@
-"""LitGPT's `lit_model.pth`, with the `model_config.yaml` beside it."""
+"""LitGPT's `lit_model.pth` and its `model_config.yaml`."""
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -35,7 +35,7 @@ WANTED: Mapping[str, Any] = {
     "final_logit_softcapping": None,
     "latent_attention": None,
 }
-"""What makes LitGPT's model a Llama; other models are refused."""
+"""The settings for which LitGPT's model is a Llama; other models are refused."""
 
 SIZES = {
     "n_layer": "num_layers",
@@ -65,9 +65,9 @@ OUTSIDE = {
 
 
 def read_litgpt(path: Path) -> Found:
-    """The weights of a LitGPT checkpoint, as `litgpt pretrain`, `finetune` and `download` write it.
+    """The weights of a LitGPT checkpoint, as written by `litgpt pretrain`, `finetune` and `download`.
 
-    Raises `UserError` if there is no configuration beside the file, or it is not of a Llama.
+    Raises `UserError` if the configuration next to the file is missing, or not of a Llama.
     """
     config_file = path.with_name(CONFIG)
     if not config_file.is_file():
@@ -99,7 +99,7 @@ def read_litgpt(path: Path) -> Found:
 
 
 def _stored(state: Mapping[str, torch.Tensor], config: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Hugging Face's tensors; queries, keys and values lie one after another in one of LitGPT's."""
+    """Hugging Face's tensors; in LitGPT's files queries, keys and values are concatenated in one tensor."""
     heads = int(config.get("n_head") or 1)
     groups = int(config.get("n_query_groups") or heads)
     for name, tensor in state.items():
@@ -114,4 +114,4 @@ def _stored(state: Mapping[str, torch.Tensor], config: Mapping[str, Any]) -> Ite
         elif after in NAMES:
             yield f"model.layers.{before}.{NAMES[after]}", tensor
         else:
-            yield name, tensor  # whoever writes it says that it has no place
+            yield name, tensor  # unknown; the writer reports it

@@ -1,6 +1,6 @@
 """Megatron-core's distributed checkpoints (`torch_dist`): a folder of torch.distributed.checkpoint.
 
-Tensors have their whole shapes, whatever layout wrote them, and those of equal layers are stacked.
+Tensors have their whole shapes, whatever layout wrote them; tensors of equal layers are stacked.
 """
 
 from collections.abc import Iterator, Mapping
@@ -15,7 +15,7 @@ from meshwright.spec.model import ModelSpec
 
 EMBEDDING, HEAD, LAYERS = "embedding.word_embeddings.weight", "output_layer.weight", "decoder.layers."
 PREFIXES = ("", "model.", "module.", "model.module.")
-"""What programs put before Megatron-core's names."""
+"""Prefixes that programs add to Megatron-core's names."""
 NORMS = {
     "input_layernorm": ("self_attention.linear_qkv.layer_norm_weight", "input_layernorm.weight"),
     "post_attention_layernorm": ("mlp.linear_fc1.layer_norm_weight", "pre_mlp_layernorm.weight"),
@@ -29,7 +29,7 @@ def is_megatron(path: Path) -> bool:
 
 
 def read_megatron(path: Path, model: ModelSpec) -> tuple[dict[str, torch.Tensor], tuple[str, ...]]:
-    """The weights by Hugging Face's names, and notes on what is not the same; optimizer state is not read.
+    """The weights by Hugging Face's names, and notes on differences; optimizer state is not read.
 
     Raises `UserError` if the folder holds another model than `model`, or is damaged.
     """
@@ -72,7 +72,7 @@ class _Tensors:
         return self._tensors[name]
 
     def of_layer(self, number: int, *names: str) -> torch.Tensor:
-        """A layer's tensor, of its own or stacked with the others', by the first of `names` that there is."""
+        """A layer's tensor, separate or stacked with the others', by the first of `names` that exists."""
         for name in names:
             if f"{LAYERS}{number}.{name}" in self._tensors:
                 return self._tensors[f"{LAYERS}{number}.{name}"]
@@ -83,7 +83,7 @@ class _Tensors:
 
 
 def _layers(reader: _Tensors, model: ModelSpec) -> Iterator[tuple[str, torch.Tensor]]:
-    """Queries, keys and values of every group of heads lie together, and gate and up projection in one."""
+    """Queries, keys and values are merged by group of heads; gate and up projection are merged too."""
     for number in range(model.num_layers):
         layer = f"model.layers.{number}."
         qkv = reader.of_layer(number, "self_attention.linear_qkv.weight")

@@ -1,4 +1,4 @@
-"""nanoGPT's `ckpt.pt`; only plain tensors are read of it, and nothing is run."""
+"""nanoGPT's `ckpt.pt`; only plain tensors are read, and no code is run."""
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -19,7 +19,7 @@ SIZES = {
     "vocab_size": "vocab",
 }
 COMPILED = "_orig_mod."
-"""What torch.compile puts before the names."""
+"""The prefix that torch.compile adds to names."""
 
 
 def is_nanogpt(found: Mapping[str, Any]) -> bool:
@@ -33,7 +33,7 @@ def is_nanogpt(found: Mapping[str, Any]) -> bool:
 def read_nanogpt(found: Mapping[str, Any], path: Path) -> Found:
     """The weights of a nanoGPT checkpoint.
 
-    Raises `UserError` if its tensors are not those of the model that it describes.
+    Raises `UserError` if its tensors do not match the model that it describes.
     """
     arguments, state = found["model_args"], found["model"]
     tensors = {str(name).removeprefix(COMPILED): tensor for name, tensor in state.items()}
@@ -52,7 +52,7 @@ def _sizes(arguments: Mapping[str, Any], path: Path) -> ModelFields:
 
 
 def _stored(tensors: Mapping[str, torch.Tensor], spec: ModelSpec, path: Path) -> Iterator[tuple[str, torch.Tensor]]:
-    """Hugging Face's tensors: nanoGPT's have their names, and no matrix is transposed."""
+    """Hugging Face's tensors: nanoGPT's names are the same, and no matrix is transposed."""
     for place in {place.key: place for place in hf_tensors(spec).values()}.values():
         key, shape = place.key, place.shape[::-1] if place.transposed else place.shape
         tensor = tensors.get(key, tensors.get(f"transformer.{key}"))

@@ -27,7 +27,7 @@ NAMES: Mapping[str, str] = {
 }
 """Hugging Face's names -> torchtitan's."""
 RENAMED = {".attention.w": ".attention.qkv_linear.w", "output.": "lm_head."}
-"""What releases from 0.3 on call otherwise."""
+"""Names that differ in releases from 0.3 on."""
 
 
 def is_dcp(path: Path) -> bool:
@@ -60,8 +60,7 @@ def read_torchtitan(path: Path, model: ModelSpec) -> dict[str, torch.Tensor]:
 
 
 def halves(matrix: torch.Tensor, heads: int) -> torch.Tensor:
-    """Queries' or keys' rows: neighbours that rotate together become the two halves of a head, as Hugging Face has
-    them."""
+    """Queries' or keys' rows, from interleaved rotary pairs to Hugging Face's layout: the two halves of a head."""
     return matrix.unflatten(0, (heads, -1, 2)).transpose(1, 2).flatten(0, 2)
 
 
@@ -76,7 +75,7 @@ def _theirs(key: str) -> str:
 
 
 def _name(key: str, held: Mapping[str, object]) -> str | None:
-    """The name of a tensor as the folder has it."""
+    """The name of a tensor in the folder."""
     newer = _theirs(key)
     for old, new in RENAMED.items():
         if not newer.endswith(".wo.weight"):
