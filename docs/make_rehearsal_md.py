@@ -188,7 +188,11 @@ def is_exact(row: dict[str, Any], resolved: ResolvedRun) -> bool:
 
 
 def planned_traffic(resolved: ResolvedRun) -> int | None:
-    """The same by the planner's formulas, counts and loss left out; None where they do not cover the layout."""
+    """The same by the planner's formulas, counts and loss left out; None where they do not cover the layout, or leave
+    out the maxima that scales are made of."""
+    recipe = resolved.run.training.product_recipe
+    if recipe == "delayed" or (recipe is not None and resolved.run.layout.tp > 1):
+        return None
     try:
         return sum(size for key, size in predict_traffic(resolved).items() if key != ("all-reduce", "world"))
     except ValueError:
@@ -223,7 +227,8 @@ with a GPU's operations): they agree within 2 %.
 {cells} cells, {ranks} ranks. Memory differs by {worst:.1%} at worst and {median:.2%} in the median; the plan omits
 tokens, masks, rotary tables and some messages in transit. Traffic agrees to the byte in {exact} of {predicted} cells,
 except for the bytes after +, which are not compared: sums of 4 to 24 bytes for token counts, loss and gradient norm,
-and 8 bytes for every expert's load.
+and 8 bytes for every expert's load. The planner leaves out the maxima that tensor-parallel ranks exchange for scales in
+low precision, and delayed scales' maxima; such cells have no prediction.
 
 | model | strategy | layout | recompute | rehearsed, MB | planned, MB | error | sent, MB | planned |
 |---|---|---|---|---|---|---|---|---|

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from meshwright import torch_internals
 from meshwright.families import low_precision_layers, low_precision_misfits, parameter_table
 from meshwright.models import low_precision
 from meshwright.models.dropout import Draws
@@ -16,12 +17,14 @@ from meshwright.models.linear import Linear
 from meshwright.models.low_precision import RECIPES, AmaxHistory, LastEncoded, LowPrecision, Past, everywhere
 from meshwright.models.moe import ExpertLinear, Rows
 from meshwright.models.scaling import E2M1, E4M3, E5M2, Scaling, encode, hadamard, round_e2m1
+from meshwright.parallel.recompute import KEPT, PRODUCTS
 from meshwright.parallel.weight_gradients import WeightGradients, add_weight_gradients
 from meshwright.plan.activations import block_activations
 from meshwright.plan.blueprint import blueprint
 from meshwright.plan.engine import engine_job
 from meshwright.spec.errors import UserError
 from meshwright.spec.layout import LayoutSpec
+from meshwright.spec.low_precision import KERNELS
 from meshwright.spec.run import ResolvedRun
 from meshwright.spec.training import TrainingSpec
 from meshwright.testing.equivalence import build_here, loader_for
@@ -212,7 +215,7 @@ def test_codes_of_blocks_are_quantized_once_more_in_the_other_direction() -> Non
 
 
 def test_layers_that_read_the_same_input_quantize_it_once() -> None:
-    layers, last, seen = [layer_of("tensorwise") for _ in range(2)], LastEncoded[Any](), list[int]()
+    layers, last, seen = [layer_of("tensorwise") for _ in range(2)], LastEncoded[Any](2), list[int]()
     for layer in layers:
         product = layer.product
         assert isinstance(product, LowPrecision)
@@ -222,9 +225,13 @@ def test_layers_that_read_the_same_input_quantize_it_once() -> None:
         first, second = (layer(x) for layer in layers)
     assert len(set(seen)) == len(seen) - 2  # codes and scale are the same tensors
     assert torch.equal(first, second)
+    assert last._of is None, "codes outlive their last reader"
     with torch.no_grad():
         x.mul_(3)
     assert torch.equal(layers[0](x), layer_of("tensorwise")(x))
+    with torch.no_grad():
+        x.mul_(3)
+    assert torch.equal(layers[1](x), layer_of("tensorwise")(x)), "codes of the numbers before"
     del x, first, second
     assert last._of is None
 
@@ -254,6 +261,52 @@ def test_kernels_multiply_what_is_emulated(recipe: str, monkeypatch: pytest.Monk
     for ours, other in zip(gradients_of(layer_of(recipe, bias=False), x, dy), emulated, strict=True):
         torch.testing.assert_close(ours, other, rtol=2**-7, atol=1e-3 * other.abs().max().item())
     assert len(calls) == 3
+
+
+class Seen(torch_internals.DispatchMode):
+    """Which operations have run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ops = set[Any]()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.ops.add(func)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.skipif(torch.__version__ < "2.13", reason="torch._scaled_mm is not on CPUs")
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
+def test_selective_recomputation_keeps_what_kernels_return(recipe: str) -> None:
+    layer = layer_of(recipe, bias=False)
+    product = layer.product
+    assert isinstance(product, LowPrecision)
+    product.kernel = True
+    with Seen() as seen:
+        layer(matrix(2, M // 2, D))
+    assert len(seen.ops & KEPT) == 1
+    assert not seen.ops & set(PRODUCTS)
+
+
+def test_plans_know_which_recipes_have_kernels() -> None:
+    assert set(KERNELS) == {name for name, recipe in RECIPES.items() if recipe.kernel is not None}
+
+
+def test_codes_are_kept_for_layers_that_read_the_same_input() -> None:
+    """And for no other: its codes would live as long as its input, which is until the backward pass."""
+    trainer = build_here(narrow_run(LayoutSpec(), "rowwise"))
+    lasts = {
+        name: layer.product.last
+        for name, layer in trainer.model.named_modules()
+        if isinstance(layer, Linear) and isinstance(layer.product, LowPrecision)
+    }
+    attention, ffn = "layers.0.attention.", "layers.0.feed_forward."
+    assert lasts[f"{attention}wq"] is lasts[f"{attention}wk"] is lasts[f"{attention}wv"] is not None
+    assert lasts[f"{ffn}w1"] is lasts[f"{ffn}w3"] is not lasts[f"{attention}wq"]
+    assert lasts[f"{attention}wo"] is lasts[f"{ffn}w2"] is None
+    with loader_for(trainer) as loader:
+        trainer.train_step.gradients(loader.microbatches(0))
+    assert all(last is None or last._of is None for last in lasts.values())
 
 
 def test_kept_layers_are_named_by_pattern() -> None:

@@ -44,7 +44,7 @@ LAYOUTS = {
 }
 SOME = {
     "zero-1": (LayoutSpec(dp_shard=2, zero=1), ("rowwise", "delayed", "nvfp4")),
-    "cp-ring": (LayoutSpec(cp=2), ("tensorwise", "blockwise", "nvfp4")),
+    "cp-ring": (LayoutSpec(cp=2), ("tensorwise", "mxfp8", "nvfp4")),
     "cp-all-gather": (LayoutSpec(cp=2, cp_method="all_gather"), ("rowwise", "delayed", "mxfp8")),
 }
 """Layouts whose products see what those of another kind see (ZeRO-2, Ulysses): a few recipes each."""

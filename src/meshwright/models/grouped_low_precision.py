@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from meshwright.models.linear import Kept
-from meshwright.models.low_precision import KERNEL_SIZES, LastEncoded, LowPrecision, has_kernel
+from meshwright.models.low_precision import KERNEL_SIZES, LastEncoded, LowPrecision
 from meshwright.models.moe import Rows
 from meshwright.models.scaling import Encoded
 from meshwright.models.slots import Weights
@@ -141,6 +141,6 @@ def _computed(grouped: GroupedLowPrecision, counts: Counts) -> Iterator[_Group]:
 def _rows(x_MI: torch.Tensor, group: _Group, product: LowPrecision) -> torch.Tensor:
     """A group's rows, padded with rows of zeros, which change no scale and add nothing: one for an empty group, and as
     many as a kernel needs."""
-    unit = KERNEL_SIZES if has_kernel(product.recipe, x_MI.device, x_MI.dtype) else 1
+    unit = KERNEL_SIZES if product.has_kernel(x_MI.device, x_MI.dtype) else 1
     more = unit if not group.size else -group.size % unit
     return F.pad(x_MI[group.rows], (0, 0, 0, more)) if more else x_MI[group.rows]

@@ -146,7 +146,10 @@ class Past:
 class LastEncoded(Generic[T]):
     """The codes of the last input, for consecutive layers with the same input: quantized and saved once."""
 
-    def __init__(self) -> None:
+    def __init__(self, readers: int) -> None:
+        """`readers`: the layers with the same input. After the last of them the codes live on only where autograd has
+        saved them."""
+        self.readers, self._reads = readers, 0
         self._of: tuple[weakref.ref[torch.Tensor], int, T] | None = None
 
     def get(self, x: torch.Tensor) -> T | None:
@@ -154,12 +157,17 @@ class LastEncoded(Generic[T]):
         if self._of is None or torch.compiler.is_compiling() or x.is_inference():
             return None
         last, version, encoded = self._of
-        return encoded if last() is x and version == x._version else None
+        if last() is not x or version != x._version:
+            return None
+        self._reads += 1
+        if self._reads == self.readers:
+            self._of = None
+        return encoded
 
     def put(self, x: torch.Tensor, encoded: T) -> T:
-        """Keep the codes while the tensor lives."""
+        """Keep the codes for the other readers, while the tensor lives."""
         if not torch.compiler.is_compiling() and not x.is_inference():
-            self._of = weakref.ref(x, self._forget), x._version, encoded
+            self._of, self._reads = (weakref.ref(x, self._forget), x._version, encoded), 1
         return encoded
 
     def _forget(self, dead: "weakref.ref[torch.Tensor]") -> None:
@@ -204,12 +212,18 @@ class LowPrecision(Product):
         once more."""
         self.last: LastEncoded[Encoded] | None = None
         """A slot: the codes shared by layers that read the same input."""
+        self.kernel: bool | None = None
+        """A slot: whether a kernel multiplies; None: if the device has one."""
         self._keys = {use: _key(seed, name, use) for use in ("input gradient", "weight gradient")}
 
     @property
     def spreads(self) -> bool:
         """Whether scales are reduced over several ranks."""
         return any(over is not everywhere for over in self.over.values())
+
+    def has_kernel(self, device: torch.device, dtype: torch.dtype) -> bool:
+        """Whether a kernel multiplies here, if the sizes allow it."""
+        return has_kernel(self.recipe, device, dtype) if self.kernel is None else self.kernel
 
     def noted(self, weights: Weights) -> Weights:
         """See `Product`: the numbers of the tokens in the current forward pass."""
@@ -298,7 +312,7 @@ class LowPrecision(Product):
     def _multiply(self, left: Encoded, right: Encoded, dtype: torch.dtype) -> torch.Tensor:
         """[K, S] times [N, S], transposed: [K, N]."""
         sizes = (*left.shape, right.shape[0])
-        if has_kernel(self.recipe, left.codes.device, dtype) and not any(size % KERNEL_SIZES for size in sizes):
+        if self.has_kernel(left.codes.device, dtype) and not any(size % KERNEL_SIZES for size in sizes):
             return _by_kernel(left, right, dtype)
         return linear(left.decode(), right.decode()).to(dtype)
 

@@ -39,7 +39,7 @@ def apply_low_precision(model: Decoder, training: TrainingSpec, meshes: Meshes |
     if recipe.four_bits:
         model.draws = model.draws or Draws()
     modules, place = dict(model.named_modules()), 0
-    shared: dict[str, LastEncoded[Any]] = {}  # key: the module whose layers read the same input
+    shared = _readers(model, training)
     tp, cp = (None if meshes is None else meshes.axis(name) for name in ("tp", "cp"))
     for path in low_precision_layers(model.table, training):
         row, here = rows[f"{path}.weight"], place
@@ -48,7 +48,7 @@ def apply_low_precision(model: Decoder, training: TrainingSpec, meshes: Meshes |
         if path not in modules:
             continue  # in another pipeline stage
         layer, history = modules[path], None
-        last = None if recipe.delayed else shared.setdefault(path.rpartition(".")[0], LastEncoded())
+        last = None if recipe.delayed else shared.get(path)
         if recipe.delayed:
             history = AmaxHistory(low.amax_history, low.margin, here, matrices).train(layer.training)
             layer.register_module("scaling", history)  # registered, it learns whether the layer trains
@@ -80,6 +80,17 @@ def apply_low_precision(model: Decoder, training: TrainingSpec, meshes: Meshes |
         for module in modules.values():
             if isinstance(module, MoE) and any(matrix.product is not None for matrix in module.experts.matrices):
                 module.draws = model.draws
+
+
+def _readers(model: Decoder, training: TrainingSpec) -> dict[str, LastEncoded[Any]]:
+    """The shared codes of every layer that reads the same input as others: the layers of a module that read the same
+    dim, such as queries, keys and values."""
+    rows = {row.name: row for row in model.table}
+    groups: dict[tuple[str, str], list[str]] = {}
+    for path in low_precision_layers(model.table, training):
+        groups.setdefault((path.rpartition(".")[0], rows[f"{path}.weight"].dims[-1]), []).append(path)
+    shared = ((paths, LastEncoded[Any](len(paths))) for paths in groups.values() if len(paths) > 1)
+    return {path: last for paths, last in shared for path in paths}
 
 
 class _Sharers:

@@ -158,7 +158,18 @@ def _saved_selectively(job: Job, block: Block) -> float:
     saved += tokens * (_queries_and_keys(job) + width * kv_heads(job) * model.head_dim + _attended(job))
     for inner, per_token, routed in _inner_widths(job, block):
         saved += tokens * width * per_token * (inner * (2 if model.gated else 1) + (2 * model.hidden if routed else 0))
-    return saved
+    return saved + max(0.0, job.stack.product_bytes - width) * _product_results(job, block)
+
+
+def _product_results(job: Job, block: Block) -> float:
+    """Numbers that the matrix products of a block return."""
+    model, tokens = job.model, job.tokens / job.layout.tp
+    summed = (_whole(job) or job.stream_bytes) / job.width  # before the sum over tensor-parallel ranks is scattered
+    results = summed + tokens * (model.num_heads + 2 * kv_heads(job)) * model.head_dim
+    for inner, per_token, routed in _inner_widths(job, block):
+        results += tokens * per_token * inner * (2 if model.gated else 1)
+        results += tokens * per_token * model.hidden if routed else summed
+    return results
 
 
 def _beside(job: Job, block: Block, policy: Policy) -> float:

@@ -13,10 +13,10 @@ from meshwright.plan.job import MESHWRIGHT, QUANTIZED, Job, Stack, adapter_param
 from meshwright.spec.finetune import FinetuneSpec
 from meshwright.spec.fit import batch_misfits, find_misfits, fp8_gather_misfits, quantized_misfits
 from meshwright.spec.layout import LayoutSpec
-from meshwright.spec.low_precision import DELAYED
+from meshwright.spec.low_precision import DELAYED, KERNELS
 from meshwright.spec.model import ModelSpec
 from meshwright.spec.plugins import said_of
-from meshwright.spec.precision import BF16
+from meshwright.spec.precision import BF16, FP32
 from meshwright.spec.run import Run
 from meshwright.spec.training import OptimizerName, TrainingSpec
 
@@ -79,6 +79,7 @@ def engine_stack(training: TrainingSpec, *, alone: bool, device: Literal["cpu", 
         MESHWRIGHT,
         fused=training.compile,
         coded_inputs=_coded_inputs(training),
+        product_bytes=FP32.bytes if _emulated(training, device) else 0.0,
         attention="unfused" if training.attention == "math" else MESHWRIGHT.attention,
         gradient_bytes=dtypes.gradient.bytes,
         reduce_bytes=dtypes.reduce.bytes,
@@ -97,6 +98,12 @@ def _coded_inputs(training: TrainingSpec) -> Literal["none", "inner", "all"]:
     if not training.keeps_codes or training.low_precision.keep:
         return "none"
     return "inner" if training.product_recipe == DELAYED else "all"
+
+
+def _emulated(training: TrainingSpec, device: Literal["cpu", "cuda"]) -> bool:
+    """Whether products in low precision are emulated; a GPU is taken to have the kernels that there are."""
+    recipe = training.product_recipe
+    return recipe is not None and (device == "cpu" or recipe not in KERNELS)
 
 
 def _moment_bytes(training: TrainingSpec) -> float:

@@ -1,7 +1,7 @@
 """A fake process group and tensors without data: one process acts as one rank of many."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,6 +11,8 @@ from torch import nn
 
 from meshwright import torch_internals
 from meshwright.models import loss, moe
+from meshwright.models.grouped_low_precision import GroupedLowPrecision
+from meshwright.models.low_precision import LowPrecision
 from meshwright.models.norm import RMSNorm
 from meshwright.models.slots import Wrapped
 from meshwright.parallel.expert import Exchange
@@ -60,7 +62,7 @@ def budgets_of_gpu() -> Iterator[None]:
 
 def fill_slots(model: nn.Module, resolved: ResolvedRun, *, on_gpu: bool) -> None:
     """Fill a model's slots with versions that work without data; `on_gpu`, also with a norm that saves the same
-    tensors as a GPU's kernel."""
+    tensors as a GPU's kernel, and with the kernels that a GPU has for low precision."""
     layout, length = resolved.run.layout, resolved.run.data.sequence_length
     rows = resolved.micro_batch * length // (layout.cp * layout.tp) * resolved.model.experts_per_token
     for module in model.modules():
@@ -71,8 +73,19 @@ def fill_slots(model: nn.Module, resolved: ResolvedRun, *, on_gpu: bool) -> None
         for wrapper in module.wrappers if isinstance(module, Wrapped) else ():
             if isinstance(wrapper, Offloaded):
                 wrapper.copy = UncountedCopy
-        if isinstance(module, RMSNorm) and on_gpu:
+        if on_gpu and isinstance(module, RMSNorm):
             module.kernel = FusedNorm()
+        if on_gpu:
+            for product in _low_precision(module):
+                product.kernel = product.recipe.kernel is not None
+
+
+def _low_precision(module: nn.Module) -> Sequence[LowPrecision]:
+    """The products of a layer, or of each of its experts, in low precision."""
+    product = getattr(module, "product", None)
+    if isinstance(product, GroupedLowPrecision):
+        return product.products
+    return (product,) if isinstance(product, LowPrecision) else ()
 
 
 class UncountedCopy(HostCopy):

@@ -15,6 +15,9 @@ BLOCKS = {"blockwise": 128, "mxfp8": 32, "nvfp4": 16}
 CODED = {"tensorwise": "auto", "delayed": "auto", "blockwise": "codes"}
 """Recipes that can keep inputs in codes, and the least `saved_inputs` for it."""
 
+KERNELS = ("tensorwise", "rowwise", "delayed")
+"""Recipes whose products a GPU's kernel can compute; the others are emulated everywhere."""
+
 DELAYED = "delayed"
 """The recipe with scales from previous steps."""
 

@@ -59,14 +59,15 @@ VARLEN_OPS = (torch.ops.torch_attn._varlen_attn.default,) if hasattr(torch.ops.t
 DEAR_OPS = (
     *VARLEN_OPS,
     aten._grouped_mm.default,
+    *(getattr(aten, name).default for name in ("_scaled_mm", "_scaled_mm_v2") if hasattr(aten, name)),
     aten._scaled_dot_product_flash_attention.default,
     aten._scaled_dot_product_efficient_attention.default,
     aten._scaled_dot_product_cudnn_attention.default,
     aten._scaled_dot_product_flash_attention_for_cpu.default,
     aten._scaled_dot_product_attention_math.default,
 )
-"""Attention and products of groups, as a policy of recomputation meets them. 2.11-2.15; public: the functions of
-`torch.nn.functional` that lead to them, which a policy does not meet."""
+"""Attention, products of groups and products of codes, as a policy of recomputation meets them. 2.11-2.15; public: the
+functions of `torch.nn.functional` that lead to them, which a policy does not meet."""
 
 LOCAL_SCALAR = aten._local_scalar_dense.default
 """What `tensor.item()` asks a dispatch mode for. 2.11-2.15."""

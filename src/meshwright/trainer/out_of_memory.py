@@ -13,7 +13,7 @@ from types import TracebackType
 import torch
 from torch import nn
 
-from meshwright.launch.memory import memory_room, memory_there
+from meshwright.launch.memory import memory_room, memory_there, resident
 from meshwright.launch.status import OutOfMemoryError
 from meshwright.plan.forecast import forecast
 from meshwright.plan.machine import Machine, find_machine
@@ -204,7 +204,7 @@ def page_of_killed(resolved: ResolvedRun, run_dir: Path, rank: int, held_bytes: 
     machine = find_machine(resolved.run.device)
     ranks = min(resolved.run.layout.world_size, machine.devices)
     moment = Moment(rank, f"killed by the kernel while it held {held_bytes / GB:.3g} GB")
-    moment.limit = 0.0 if machine.kind == "cuda" else there / ranks
+    moment.limit = 0.0 if machine.kind == "cuda" else (there - resident()) / ranks  # beside this launcher
     return str(page_of(resolved, moment, run_dir))
 
 
