@@ -294,7 +294,7 @@ def test_experts_histories_go_from_layout_to_layout(ranks: RankPool, tmp_path: P
 
 
 def test_delayed_scales_begin_anew_where_a_checkpoint_has_none(tmp_path: Path) -> None:
-    saved_at(build_here(narrow_run(LayoutSpec(), "tensorwise")), tmp_path)
+    saved_at(build_here(narrow_run(LayoutSpec(), "tensorwise", batch=MOST)), tmp_path)
     trainer = build_here(narrow_run(LayoutSpec(), "delayed"), weights=drawn)
     saved = restore(trainer, tmp_path / checkpoint_name(2))
     assert not any(buffer.any() for buffer in named_state(trainer.model).values())

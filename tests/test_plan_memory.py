@@ -164,12 +164,14 @@ def test_sharding_recomputation_and_smaller_microbatches_need_less() -> None:
 
 
 def test_the_planner_agrees_with_what_was_rehearsed() -> None:
-    """The table of docs/rehearsal.md: memory within 3 %, traffic to the byte, except counts, loss and norm."""
+    """The table of docs/rehearsal.md: memory within 3 % (8 % in low precision), traffic to the byte, except counts,
+    loss and norm."""
     rehearsal = SimpleNamespace(**runpy.run_path(str(DOCS / "make_rehearsal_md.py")))
     rows = json.loads((DOCS / "rehearsal.json").read_text())
     assert {tuple(row["cell"]) for row in rows} == set(rehearsal.cells())
     for row in rows:
         resolved = rehearsal.resolved_cell(*row["cell"])
         for rank, peak in row["peaks"].items():
-            assert rehearsal.planned_bytes(resolved, int(rank)) == pytest.approx(peak, rel=0.03), row["cell"]
+            far = 0.03 if resolved.run.training.product_recipe is None else 0.08
+            assert rehearsal.planned_bytes(resolved, int(rank)) == pytest.approx(peak, rel=far), row["cell"]
         assert rehearsal.is_exact(row, resolved), row["cell"]
