@@ -33,7 +33,7 @@ REFUSED = re.compile(r"can't allocate memory|not enough memory|out of memory|Can
 """The messages of allocators: torch's on a CPU, CUDA's, the system's."""
 ASKED = re.compile(r"allocate ([\d.]+) (bytes|[KMGT]iB)")
 UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
-SAVING, BUILDING = "saving", "building the model"
+SAVING, BUILDING, KILLED = "saving", "building the model", "killed by the kernel"
 PHASES = (
     ("meshwright/trainer/saver.py", SAVING),
     ("meshwright/trainer/samples.py", "writing samples"),
@@ -203,9 +203,14 @@ def page_of_killed(resolved: ResolvedRun, run_dir: Path, rank: int, held_bytes: 
     """The report for a rank that the kernel has killed; its launcher writes it."""
     machine = find_machine(resolved.run.device)
     ranks = min(resolved.run.layout.world_size, machine.devices)
-    moment = Moment(rank, f"killed by the kernel while it held {held_bytes / GB:.3g} GB")
+    moment = Moment(rank, f"{KILLED} while it held {held_bytes / GB:.3g} GB")
     moment.limit = 0.0 if machine.kind == "cuda" else (there - resident()) / ranks  # beside this launcher
     return str(page_of(resolved, moment, run_dir))
+
+
+def was_killed(run_dir: Path) -> bool:
+    """Whether the last report of a run is about a rank that the kernel killed."""
+    return KILLED in read_page(run_dir)[0]
 
 
 def read_page(run_dir: Path) -> tuple[str, Sequence[Sequence[str]]]:

@@ -38,7 +38,7 @@ from meshwright.trainer.display import Display, ProgressLine
 from meshwright.trainer.loop import train_loop
 from meshwright.trainer.metrics import History, Journal, read_journal, stepped_since
 from meshwright.trainer.notebook import following
-from meshwright.trainer.out_of_memory import is_out_of_memory, moment_of, page_of, page_of_killed, read_page, shortage
+from meshwright.trainer.out_of_memory import is_out_of_memory, moment_of, page_of, page_of_killed, shortage, was_killed
 from meshwright.trainer.plugins import Plugins, all_callbacks, open_trackers, write_plugins
 from meshwright.trainer.reference import with_references
 from meshwright.trainer.replicas import ReplicaGuard
@@ -206,10 +206,10 @@ def _needs_workers(resolved: ResolvedRun) -> bool:
 
 def _may_be_killed(resolved: ResolvedRun) -> bool:
     """Whether the kernel may kill a run that could train in this process, which then could not explain it: memory is
-    predicted not to suffice, or an earlier start has run out of it."""
+    predicted not to suffice, or an earlier start was killed."""
     if find_machine(resolved.run.device).kind != "cpu":
         return False
-    return bool(shortage(resolved) or read_page(Path(resolved.run.run_dir))[0])
+    return bool(shortage(resolved)) or was_killed(Path(resolved.run.run_dir))
 
 
 def train_rank(
