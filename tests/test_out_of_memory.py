@@ -17,28 +17,40 @@ from typing import Any
 import pytest
 import torch
 
+from meshwright.callbacks import Callback
 from meshwright.callbacks.memory_page import memory_page
 from meshwright.cli.main import main
-from meshwright.launch.status import OUT_OF_MEMORY, OutOfMemoryError
+from meshwright.launch.status import OUT_OF_MEMORY, STUCK, OutOfMemoryError, TrainingFailed
 from meshwright.models.batch import to_device
 from meshwright.parallel.ledger import Ledger, Storages
 from meshwright.parallel.timeline import BACKWARD, FORWARD, NAMED_EVERY, Timeline
 from meshwright.plan.forecast import forecast
 from meshwright.plan.machine import Machine
 from meshwright.rehearse.rank import rehearse_rank
+from meshwright.spec.errors import UserError
 from meshwright.spec.layout import LayoutSpec
-from meshwright.spec.recipe import dump_recipe, parse_spec
+from meshwright.spec.recipe import dump_recipe, load_recipe, parse_spec
 from meshwright.spec.run import ResolvedRun, Run
 from meshwright.testing.equivalence import build_here, loader_for
 from meshwright.testing.ranks import RankPool
 from meshwright.torch_internals import in_backward_pass
 from meshwright.trainer import held as kinds
 from meshwright.trainer import out_of_memory
+from meshwright.trainer import run as run_module
 from meshwright.trainer.held import OUTSIDE, held
-from meshwright.trainer.out_of_memory import PAGE, Moment, is_out_of_memory, moment_of, page_of
+from meshwright.trainer.out_of_memory import (
+    PAGE,
+    Moment,
+    is_out_of_memory,
+    moment_of,
+    page_of,
+    page_of_killed,
+    shortage,
+)
 from meshwright.trainer.remedies import remedies
 from meshwright.trainer.resolve import resolve_run
 from meshwright.trainer.retry import MOST_RETRIES, train_again
+from meshwright.trainer.run import train
 from meshwright.trainer.setup import Trainer
 from tiny import tiny_run
 
@@ -326,6 +338,43 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def losses(run_dir: Path) -> list[float]:
     records = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     return [record["loss"] for record in records if record["kind"] == "step"]
+
+
+def test_a_single_process_that_the_kernel_may_kill_has_a_launcher(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where memory is predicted not to suffice, or after a kill; not with objects that only this process has."""
+    started, here = list[int](), list[int]()
+    resolved = resolve_run(load_recipe(Path("run.yaml")), base_dir=folder)
+    run = resolved.run.model_copy(update={"run_dir": str(folder / "runs/b")})
+
+    def start(given: Run, *_: Any) -> int:
+        started.append(given.layout.world_size)
+        return STUCK
+
+    def rank(*_: Any, **__: Any) -> bool:
+        here.append(1)
+        raise UserError("trained here")
+
+    monkeypatch.setattr(run_module, "start_workers", start)
+    monkeypatch.setattr(run_module, "train_rank", rank)
+    assert shortage(resolved) == ""
+    with pytest.raises(UserError, match="trained here"):
+        train(run, base_dir=folder)
+    (folder / "runs/b").mkdir(parents=True, exist_ok=True)
+    page = page_of_killed(resolved, folder / "runs/b", 0, held_bytes=5 * 10**8, there=10**9)
+    assert "out of memory: rank 0, killed by the kernel while it held 0.5 GB" in page
+    with pytest.raises(TrainingFailed):
+        train(run, base_dir=folder)
+    assert (started, here) == ([1], [1])
+    (folder / "runs/b" / PAGE).unlink()
+    monkeypatch.setattr(out_of_memory, "room", lambda *_: 1e6)
+    assert re.fullmatch(r"0\.\d\d GB expected of 0\.00 GB a rank", shortage(resolved))
+    with pytest.raises(TrainingFailed):
+        train(run, base_dir=folder)
+    with pytest.raises(UserError, match="trained here"):
+        train(run, base_dir=folder, callbacks=[Callback()])
+    assert (started, here) == ([1, 1], [1, 1])
 
 
 @pytest.mark.slow
