@@ -38,6 +38,11 @@ def main() -> int:
     parser.add_argument("before", type=Path)
     parser.add_argument("after", type=Path)
     arguments = parser.parse_args()
+    for tree in (arguments.before, arguments.after):
+        if not (tree / "src").is_dir():
+            parser.error(
+                f"{tree} has no src/; give the root of a checkout, as from git worktree add --detach {tree} REVISION"
+            )
     print("\n".join(table(arguments.before, arguments.after)))
     return 0
 
