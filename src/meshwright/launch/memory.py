@@ -3,8 +3,9 @@
 import functools
 import resource
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
+
+from meshwright.plan.host import field_of, limited_groups, memory_there
 
 GB = 1e9
 ADVICE = "use a smaller training.micro_batch, training.recompute=full, or shard over more ranks"
@@ -42,11 +43,6 @@ class MemoryWatch:
     def _count(self) -> int:
         """How many processes the kernel has killed for lack of memory since the machine started."""
         return field_of(self._root / "proc/vmstat", "oom_kill")
-
-
-def memory_there(root: Path = Path("/")) -> int:
-    """Bytes of memory of this machine, or of this process's control group if that has less."""
-    return min([field_of(root / "proc/meminfo", "MemTotal:") * 1024, *(group.limit for group in _groups(root))])
 
 
 def resident(root: Path = Path("/")) -> int:
@@ -90,7 +86,7 @@ def memory_free(root: Path = Path("/")) -> int:
 def memory_for_files(root: Path = Path("/")) -> int:
     """Bytes of memory that this machine and this process's control groups have free, also for the page cache."""
     free = [field_of(root / "proc/meminfo", "MemAvailable:") * 1024]
-    free += [group.limit - group.used for group in _groups(root)]
+    free += [group.limit - group.used for group in limited_groups(root)]
     return max(0, min(free))
 
 
@@ -99,55 +95,10 @@ def host_pressure(root: Path = Path("/")) -> str:
     for memory in the last ten seconds; else empty."""
     total = field_of(root / "proc/meminfo", "MemTotal:") * 1024
     used = [(total - field_of(root / "proc/meminfo", "MemAvailable:") * 1024) / total] if total else []
-    used += [group.used / group.limit for group in _groups(root)]
+    used += [group.used / group.limit for group in limited_groups(root)]
     full, waits = max(used, default=0.0), 0.0
     with suppress(OSError, ValueError, IndexError):
         waits = float((root / "proc/pressure/memory").read_text().split("avg10=")[1].split()[0])
     parts = [f"host {full:.0%} full"] if full >= FULL else []
     parts += [f"{'' if parts else 'host '}waits {waits:.0f}%"] if waits >= WAITS else []
     return ", ".join(parts)
-
-
-@dataclass(frozen=True)
-class _Group:
-    """A control group with a limit of memory."""
-
-    limit: int
-    """Bytes."""
-    used: int
-    """Bytes in use, without the page cache that the kernel would take back first."""
-
-
-VERSIONS = {
-    "": ("", "memory.max", "memory.current", "inactive_file"),
-    "memory": ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
-}
-"""By the controllers of a line in /proc/self/cgroup (cgroups(7)): the folder below /sys/fs/cgroup, the files of limit
-and use, and the entry of memory.stat. Version 2 has one tree; version 1 has one per controller."""
-
-
-def _groups(root: Path) -> list[_Group]:
-    """The control groups with a limit that this process is in."""
-    found, lines = [], []
-    with suppress(OSError):
-        lines = (root / "proc/self/cgroup").read_text().splitlines()
-    for line in lines:
-        _, controllers, group = line.split(":", 2)
-        if controllers not in VERSIONS:
-            continue
-        tree, limit, use, cache = VERSIONS[controllers]
-        place = root / "sys/fs/cgroup" / tree / group.strip("/")
-        for folder in (place, *place.parents):
-            with suppress(OSError, ValueError):  # without a limit version 2 says "max"
-                allowed, used = (int((folder / name).read_text()) for name in (limit, use))
-                found.append(_Group(allowed, used - field_of(folder / "memory.stat", cache)))
-    return found
-
-
-def field_of(file: Path, name: str) -> int:
-    """The number after `name` at the start of a line; 0 if there is none."""
-    with suppress(OSError, ValueError, IndexError):
-        for line in file.read_text().splitlines():
-            if line.startswith((f"{name} ", f"{name}\t")):
-                return int(line.split()[1])
-    return 0

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from math import inf
 from typing import Literal
 
+from meshwright.plan.host import memory_there
 from meshwright.spec.errors import UserError
 
 
@@ -42,11 +43,11 @@ def find_machine(device: str = "auto") -> Machine:
     gpus = [] if device == "cpu" else _gpus()
     if gpus:
         name, memory_bytes = gpus[0]
-        host = _host_memory_bytes()
+        host = memory_there()
         return Machine(kind="cuda", name=name, devices=len(gpus), memory_bytes=memory_bytes, host_memory_bytes=host)
     if device == "cuda":
         raise UserError("device=cuda, but nvidia-smi -L lists no NVIDIA GPU on this machine; use device=cpu")
-    return Machine(kind="cpu", name="cpu", devices=len(os.sched_getaffinity(0)), memory_bytes=_host_memory_bytes())
+    return Machine(kind="cpu", name="cpu", devices=len(os.sched_getaffinity(0)), memory_bytes=memory_there())
 
 
 def _gpus() -> list[tuple[str, int]]:
@@ -59,7 +60,3 @@ def _gpus() -> list[tuple[str, int]]:
         return []
     rows = [line.rsplit(",", 1) for line in answer.stdout.splitlines() if line.strip()]
     return [(name.strip(), int(mebibytes) * 2**20) for name, mebibytes in rows]
-
-
-def _host_memory_bytes() -> int:
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
