@@ -23,8 +23,8 @@ from meshwright.plan.candidate import Candidate, complexity, evaluate, family_na
 from meshwright.plan.engine import engine_job, layout_check, refusal, runs_today
 from meshwright.plan.explain import bandwidth, binding, relief, why_not
 from meshwright.plan.flops import flops_per_token
-from meshwright.plan.hardware import device_cluster, resolve_cluster
-from meshwright.plan.job import Job
+from meshwright.plan.hardware import device_cluster, local_cluster, resolve_cluster
+from meshwright.plan.job import MESHWRIGHT, Job
 from meshwright.plan.layouts import Limits, divisors, layouts
 from meshwright.plan.machine import Machine
 from meshwright.plan.memory import stage_memory
@@ -263,6 +263,17 @@ def test_the_cheapest_relief_is_one_that_fits() -> None:
     assert words is not None
     assert words.startswith(("recompute=selective", "micro_batch=1"))
     assert relief(replace(job, model=replace(model, pattern=(0,) * 2000)), cluster, 0.1) is None
+
+
+def test_a_cpu_is_not_relieved_by_its_own_memory() -> None:
+    """`check` advised offload=cpu to a run on a CPU."""
+    model = blueprint(resolve_model(PRESETS["gpt2"], base_dir=Path()))
+    cluster = local_cluster(Machine("cpu", "cpu", 1, 2_300_000_000), 1)
+    job = Job(model=model, sequence=128, global_batch=1, micro_batch=1, stack=replace(MESHWRIGHT, context_bytes=0.45e9))
+    assert evaluate(job, cluster).verdict == "does not fit"
+    words = relief(job, cluster, 0.1)
+    assert words is not None
+    assert words.startswith("offload={optimizer: disk")
 
 
 @pytest.mark.slow

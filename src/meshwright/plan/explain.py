@@ -192,6 +192,8 @@ def _reliefs(job: Job, cluster: ClusterSpec, margin: float) -> list[tuple[str, J
             moved = job.with_layout(**change.layout, **(sharded if "parameters" in name else {}))
             if name == "disk_parameters" and moved.alone and cluster.device != "cpu":
                 continue  # refused
+            if cluster.device == "cpu" and "disk" not in name:
+                continue  # a CPU's memory is the host's
             found.append((f"offload={moved.layout.offload_word}", moved, cluster))
     if layout.zero_stage >= 1 and layout.dp_replicate == 1 and job.global_batch % (dp + cluster.per_node) == 0:
         more = cluster.model_copy(update={"devices": cluster.devices + cluster.per_node})
