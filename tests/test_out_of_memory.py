@@ -14,6 +14,7 @@ from math import inf
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -360,16 +361,24 @@ def test_a_single_process_that_the_kernel_may_kill_has_a_launcher(
     monkeypatch.setattr(run_module, "train_rank", rank)
     assert shortage(resolved) == ""
     with pytest.raises(UserError, match="trained here"):
+        train(run, base_dir=folder, dataset=np.zeros((4, 64), dtype=np.int64))  # an array has no truth value
+    assert (started, here.pop()) == ([], 1)
+    with pytest.raises(UserError, match="trained here"):
         train(run, base_dir=folder)
     (folder / "runs/b").mkdir(parents=True, exist_ok=True)
     page = page_of_killed(resolved, folder / "runs/b", 0, held_bytes=5 * 10**8, there=10**9)
     assert "out of memory: rank 0, killed by the kernel while it held 0.5 GB" in page
+    beside = page_of_killed(resolved, folder / "runs/b", 0, held_bytes=5 * 10**8, there=10**10)
+    (room,) = re.findall(r"of ([\d.]+) GB a rank", beside)
+    assert 5 < float(room) < 9.9, "the launcher's own memory is not subtracted"
     with pytest.raises(TrainingFailed):
         train(run, base_dir=folder)
     assert (started, here) == ([1], [1])
     (folder / "runs/b" / PAGE).unlink()
     monkeypatch.setattr(out_of_memory, "room", lambda *_: 1e6)
     assert re.fullmatch(r"0\.\d\d GB expected of 0\.00 GB a rank", shortage(resolved))
+    abroad = resolved.model_copy(update={"run": run.model_copy(update={"cluster": "8xh100"})})
+    assert shortage(abroad) == shortage(resolved), "a CPU has no GPU's context and buffers"
     with pytest.raises(TrainingFailed):
         train(run, base_dir=folder)
     with pytest.raises(UserError, match="trained here"):

@@ -147,8 +147,8 @@ class LastEncoded(Generic[T]):
     """The codes of the last input, for consecutive layers with the same input: quantized and saved once."""
 
     def __init__(self, readers: int) -> None:
-        """`readers`: the layers with the same input. After the last of them the codes live on only where autograd has
-        saved them."""
+        """`readers`: number of layers with the same input. The last of them drops the codes; autograd may have saved
+        them."""
         self.readers, self._reads = readers, 0
         self._of: tuple[weakref.ref[torch.Tensor], int, T] | None = None
 

@@ -108,8 +108,8 @@ def _attention_tflops(kind: str, device: torch.device, seconds: float) -> float:
 
 
 def _seconds(action: Callable[[], Any], budget: float, device: torch.device) -> float:
-    """Median seconds of an action, repeated for about `budget` seconds; once, after one to warm up, if it takes longer
-    than that: a processor without bf16 units takes seconds per product."""
+    """Median seconds of an action, repeated for about `budget` seconds. An action that takes longer than `budget` is
+    measured once, after a warm-up: without bf16 units a product takes seconds."""
     action()
     first = max(_times(action, 1, device), 1e-7)
     return first if first > budget else _times(action, max(3, min(200, int(budget / first))), device)

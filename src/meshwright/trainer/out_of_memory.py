@@ -129,6 +129,7 @@ def page_of(resolved: ResolvedRun, moment: Moment, run_dir: Path | None = None) 
     try:
         machine = find_machine(resolved.run.device)
         limit = moment.limit or room(resolved, machine)
+        resolved = _here(resolved, machine)
         expected = forecast(resolved, machine).memory.kinds()
         lines += _table(expected, moment.held, limit)
         found = remedies(resolved, machine, limit)
@@ -151,12 +152,20 @@ def room(resolved: ResolvedRun, machine: Machine) -> float:
     return machine.memory_per_rank(ranks) if machine.kind == "cuda" else memory_room(ranks)
 
 
+def _here(resolved: ResolvedRun, machine: Machine) -> ResolvedRun:
+    """The run as it is planned for this machine: a CPU has the costs of a CPU even if the recipe names a cluster of
+    GPUs."""
+    if machine.kind != "cpu":
+        return resolved
+    return resolved.model_copy(update={"run": resolved.run.model_copy(update={"cluster": "local"})})
+
+
 def shortage(resolved: ResolvedRun) -> str:
-    """`2.26 GB expected of 1.47 GB a rank`, where the planner expects that memory here does not suffice; else empty."""
+    """`2.26 GB expected of 1.47 GB a rank` if the run is predicted to need more memory than there is; else empty."""
     machine = find_machine(resolved.run.device)
     try:
-        expected = sum(forecast(resolved, machine).memory.kinds().values())
-    except (UserError, ValueError):  # a machine or a model that nobody can plan for
+        expected = sum(forecast(_here(resolved, machine), machine).memory.kinds().values())
+    except (UserError, ValueError):  # the planner does not support this machine or model
         return ""
     limit = room(resolved, machine)
     return f"{expected / GB:.2f} GB expected of {limit / GB:.2f} GB a rank" if expected > limit else ""

@@ -61,6 +61,11 @@ class Plugins:
                 "blocks and the dims of their parameters (docs/plugins.md)"
             )
 
+    @property
+    def given(self) -> bool:
+        """Whether there are any. (`==` would compare the values of a dataset that is an array.)"""
+        return bool(self.callbacks or self.objects())
+
     def objects(self) -> dict[tuple[str, str], Any]:
         """(kind, name) -> each object that `named_in` puts into recipes by name."""
         given = {

@@ -177,7 +177,7 @@ def _train(context: _Context, run: Run, resume: str | None) -> int:
     check_start(resolved)
     if worker is None and resume and resume != AUTO:
         check_continues(resolved, run_dir / "checkpoints", resume)
-    if worker is None and (_needs_workers(resolved) or (plugins == Plugins() and _may_be_killed(resolved))):
+    if worker is None and (_needs_workers(resolved) or (not plugins.given and _may_be_killed(resolved))):
         # Once here, so that errors are raised before any process starts.
         with ProgressLine() as progress:
             corpus = corpus_of(resolved, progress)
@@ -205,8 +205,8 @@ def _needs_workers(resolved: ResolvedRun) -> bool:
 
 
 def _may_be_killed(resolved: ResolvedRun) -> bool:
-    """Whether the kernel may kill a run that could train in this process, which then could not explain it: memory is
-    predicted not to suffice, or an earlier start was killed."""
+    """Whether a run of this process alone needs a launcher that outlives it: it is predicted to need more memory than
+    the host has, or the kernel killed an earlier start."""
     if find_machine(resolved.run.device).kind != "cpu":
         return False
     return bool(shortage(resolved)) or was_killed(Path(resolved.run.run_dir))
