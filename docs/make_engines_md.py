@@ -74,8 +74,10 @@ $ meshwright compare a.yaml b.yaml
 
 `make compare` runs it with a small Llama on any machine, in minutes. `pip install 'meshwright[compare]'` installs
 Accelerate, transformers and Lightning Fabric; the extras `[deepspeed]`, `[lightning]`, `[megatron]`, `[litgpt]`,
-`[peft]` and `[trl]` install those engines. `--install` installs each missing engine into its own environment under
-`~/.cache/meshwright/engines`, on top of this Python's torch and packages; later runs need no network. `--python
+`[peft]` and `[trl]` install those engines. `--install` installs each missing or outdated engine into its own
+environment under `~/.cache/meshwright/engines`, on top of this Python's torch and packages; later runs need no network.
+Use it where extras conflict: LitGPT 0.5.13 requires an older huggingface-hub than transformers 5.23, so pip installs an
+older transformers beside it, without the sharding that `hf_trainer` and `transformers` use. `--python
 deepspeed=PATH/TO/python` uses an existing environment. nanoGPT is not a package: pass its folder with `--checkout
 nanogpt=PATH/TO/nanoGPT`.
 
@@ -306,11 +308,11 @@ def _verdict(engine: str, overrides: list[str], path: str = "", layout: str | No
 
 MEASURED = """\
 Every table is from a committed run (`benchmarks/results/*-engines.json`) of a small model with 4 layers and width 256
-(`recipes/compare.yaml`), in fp32, on a small shared machine without a GPU. The load beside each table includes other
-programs. Above a load of about 4, compare speeds only by the range over rounds; losses and memory are not affected. The
-ratios hold for a CPU and a small model, not for GPUs. "Loss differs" is the largest difference from our trainer's loss
-at any step, in nats. Two engines have tables elsewhere because they train something else: nanogpt a GPT-2
-(`benchmarks/results/2026-11-21-engines.md`), peft adapters (`benchmarks/results/2026-11-21-finetune.md`).
+(`recipes/compare.yaml`), in fp32, on a machine without a GPU on which nothing else ran. An engine whose range of rounds
+contains 1 is as fast as ours here. The ratios hold for a CPU and a small model, not for GPUs. "Loss differs" is the
+largest difference from our trainer's loss at any step, in nats. Two engines have tables elsewhere because they train
+something else: nanogpt a GPT-2 (`benchmarks/results/2026-11-21-engines.md`), peft adapters
+(`benchmarks/results/2026-11-21-finetune.md`).
 """
 
 PREDICTED = """\

@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 import pytest
+import torch
 
 from meshwright.cli.main import main
 from meshwright.data.mixture import training_samples
@@ -180,6 +181,20 @@ def test_where_the_first_is_not_measured_the_next_is_the_reference():
     found = as_json([broken, *others])["engines"]
     assert [row["ratio"] for row in found] == [None, 1.0, 0.25]
     assert [row["max_loss_difference"] for row in found] == [None, 0.0, 0.5]
+
+
+def test_a_comparison_names_the_versions_of_each_python(tmp_path):
+    run = resolve_run(parse_spec(RECIPE, Run), base_dir=tmp_path)
+    other, broken = tmp_path / "python", tmp_path / "none"
+    other.write_text('#!/bin/sh\necho \'{"torch": "9.9"}\'\n')
+    other.chmod(0o755)
+    entered = [
+        Contestant(name=name, engine=ENGINES[name], resolved=run, python=python)
+        for name, python in (("bare", other), ("deepspeed", broken))
+    ]
+    versions = describe(Pace(), "", entered)["versions"]
+    assert versions.startswith(f"torch {torch.__version__}")
+    assert versions.endswith("; bare with torch 9.9")
 
 
 def test_reports_show_every_engine_and_need_no_other_file(folder):

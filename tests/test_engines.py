@@ -317,5 +317,11 @@ def test_unknown_engines_and_missing_packages_are_one_sentence(module):
     missing = type("Missing", (type(ENGINES["bare"]),), {"packages": {module: "compare"}})()
     with pytest.raises(MissingPackageError, match=r"is not installed; pip install 'meshwright\[compare\]'"):
         check_installed(missing, Path(sys.executable))
+    fields = {"name": "old", "packages": {"numpy": "x"}, "oldest": {"numpy": "99.10"}}
+    old = type("Old", (type(ENGINES["bare"]),), fields)
+    with pytest.raises(MissingPackageError, match=r"numpy \d.* is too old: old needs 99\.10 or later; pip install"):
+        check_installed(old(), Path(sys.executable))
+    new = type("New", (old,), {"oldest": {"numpy": "1.9"}})
+    check_installed(new(), Path(sys.executable))
     if importlib.util.find_spec("transformers"):
         check_installed(ENGINES["bare"], Path(sys.executable))

@@ -68,5 +68,6 @@ def test_an_engine_that_is_here_needs_no_environment(tmp_path):
 
 def test_extras_say_what_is_installed():
     assert any(word.startswith("deepspeed") for word in requirements(ENGINES["deepspeed"]))
+    assert "transformers>=5.23" in requirements(ENGINES["hf_trainer"])
     with pytest.raises(UserError, match="has no extra"):
         requirements(rival())

@@ -88,7 +88,7 @@ def run(arguments: argparse.Namespace) -> int:
         folder = _new_folder(arguments.out or Path("runs/compare"), given=arguments.out is not None)
         with stoppable("the comparison"):
             rows = compare(entered, folder, pace=pace, patience=arguments.patience, say=say)
-    about = describe(pace, shlex.join(["meshwright", *sys.argv[1:]]))
+    about = describe(pace, shlex.join(["meshwright", *sys.argv[1:]]), entered)
     (folder / "compare.json").write_text(json.dumps(as_data(rows, about), indent=1) + "\n")
     (folder / "compare.md").write_text(markdown(rows, about))
     (folder / "compare.html").write_text(comparison_page(rows, about))

@@ -94,6 +94,8 @@ class Engine(ABC):
     """A description for people."""
     packages: ClassVar[Mapping[str, str]] = {}
     """Modules that its program imports, each with the extra of this project that installs it."""
+    oldest: ClassVar[Mapping[str, str]] = {}
+    """The oldest tested versions of packages, where older ones lack something that its program uses."""
     rules: ClassVar[Mapping[str, Rule]] = {}
     """Its own rules of settings, before those of all engines."""
     checkout: ClassVar[str] = ""

@@ -52,7 +52,8 @@ def environment(engine: Engine, say: Callable[[str], None], cache: Path = CACHE)
 
 
 def requirements(engine: Engine) -> list[str]:
-    """The packages of the engine's extra, for pip. Raises `UserError` if it has none."""
+    """The packages of the engine's extra, and the oldest versions that its program can use, for pip. Raises `UserError`
+    if it has no extra."""
     extras = set(engine.packages.values())
     try:
         stated = requires("meshwright") or []
@@ -70,7 +71,7 @@ def requirements(engine: Engine) -> list[str]:
             f"this installation of meshwright has no extra for {engine.name}; reinstall meshwright (pip install -e "
             ".), or install the engine yourself and pass --python"
         )
-    return found
+    return found + [f"{name}>={version}" for name, version in engine.oldest.items()]
 
 
 def _make(folder: Path, python: Path, wanted: list[str], say: Callable[[str], None], name: str) -> None:

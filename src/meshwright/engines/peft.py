@@ -32,5 +32,6 @@ class PeftEngine(HfTrainer):
     name = "peft"
     about = "peft under the Trainer of Hugging Face transformers"
     packages: ClassVar = {"transformers": "peft", "accelerate": "peft", "peft": "peft"}
+    oldest: ClassVar = {}  # it does not shard
     strategies: ClassVar[Mapping[Strategy, str]] = {"ddp": ""}
     rules: ClassVar[Mapping[str, Rule]] = {**HfTrainer.rules, **ADAPTERS}

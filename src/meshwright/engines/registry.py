@@ -48,17 +48,20 @@ ENGINES: Mapping[str, Engine] = {
     )
 }
 """In the order in which comparisons list them."""
-_LACKS = """\
-import importlib.util, json, sys
+_FOUND = """\
+import importlib.metadata, importlib.util, json, sys
 
 def lacks(module):
     parts = module.split(".")
     packages = (".".join(parts[: length + 1]) for length in range(len(parts)))
     return any(importlib.util.find_spec(package) is None for package in packages)
 
-print(json.dumps([lacks(module) for module in sys.argv[1:]]))
+modules, packages = json.loads(sys.argv[1])
+lacking = [module for module in modules if lacks(module)]
+print(json.dumps([lacking, {name: importlib.metadata.version(name) for name in packages if name not in lacking}]))
 """
-"""Which modules a Python lacks; a package is looked up before its submodules, whose lookup raises without it."""
+"""The modules that a Python lacks, and versions of packages. A package is looked up before its submodules, whose lookup
+raises without it."""
 WRITTEN: Mapping[str, Engine] = {
     engine.name: engine
     for engine in (
@@ -72,7 +75,7 @@ WRITTEN: Mapping[str, Engine] = {
 
 
 class MissingPackageError(UserError):
-    """An engine is not installed."""
+    """An engine is not installed, or too old."""
 
 
 def find_engine(name: str, *, written: bool = False) -> Engine:
@@ -92,21 +95,33 @@ def find_engine(name: str, *, written: bool = False) -> Engine:
 
 def check_installed(engine: Engine, python: Path, checkout: Path | None = None) -> None:
     """Raise `MissingPackageError`, with the command that installs it, where `python` lacks a module of the engine's
-    program, or the engine's `checkout` is not given."""
+    program or has too old a package, or the engine's `checkout` is not given."""
     if engine.checkout and checkout is None:
         raise MissingPackageError(
             f"{engine.name} is not a package; git clone {engine.checkout}, and pass --checkout {engine.name}=FOLDER"
         )
-    modules = list(engine.packages)
+    asked = json.dumps([list(engine.packages), list(engine.oldest)])
     try:
         found = subprocess.run(
-            [python, "-P", "-c", _LACKS, *modules], capture_output=True, text=True, check=True, timeout=60
+            [python, "-P", "-c", _FOUND, asked], capture_output=True, text=True, check=True, timeout=60
         )
     except (OSError, subprocess.SubprocessError) as error:
         raise UserError(f"{python} cannot run {engine.name}: {error}") from error
-    for module, missing in zip(modules, json.loads(found.stdout), strict=True):
-        if missing:
-            name, extra = re.sub(r"[._]", "-", module), engine.packages[module]
+    lacking, versions = json.loads(found.stdout)
+    for module in lacking:
+        name, extra = re.sub(r"[._]", "-", module), engine.packages[module]
+        raise MissingPackageError(
+            f"{name} is not installed; pip install 'meshwright[{extra}]', or run compare with --install"
+        )
+    for name, version in versions.items():
+        if _parts(version) < _parts(engine.oldest[name]):
             raise MissingPackageError(
-                f"{name} is not installed; pip install 'meshwright[{extra}]', or run compare with --install"
+                f"{name} {version} is too old: {engine.name} needs {engine.oldest[name]} or later; pip install "
+                f"'{name}>={engine.oldest[name]}', or, if another package holds it back, run compare with --install"
             )
+
+
+def _parts(version: str) -> list[int]:
+    """The numbers of a release: 5.23.0.dev1 is [5, 23, 0]."""
+    release = re.match(r"\d+(\.\d+)*", version)
+    return [int(part) for part in release[0].split(".")] if release else []

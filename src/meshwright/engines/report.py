@@ -1,19 +1,31 @@
 """A comparison as data, as Markdown and for the terminal."""
 
+import json
 import os
 import platform
-from collections.abc import Sequence
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from meshwright.engines.compare import Pace, Row
+from meshwright.engines.compare import Contestant, Pace, Row
 
 PACKAGES = (
     *("torch", "transformers", "accelerate", "lightning-fabric", "lightning"),
     *("deepspeed", "megatron-core", "litgpt", "peft", "trl"),
 )
+_READ_VERSIONS = """\
+import importlib.metadata, json, sys
+installed = {}
+for name in sys.argv[1:]:
+    try:
+        installed[name] = importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        pass
+print(json.dumps(installed))
+"""
 ABOUT = """\
 Every engine trained the same tokens in the same order, from the same weights, with the same optimizer and schedule.
 The engines alternated on one machine. x: tokens per second relative to {first}, median of all timed steps; rounds: the
@@ -66,15 +78,15 @@ def as_data(rows: Sequence[Row], about: dict[str, str]) -> dict[str, Any]:
     return {**about, **data}
 
 
-def describe(pace: Pace, command: str) -> dict[str, str]:
-    """Where, when and how a comparison was made."""
+def describe(pace: Pace, command: str, contestants: Sequence[Contestant] = ()) -> dict[str, str]:
+    """Where, when and how a comparison was made; also the versions that contestants with a Python of their own have."""
     names = [line for line in _lines(Path("/proc/cpuinfo")) if line.startswith("model name")]
     cpu = names[0].split(":")[1].strip() if names else platform.machine()
     return {
         "command": command,
         "date": datetime.now(UTC).date().isoformat(),
         "machine": f"{cpu}, {len(os.sched_getaffinity(0))} cores, load {os.getloadavg()[0]:.1f} at the end",
-        "versions": ", ".join(f"{name} {found}" for name in PACKAGES if (found := _version(name))),
+        "versions": _versions({one.engine.name: one.python for one in contestants}),
         "steps": f"{pace.rounds} rounds of {pace.turn} steps, after {pace.warm_up} of warm-up",
     }
 
@@ -159,11 +171,23 @@ def _losses(rows: Sequence[Row]) -> str:
     return "\n".join(lines)
 
 
-def _version(name: str) -> str:
+def _versions(pythons: Mapping[str, Path]) -> str:
+    here = versions_of(Path(sys.executable))
+    shown = [", ".join(f"{name} {version}" for name, version in here.items())]
+    for engine, python in pythons.items():
+        there = {} if python == Path(sys.executable) else versions_of(python)
+        other = [f"{name} {version}" for name, version in there.items() if version != here.get(name)]
+        shown += [f"{engine} with {', '.join(other)}"] if other else []
+    return "; ".join(shown)
+
+
+def versions_of(python: Path) -> dict[str, str]:
+    """The versions of the engines' packages that a Python has; empty if it does not run."""
+    words = [python, "-P", "-c", _READ_VERSIONS, *PACKAGES]
     try:
-        return version(name)
-    except PackageNotFoundError:
-        return ""
+        return json.loads(subprocess.run(words, capture_output=True, text=True, check=True, timeout=60).stdout)
+    except (OSError, subprocess.SubprocessError):
+        return {}
 
 
 def _lines(path: Path) -> list[str]:

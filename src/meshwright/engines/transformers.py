@@ -15,6 +15,7 @@ class TransformersEngine(TemplateEngine):
     name = "transformers"
     about = "a plain loop over a model sharded by transformers"
     packages: ClassVar = {"transformers": "compare"}
+    oldest: ClassVar = {"transformers": "5.23"}  # before July 2026 DistributedConfig had no sizes of axes
     strategies: ClassVar[Mapping[Strategy, str]] = dict.fromkeys(("zero3", "hybrid"), "")
     axes: ClassVar[Mapping[str, str]] = {"tp": "", "ep": ""}
 

@@ -50,6 +50,7 @@ class TrlEngine(HfTrainer):
     name = "trl"
     about = "trl"
     packages: ClassVar = {"transformers": "trl", "peft": "trl", "datasets": "trl", "trl": "trl"}
+    oldest: ClassVar = {}  # it does not shard
     strategies: ClassVar[Mapping[Strategy, str]] = {"ddp": ""}
     more_transformers = ", PreTrainedTokenizerFast, TrainerCallback"
     rules: ClassVar[Mapping[str, Rule]] = {
