@@ -23,6 +23,7 @@ from meshwright.parallel.weight_gradients import WeightGradients, add_weight_gra
 from meshwright.plan.activations import block_activations
 from meshwright.plan.blueprint import blueprint
 from meshwright.plan.engine import engine_job
+from meshwright.rehearse.fake import fill_slots
 from meshwright.spec.errors import UserError
 from meshwright.spec.layout import LayoutSpec
 from meshwright.spec.low_precision import KERNELS
@@ -291,6 +292,16 @@ def test_selective_recomputation_keeps_what_kernels_return(recipe: str) -> None:
 
 def test_plans_know_which_recipes_have_kernels() -> None:
     assert set(KERNELS) == {name for name, recipe in RECIPES.items() if recipe.kernel is not None}
+
+
+def test_a_rehearsal_takes_kernels_only_where_the_gpu_multiplies_fp8() -> None:
+    run = narrow_run(LayoutSpec(), "rowwise")
+    model = build_here(run).model
+    products = [layer.product for layer in model.modules() if isinstance(layer, Linear)]
+    for has, kernel in ((False, None), (True, True)):
+        fill_slots(model, run, on_gpu=True, fp8=has)
+        found = {product.kernel for product in products if isinstance(product, LowPrecision)}
+        assert found == {kernel}
 
 
 def test_codes_are_kept_for_layers_that_read_the_same_input() -> None:

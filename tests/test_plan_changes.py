@@ -29,6 +29,27 @@ def recipe(tmp_path: Path) -> Path:
     return tmp_path / "run.yaml"
 
 
+@pytest.mark.parametrize(
+    ("cluster", "precision", "emulated"),
+    [("2xh100", "precision=fp8", False), ("2xa100", "precision=fp8", True), ("2xb200", "precision=nvfp4", True),
+     ("2xh100", "low_precision={recipe: blockwise} training.precision=fp8", True)],
+)  # fmt: skip
+def test_an_emulated_precision_is_not_predicted_as_native(
+    recipe: Path, capsys: pytest.CaptureFixture, cluster: str, precision: str, emulated: bool
+) -> None:
+    words = [f"cluster={cluster}", "layout={dp_shard: 2}", "training.micro_batch=4"]
+    steps = []
+    for settings in (["training.precision=bf16"], re.split(r" (?=training)", f"training.{precision}")):
+        _, facts = plan_recipe(load_recipe(recipe, [*words, *settings]), base_dir=recipe.parent)
+        steps.append(facts["given"]["step_time"]["value"])
+    assert (steps[1] > steps[0]) == emulated
+    assert (facts["emulated"] is not None) == emulated
+    if emulated:
+        assert 0.3 < facts["emulated"]["saved"] < 1
+    assert main(["plan", str(recipe), *words, *settings, "--top", "1"]) == 0
+    assert ("training.precision=bf16: " in capsys.readouterr().out) == emulated
+
+
 def test_names_join_groups_and_refuse_what_contradicts() -> None:
     assert [change.name for change in asked_changes("states,fp8+8bit_states,fp8")] == [
         *GROUPS["states"],

@@ -261,6 +261,11 @@ def _chosen(facts: dict[str, Any], chosen: dict[str, Any]) -> Iterator[str]:
         )
     if facts["compile"] and facts["compile"] > 0.01:
         yield f"compile    training.compile=true would save {facts['compile']:.0%} of the step"
+    if plain := facts["emulated"]:
+        yield (
+            "emulated   this version has no kernel for this precision on this device and multiplies in fp32; with "
+            f"training.precision=bf16: {plain['step_time']:.3g} s a step, {plain['saved']:.0%} less"
+        )
     if fp8 := facts["fp8"]:
         yield f"fp8        with training.precision=fp8: {fp8['step_time']:.3g} s a step, {fp8['saved']:.0%} less"
     if facts["bandwidth"]:

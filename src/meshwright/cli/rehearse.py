@@ -57,7 +57,7 @@ def run(arguments: argparse.Namespace) -> int:
     resolved = resolve_run(recipe, base_dir=base_dir, machine=_machine(cluster))
     ranks = arguments.ranks or typical_ranks(recipe.layout)
     on_gpu = cluster.device != "cpu"
-    reports = rehearse(resolved, ranks, on_gpu=on_gpu)
+    reports = rehearse(resolved, ranks, on_gpu=on_gpu, fp8="fp8" in cluster.tflops)
     memory_bytes = int(cluster.memory_gb * 1e9)
     found = findings(reports, recipe.layout, memory_bytes=memory_bytes, per_node=cluster.per_node)
     fits = all(device_peak(report) <= memory_bytes for report in reports)

@@ -11,6 +11,7 @@ from math import inf
 from meshwright.plan.blueprint import Block
 from meshwright.plan.job import Groups, Job, Kinds, adapted
 from meshwright.plan.pipeline import most_in_flight
+from meshwright.spec.precision import FP32
 from meshwright.spec.recompute import Policy
 
 
@@ -158,7 +159,8 @@ def _saved_selectively(job: Job, block: Block) -> float:
     saved += tokens * (_queries_and_keys(job) + width * kv_heads(job) * model.head_dim + _attended(job))
     for inner, per_token, routed in _inner_widths(job, block):
         saved += tokens * width * per_token * (inner * (2 if model.gated else 1) + (2 * model.hidden if routed else 0))
-    return saved + max(0.0, job.stack.product_bytes - width) * _product_results(job, block)
+    wider = FP32.bytes - width if job.stack.emulated else 0.0  # results of emulated products
+    return saved + max(0.0, wider) * _product_results(job, block)
 
 
 def _product_results(job: Job, block: Block) -> float:

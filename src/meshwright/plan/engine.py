@@ -16,7 +16,7 @@ from meshwright.spec.layout import LayoutSpec
 from meshwright.spec.low_precision import DELAYED, KERNELS
 from meshwright.spec.model import ModelSpec
 from meshwright.spec.plugins import said_of
-from meshwright.spec.precision import BF16, FP32
+from meshwright.spec.precision import BF16
 from meshwright.spec.run import Run
 from meshwright.spec.training import OptimizerName, TrainingSpec
 
@@ -38,9 +38,10 @@ def engine_job(
     global_batch: int,
     micro_batch: int,
     device: Literal["cpu", "cuda"] = "cuda",
+    fp8: bool = True,
     layout: LayoutSpec | None = None,
 ) -> Job:
-    """The recipe as a job; `layout` replaces the recipe's."""
+    """The recipe as a job; `fp8`: whether a GPU multiplies fp8. `layout` replaces the recipe's."""
     layout = layout or run.layout
     training = run.training
     return Job(
@@ -51,7 +52,7 @@ def engine_job(
         layout=layout,
         recompute=training.recompute,
         precision=training.dtypes,
-        stack=engine_stack(training, alone=layout.alone, device=device),
+        stack=engine_stack(training, alone=layout.alone, device=device, fp8=fp8),
         **method_fields(run.finetune, model),
     )
 
@@ -72,14 +73,16 @@ def method_fields(finetune: FinetuneSpec | None, model: Blueprint) -> dict[str, 
     }
 
 
-def engine_stack(training: TrainingSpec, *, alone: bool, device: Literal["cpu", "cuda"] = "cuda") -> Stack:
+def engine_stack(
+    training: TrainingSpec, *, alone: bool, device: Literal["cpu", "cuda"] = "cuda", fp8: bool = True
+) -> Stack:
     """The cost per parameter under a recipe's precision and optimizer; `alone`: without a mesh."""
     dtypes = training.dtypes
     return replace(
         MESHWRIGHT,
         fused=training.compile,
         coded_inputs=_coded_inputs(training),
-        product_bytes=FP32.bytes if _emulated(training, device) else 0.0,
+        emulated=_emulated(training, kernels=device == "cuda" and fp8),
         attention="unfused" if training.attention == "math" else MESHWRIGHT.attention,
         gradient_bytes=dtypes.gradient.bytes,
         reduce_bytes=dtypes.reduce.bytes,
@@ -100,10 +103,10 @@ def _coded_inputs(training: TrainingSpec) -> Literal["none", "inner", "all"]:
     return "inner" if training.product_recipe == DELAYED else "all"
 
 
-def _emulated(training: TrainingSpec, device: Literal["cpu", "cuda"]) -> bool:
-    """Whether products in low precision are emulated; a GPU is taken to have the kernels that there are."""
+def _emulated(training: TrainingSpec, *, kernels: bool) -> bool:
+    """Whether products in low precision are emulated; `kernels`: whether the device has those for fp8."""
     recipe = training.product_recipe
-    return recipe is not None and (device == "cpu" or recipe not in KERNELS)
+    return recipe is not None and not (kernels and recipe in KERNELS)
 
 
 def _moment_bytes(training: TrainingSpec) -> float:

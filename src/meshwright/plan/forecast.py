@@ -34,7 +34,8 @@ def forecast(resolved: ResolvedRun, machine: Machine) -> Candidate:
     where = where.model_copy(update={"devices": ranks})
     device = "cpu" if where.device == "cpu" else "cuda"
     model, batch = blueprint(resolved.model), resolved.global_batch
-    job = engine_job(run, model, global_batch=batch, micro_batch=resolved.micro_batch, device=device)
+    size, fp8 = resolved.micro_batch, "fp8" in where.tflops
+    job = engine_job(run, model, global_batch=batch, micro_batch=size, device=device, fp8=fp8)
     return evaluate(job, where)
 
 

@@ -218,6 +218,11 @@ def local_cluster(machine: Machine, ranks: int | None = None) -> ClusterSpec:
     )
 
 
+def multiplies_fp8(machine: Machine) -> bool:
+    """Whether a machine's GPUs have matrix products in fp8; assumed of a GPU that the table does not list."""
+    return machine.kind == "cuda" and (not is_known(machine.name) or "fp8" in device_cluster(machine.name, 1).tflops)
+
+
 def _network(short: str) -> float:
     return next((rate for name, rate in NETWORK_GB_S.items() if short.startswith(name)), MODERN_NETWORK_GB_S)
 

@@ -92,9 +92,8 @@ class Stack:
     coded_inputs: Literal["none", "inner", "all"] = "none"
     """Which inputs of layers in fp8 are kept in a byte a number: those of feed-forward layers' last matrices, or also
     those that follow a norm."""
-    product_bytes: float = 0.0
-    """Bytes of a number in the results of matrix products that selective recomputation keeps, if more than others have:
-    emulated products are in fp32."""
+    emulated: bool = False
+    """Whether products in low precision are emulated: operands are quantized, decoded and multiplied in fp32."""
     adapts_all: bool = True
     """Whether all matrices have adapters, not only attention's."""
     spread: float = 0.0

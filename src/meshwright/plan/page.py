@@ -37,7 +37,7 @@ def plan_page(facts: dict[str, Any]) -> str:
     parts = [
         f"<h1>{escape(cluster['name'])}</h1><p>Chosen: <b>{escape(chosen['strategy'])}</b>, {escape(chosen['text'])}. "
         f"{chosen['step_time']['value']:.3g} s a step, {chosen['mfu']:.0%} MFU; "
-        f"binding: {escape(facts['binding'])}.{_in_fp8(facts['fp8'])}</p>",
+        f"binding: {escape(facts['binding'])}.{_in_fp8(facts['fp8'])}{_in_bf16(facts['emulated'])}</p>",
         "<h2>Memory per device, GB; the line marks its capacity</h2>",
         _bars(memory, chosen["memory_available"] / 1e9),
         "<h2>Seconds per step by cause</h2>",
@@ -56,6 +56,15 @@ def _in_fp8(fp8: dict[str, float] | None) -> str:
     if fp8 is None:
         return ""
     return f" With training.precision=fp8: {fp8['step_time']:.3g} s a step, {fp8['saved']:.0%} less."
+
+
+def _in_bf16(plain: dict[str, float] | None) -> str:
+    if plain is None:
+        return ""
+    return (
+        " The low precision is emulated on this device, in fp32; with training.precision=bf16: "
+        f"{plain['step_time']:.3g} s a step, {plain['saved']:.0%} less."
+    )
 
 
 def _bars(rows: Sequence[tuple[str, dict[str, float]]], limit: float | None) -> str:

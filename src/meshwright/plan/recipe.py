@@ -44,14 +44,14 @@ def plan_recipe(
     spec = resolve_model(run.model, base_dir=base_dir, vocab=run.data.tokenizer_vocab)
     limits = limits or Limits()
     model, batch = blueprint(spec), sequences_per_step(run)
-    device = "cpu" if where.device == "cpu" else "cuda"
+    kind: dict[str, Any] = {"device": "cpu" if where.device == "cpu" else "cuda", "fp8": "fp8" in where.tflops}
     size = 1 if run.training.micro_batch == "auto" else run.training.micro_batch
     # Any layout of several ranks: the search replaces it, and one rank alone keeps other copies (plan/engine.py).
     several = LayoutSpec(dp_replicate=2) if where.devices > 1 else LayoutSpec()
-    base = engine_job(run, model, global_batch=batch, micro_batch=size, device=device, layout=several)
+    base = engine_job(run, model, global_batch=batch, micro_batch=size, **kind, layout=several)
     given = None
     if not run.layout.choose and (run.layout.world_size > 1 or _chose_for_one(run, where)):
-        given = engine_job(run, model, global_batch=batch, micro_batch=size, device=device)
+        given = engine_job(run, model, global_batch=batch, micro_batch=size, **kind)
     plan = make_plan(base, run, spec, where, given=given, top=top, limits=limits, consider=consider)
     return plan, plan_facts(plan)
 

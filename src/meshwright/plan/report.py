@@ -13,7 +13,7 @@ from meshwright.plan.job import Job
 from meshwright.plan.layouts import Limits
 from meshwright.plan.methods import method_facts
 from meshwright.plan.search import Found, Variant, search
-from meshwright.plan.what_if import in_fp8, on_disk
+from meshwright.plan.what_if import in_bf16, in_fp8, on_disk
 from meshwright.spec.cluster import ClusterSpec
 from meshwright.spec.errors import UserError
 from meshwright.spec.model import ModelSpec
@@ -156,8 +156,11 @@ def _variant(change: Change, base: Job, run: Run, spec: ModelSpec, cluster: Clus
         global_batch=base.global_batch,
         micro_batch=base.micro_batch,
         device=device,
+        fp8="fp8" in cluster.tflops,
         layout=base.layout,
     )
+    if change.emulated:
+        job = replace(job, stack=replace(job.stack, emulated=False))
     check = layout_check(changed, spec, device)
     return Variant(job, replace(limits, change=change), lambda job: not change.emulated and runs_today(job, check))
 
@@ -194,6 +197,7 @@ def plan_facts(plan: Plan) -> dict[str, Any]:
         facts["bandwidth"] = bandwidth(plan.chosen)
         facts["compile"] = compiled_gain(plan.chosen)
         facts["fp8"] = in_fp8(plan.chosen)
+        facts["emulated"] = in_bf16(plan.chosen)
     elif plan.found.legal and not plan.found.ranked:
         disk = on_disk(plan.base, plan.cluster, plan.limits, lambda job: runs_today(job, plan.check))
         facts["disk"] = candidate_facts(plan, disk) if disk else None

@@ -11,7 +11,7 @@ from meshwright.plan.blueprint import Block, Matrix
 from meshwright.plan.constants import Constants
 from meshwright.plan.job import Job
 from meshwright.spec.cluster import ClusterSpec
-from meshwright.spec.precision import BF16, FP16
+from meshwright.spec.precision import BF16, FP16, FP32
 
 HOPPER = ("H100", "H200", "H800", "H20", "GH200", "B200", "B300", "GB200", "GB300")
 """Devices with kernels of their own generation."""
@@ -51,11 +51,13 @@ class Device:
         self.hopper = cluster.device.startswith(HOPPER)
         self.rate = _rate(cluster, low, constants)
         self.linear_rate = self.rate
-        if products != low and products in cluster.tflops:
+        if job.stack.emulated:
+            self.linear_rate = _rate(cluster, FP32.name, constants)
+        elif products != low and products in cluster.tflops:
             self.linear_rate = max(self.rate, _rate(cluster, products, constants))
-        if products == "fp4":
-            self.linear_rate = 1 / ((1 - KEPT_WIDE) / self.linear_rate + KEPT_WIDE / self.rate)
-        self.quantized = self.linear_rate > self.rate
+            if products == "fp4":
+                self.linear_rate = 1 / ((1 - KEPT_WIDE) / self.linear_rate + KEPT_WIDE / self.rate)
+        self.quantized = job.stack.emulated or self.linear_rate > self.rate
         self.bandwidth = 1e9 * (measured.memory_gb_s or cluster.memory_gb_s * constants.memory)
         self.host = 1e-6 * (measured.host_us or constants.host_us * job.stack.python)
         self.start = 1e-6 * measured.matmul_half_us.get(low, 0.0)
@@ -154,7 +156,7 @@ class Device:
     def _product(self, rows: float, out: float, into: float, rate: float, *, quantized: bool) -> Pass:
         """`rows` tokens times a matrix [out, into]; backward computes two such products and adds a gradient."""
         constants, width = self.constants, self.width
-        narrow = 1 if quantized else width
+        narrow = (FP32.bytes if self.job.stack.emulated else 1) if quantized else width
         exposed = constants.matmul_memory / self.bandwidth
         reads = narrow * (rows * into + out * into) + width * rows * out
         forward = backward = 2 * rows * out * into / rate + reads * exposed + self.start

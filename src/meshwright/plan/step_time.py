@@ -92,7 +92,8 @@ class StepModel:
         self.shard = axis_group(cluster, job.shards, layout.tp if job.stack.group_shards else sharers)
         self.replicate = axis_group(cluster, layout.dp_replicate, sharers * layout.dp_shard)
         casts = job.microbatches if self.device.quantized else 1  # share one quantization of the weights
-        key = (layout.tp, layout.cp, layout.ep, job.micro_batch, casts, job.recompute_share, job.precision)
+        products = job.precision, job.stack.emulated
+        key = (layout.tp, layout.cp, layout.ep, job.micro_batch, casts, job.recompute_share, *products)
         found = None if cache is None else cache.get(key)
         self.parts = found or self._parts()
         if cache is not None:

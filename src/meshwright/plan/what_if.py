@@ -27,6 +27,18 @@ def in_fp8(candidate: Candidate) -> dict[str, float] | None:
     return {"step_time": seconds, "saved": saved} if saved > LEAST else None
 
 
+def in_bf16(candidate: Candidate) -> dict[str, float] | None:
+    """Seconds of a step of the same layout in bf16 if its low-precision products are emulated, and the fraction of the
+    step that this saves; None if they are not."""
+    job = candidate.job
+    if not job.stack.emulated:
+        return None
+    stack = replace(job.stack, emulated=False, coded_inputs="none")
+    plain = replace(job, precision=replace(job.precision, recipe=None), stack=stack)
+    seconds = evaluate(plain, candidate.cluster, candidate.margin).time.total
+    return {"step_time": seconds, "saved": 1 - seconds / candidate.time.total}
+
+
 def on_disk(base: Job, cluster: ClusterSpec, limits: Limits, runs: Callable[[Job], bool]) -> Candidate | None:
     """The layout that would be chosen with the optimizer's state on the nodes' disks, and parameters too if it does not
     fit otherwise; None if none fits even so."""

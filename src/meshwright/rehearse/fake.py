@@ -60,9 +60,9 @@ def budgets_of_gpu() -> Iterator[None]:
         loss.BUDGETS_OF.reset(token)
 
 
-def fill_slots(model: nn.Module, resolved: ResolvedRun, *, on_gpu: bool) -> None:
+def fill_slots(model: nn.Module, resolved: ResolvedRun, *, on_gpu: bool, fp8: bool = True) -> None:
     """Fill a model's slots with versions that work without data; `on_gpu`, also with a norm that saves the same
-    tensors as a GPU's kernel, and with the kernels that a GPU has for low precision."""
+    tensors as a GPU's kernel, and, if the GPU multiplies `fp8`, with its kernels for low precision."""
     layout, length = resolved.run.layout, resolved.run.data.sequence_length
     rows = resolved.micro_batch * length // (layout.cp * layout.tp) * resolved.model.experts_per_token
     for module in model.modules():
@@ -75,7 +75,7 @@ def fill_slots(model: nn.Module, resolved: ResolvedRun, *, on_gpu: bool) -> None
                 wrapper.copy = UncountedCopy
         if on_gpu and isinstance(module, RMSNorm):
             module.kernel = FusedNorm()
-        if on_gpu:
+        if on_gpu and fp8:
             for product in _low_precision(module):
                 product.kernel = product.recipe.kernel is not None
 

@@ -1,6 +1,6 @@
 """The rehearsal of one rank: its part of the run for one step, with memory and traffic.
 
-python -m meshwright.rehearse.rank --resolved FILE --rank R [--on-gpu]    # prints one JSON object
+python -m meshwright.rehearse.rank --resolved FILE --rank R [--on-gpu] [--without-fp8]    # prints one JSON object
 """
 
 import argparse
@@ -39,12 +39,12 @@ CPU = torch.device("cpu")
 """The device of fake tensors: autograd crashes if one is on a missing device."""
 
 
-def rehearse_rank(resolved: ResolvedRun, rank: int, *, on_gpu: bool) -> dict[str, Any]:
+def rehearse_rank(resolved: ResolvedRun, rank: int, *, on_gpu: bool, fp8: bool = True) -> dict[str, Any]:
     """Memory and traffic of rank `rank` in one step of training, as JSON values; sizes in bytes.
 
-    `on_gpu`: choose chunk sizes as on a GPU. This is exactly the training program, but without data. Of many identical
-    microbatches only some run (`rehearse.shorten`); their traffic and operations are extrapolated linearly. A process
-    can be only one rank, because torch caches shapes by mesh.
+    `on_gpu`: choose chunk sizes as on a GPU; `fp8`: whether that GPU multiplies fp8. This is exactly the training
+    program, but without data. Of many identical microbatches only some run (`rehearse.shorten`); their traffic and
+    operations are extrapolated linearly. A process can be only one rank, because torch caches shapes by mesh.
     """
     began, world_size = time.perf_counter(), resolved.run.layout.world_size
     counts, runs = enough_microbatches(resolved), []
@@ -60,7 +60,7 @@ def rehearse_rank(resolved: ResolvedRun, rank: int, *, on_gpu: bool) -> dict[str
             worker, elsewhere = Worker(rank=rank, world_size=world_size), dict[int, torch.Tensor]()
             make_tier = partial(UncountedTier, tensors=elsewhere)
             trainer = give_state(passes, resolved, worker, CPU, meshes, weights=None, make_tier=make_tier)
-            fill_slots(trainer.model, resolved, on_gpu=on_gpu)
+            fill_slots(trainer.model, resolved, on_gpu=on_gpu, fp8=fp8)
             saved = state_tensors(trainer)  # creates the optimizer's state, as in a resumed run
             lasting = _storages(trainer)
             ledger = Ledger(lambda: lasting | _passing_storages(trainer), elsewhere)
@@ -170,9 +170,11 @@ def main() -> int:
     parser.add_argument("--resolved", type=Path, required=True)
     parser.add_argument("--rank", type=int, required=True)
     parser.add_argument("--on-gpu", action="store_true")
+    parser.add_argument("--without-fp8", action="store_true")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    report = rehearse_rank(read_resolved(arguments.resolved), arguments.rank, on_gpu=arguments.on_gpu)
+    kind = {"on_gpu": arguments.on_gpu, "fp8": not arguments.without_fp8}
+    report = rehearse_rank(read_resolved(arguments.resolved), arguments.rank, **kind)
     json.dump(report, sys.stdout)
     return 0
 

@@ -48,7 +48,7 @@ def typical_ranks(layout: LayoutSpec) -> list[int]:
     return [stage * per_stage for stage in stages]
 
 
-def rehearse(resolved: ResolvedRun, ranks: Sequence[int], *, on_gpu: bool) -> list[dict[str, Any]]:
+def rehearse(resolved: ResolvedRun, ranks: Sequence[int], *, on_gpu: bool, fp8: bool = True) -> list[dict[str, Any]]:
     """The reports of `ranks` (see `rehearse.rank.rehearse_rank`), as many at a time as this machine has cores.
 
     Raises `UserError` with the program's output if a rank failed, as the whole run would.
@@ -59,12 +59,13 @@ def rehearse(resolved: ResolvedRun, ranks: Sequence[int], *, on_gpu: bool) -> li
     with scratch_folder("rehearse") as folder, ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
         path = folder / "resolved.json"
         path.write_text(resolved.model_dump_json())
-        return list(pool.map(lambda rank: _rehearse_apart(path, rank, on_gpu=on_gpu), ranks))
+        return list(pool.map(lambda rank: _rehearse_apart(path, rank, on_gpu=on_gpu, fp8=fp8), ranks))
 
 
-def _rehearse_apart(resolved: Path, rank: int, *, on_gpu: bool) -> dict[str, Any]:
+def _rehearse_apart(resolved: Path, rank: int, *, on_gpu: bool, fp8: bool) -> dict[str, Any]:
     """One rank in its own process: a process can be only one rank."""
-    words = ["--resolved", str(resolved), "--rank", str(rank), *(["--on-gpu"] if on_gpu else [])]
+    kind = [*(["--on-gpu"] if on_gpu else []), *([] if fp8 else ["--without-fp8"])]
+    words = ["--resolved", str(resolved), "--rank", str(rank), *kind]
     command = [sys.executable, "-P", "-u", "-m", "meshwright.rehearse.rank", *words]
     report, errors = (resolved.with_name(f"{rank}.{kind}") for kind in ("json", "err"))
     with report.open("wb") as out, errors.open("wb") as err:

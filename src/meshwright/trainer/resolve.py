@@ -3,11 +3,12 @@
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from meshwright.families import describe_low_precision, parameter_table, resolve_model, starting_weights
 from meshwright.plan.blueprint import blueprint
 from meshwright.plan.engine import engine_job, layout_check
-from meshwright.plan.hardware import device_cluster
+from meshwright.plan.hardware import device_cluster, multiplies_fp8
 from meshwright.plan.job import Job
 from meshwright.plan.layouts import Limits
 from meshwright.plan.machine import Machine, find_machine
@@ -239,7 +240,8 @@ def _relieved(
         return None
     limit = MEMORY_SHARE * machine.memory_per_rank(layout.world_size)
     room = MEMORY_SHARE * machine.host_per_rank(layout.world_size)
-    job = engine_job(run, blueprint(model), global_batch=global_batch, micro_batch=size, device=machine.kind)
+    kind: dict[str, Any] = {"device": machine.kind, "fp8": multiplies_fp8(machine)}
+    job = engine_job(run, blueprint(model), global_batch=global_batch, micro_batch=size, **kind)
     needs = predict_memory(job).total
     # PyTorch cannot compile full recomputation of a block with split weights.
     recomputes = "recompute" not in training.model_fields_set and not (training.compile and layout.tp > 1)
@@ -284,8 +286,9 @@ def _micro_batch(run: Run, model: ModelSpec, global_batch: int, sizes: list[int]
     plan, length = blueprint(model), run.data.sequence_length // run.layout.cp
     limit = MEMORY_SHARE * machine.memory_per_rank(run.layout.world_size)
     room, best = MEMORY_SHARE * machine.host_per_rank(run.layout.world_size), 0
+    kind: dict[str, Any] = {"device": machine.kind, "fp8": multiplies_fp8(machine)}
     for size in sizes:
-        job = engine_job(run, plan, global_batch=global_batch, micro_batch=size, device=machine.kind)
+        job = engine_job(run, plan, global_batch=global_batch, micro_batch=size, **kind)
         use = predict_memory(job)
         on_host = use.host > room
         if use.total > limit or on_host:
