@@ -59,12 +59,12 @@ EXPERTS = {
     "ddp": (LayoutSpec(dp_replicate=2), ("tensorwise", "delayed", "mxfp8", "nvfp4")),
     "zero-1": (LayoutSpec(dp_shard=2, zero=1), ("tensorwise", "mxfp8", "nvfp4")),
     "zero-2": (LayoutSpec(dp_shard=2, zero=2), ("mxfp8",)),
-    "zero-3-ep": (LayoutSpec(dp_shard=2, ep=2), ("tensorwise", "blockwise", "delayed", "nvfp4")),
+    "zero-3-ep": (LayoutSpec(dp_shard=2, ep=2), ("blockwise", "nvfp4")),
     "tp": (LayoutSpec(tp=2), ("tensorwise", "rowwise")),
     "cp-ep": (LayoutSpec(cp=2, ep=2, cp_method="ulysses"), ("tensorwise", "delayed")),
     "pp-zero-bubble": (LayoutSpec(pp=2, schedule="interleaved-zero-bubble", stages_per_rank=1), ("nvfp4",)),
     "ddp-ep-tp": (LayoutSpec(dp_replicate=2, tp=2, ep=2), ("rowwise",)),
-    "cp-tp-ep": (LayoutSpec(cp=2, tp=2, ep=2, cp_method="ulysses"), ("tensorwise", "rowwise", "rowwise_with_gw_hp")),
+    "cp-tp-ep": (LayoutSpec(cp=2, tp=2, ep=2, cp_method="ulysses"), ("tensorwise", "rowwise_with_gw_hp")),
     "zero-3-tp-ep": (LayoutSpec(dp_shard=2, tp=2, ep=4), ("tensorwise", "rowwise", "delayed")),
 }
 """Layouts of a model of experts: ranks have separate rows of an expert, or share those of one microbatch."""
@@ -304,7 +304,6 @@ def test_delayed_scales_begin_anew_where_a_checkpoint_has_none(tmp_path: Path) -
 GATHERED: list[tuple[dict[str, Any], bool]] = [
     ({"dp_shard": 2}, False),
     ({"dp_shard": 2, "zero": 1}, True),
-    ({"dp_shard": 2, "ep": 2}, True),
     ({"dp_replicate": 2, "dp_shard": 2}, False),
     ({"dp_shard": 2, "tp": 2}, False),
     ({"dp_shard": 4, "ep": 2}, True),

@@ -253,7 +253,7 @@ SITUATIONS: dict[str, tuple[Machine, float, dict[str, Any], str]] = {
 def resolved_of(recipe: dict[str, Any], machine: Machine, overrides: tuple[str, ...] = ()) -> ResolvedRun:
     sections = {"model": LLAMA, "data": {"sequence_length": 2048}, "training": {"micro_batch": 1}} | recipe
     ranks = LayoutSpec.model_validate(sections.get("layout", {})).data_parallel
-    batch = max(8, 2 * ranks * sections["training"]["micro_batch"])
+    batch = 2 * ranks * sections["training"]["micro_batch"]
     sections["training"] = {"global_batch": batch, **sections["training"]}
     run = parse_spec(dump_recipe(Run.model_validate(sections)), Run, overrides)
     return resolve_run(run, base_dir=Path(), machine=machine)

@@ -62,7 +62,7 @@ def rehearsed(run: ResolvedRun, rank: int) -> tuple[dict[str, int], Sent]:
     return {kind: size for kind, size in report["at_rest"].items() if size}, sent
 
 
-DENSE = "zero-3-uneven cp-ring-tp cp-ulysses-tp pp-hybrid-3 pp-zero-bubble-tp"
+DENSE = "zero-3-uneven cp-ring-tp pp-hybrid-3 pp-zero-bubble-tp"
 SPARSE = "zero-1-ep cp-tp-ep pp-zero-3-ep"
 """Every kind of parallelism, and combinations of them."""
 

@@ -16,9 +16,9 @@ from meshwright.spec.run import ResolvedRun
 
 LAYOUTS = {
     "single": LayoutSpec(),
-    "ddp": LayoutSpec(dp_replicate=4),
-    "zero-1": LayoutSpec(dp_shard=4, zero=1),
-    "zero-2": LayoutSpec(dp_shard=4, zero=2),
+    "ddp": LayoutSpec(dp_replicate=2),
+    "zero-1": LayoutSpec(dp_shard=2, zero=1),
+    "zero-2": LayoutSpec(dp_shard=3, zero=2),
     "zero-3": LayoutSpec(dp_shard=4, zero=3),
     "zero-3-uneven": LayoutSpec(dp_shard=3, zero=3),
     "hybrid-1": LayoutSpec(dp_replicate=2, dp_shard=2, zero=1),
@@ -31,7 +31,7 @@ LAYOUTS = {
     "zero-1-tp": LayoutSpec(dp_shard=2, tp=2, zero=1),
     "zero-2-tp": LayoutSpec(dp_shard=2, tp=2, zero=2),
     "zero-3-tp": LayoutSpec(dp_shard=2, tp=2),
-    "zero-3-tp-uneven": LayoutSpec(dp_shard=4, tp=2),
+    "zero-3-tp-uneven": LayoutSpec(dp_shard=3, tp=2),
     "zero-3-tp-wide": LayoutSpec(dp_shard=2, tp=4),
     "hybrid-3-tp": LayoutSpec(dp_replicate=2, dp_shard=2, tp=2),
     "offload-tp": LayoutSpec(dp_shard=2, tp=2, offload="cpu"),
@@ -47,7 +47,6 @@ LAYOUTS = {
     "pp-tp": LayoutSpec(pp=2, tp=2),
     "pp-zero-bubble-tp": LayoutSpec(pp=2, tp=2, schedule="interleaved-zero-bubble", stages_per_rank=1),
     "pp-cp": LayoutSpec(pp=2, cp=2),
-    "pp-zero-1-tp": LayoutSpec(pp=2, dp_shard=2, tp=2, zero=1),
     "pp-zero-2-tp": LayoutSpec(pp=2, dp_shard=2, tp=2, zero=2),
     "pp-hybrid-3": LayoutSpec(pp=2, dp_replicate=2, dp_shard=2),
     "pp-cp-tp": LayoutSpec(pp=2, cp=2, tp=2),
@@ -63,7 +62,6 @@ MODEL_PARALLEL = {name: layout for name, layout in LAYOUTS.items() if name not i
 
 CONTEXT_PARALLEL = {
     "cp-every-method": LayoutSpec(cp=4),
-    "ddp-cp-every-method": LayoutSpec(dp_replicate=2, cp=2),
     "zero-1-cp-every-method": LayoutSpec(dp_shard=2, cp=2, zero=1),
     "zero-2-cp-every-method": LayoutSpec(cp=4, zero=2),
     "zero-3-cp-every-method": LayoutSpec(dp_shard=2, cp=2, zero=3),
@@ -96,7 +94,6 @@ EXPERT_PARALLEL = {
     "ddp-tp-ep": LayoutSpec(dp_replicate=2, tp=2, ep=2),
     "zero-3-tp-ep": LayoutSpec(dp_shard=2, tp=2, ep=4),
     "cp-tp-ep": LayoutSpec(cp=2, tp=2, ep=4),
-    "zero-3-cp-tp-ep": LayoutSpec(dp_shard=2, cp=2, tp=2, ep=2),
     "pp-zero-3-ep": LayoutSpec(pp=2, dp_shard=4, ep=2),
     "pp-tp-ep": LayoutSpec(pp=2, tp=2, ep=2),
     "pp-zero-bubble-ep": LayoutSpec(pp=2, dp_shard=2, ep=2, schedule="interleaved-zero-bubble", stages_per_rank=1),
