@@ -2,7 +2,7 @@
 
 import re
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from meshwright.spec.base import Spec
 from meshwright.spec.errors import UserError
@@ -60,7 +60,7 @@ class ClusterSpec(Spec):
     tflops: dict[str, float]
     """Precision -> dense matrix products, 10**12 FLOP/s."""
     achievable_tflops: dict[str, float] = Field(default_factory=dict)
-    """Precision -> fraction of it that the best matrix shape reaches; default 0.8 of the datasheet."""
+    """Precision -> rate that the best matrix shape reaches, 10**12 FLOP/s; default 0.75 of `tflops`."""
     link_gb_s: float = Field(gt=0)
     """Fast link, one way and per device, 10**9 bytes per second."""
     network_gb_s: float = Field(gt=0)
@@ -75,6 +75,18 @@ class ClusterSpec(Spec):
     """Filled in by `meshwright plan calibrate`."""
     source: str = ""
     """Where the figures are from."""
+
+    @model_validator(mode="after")
+    def _rates(self) -> "ClusterSpec":
+        if not self.tflops.get(BF16.name):
+            raise ValueError(f"tflops has no {BF16}: give at least the rate of products in it")
+        for precision, rate in self.achievable_tflops.items():
+            peak = self.tflops.get(precision)
+            if peak and not 0.01 * peak < rate <= peak:
+                raise ValueError(
+                    f"achievable_tflops: {precision}: {rate:g} of {peak:g} TFLOP/s; give the rate, not a fraction"
+                )
+        return self
 
     def peak(self, precision: Precision) -> float:
         """Datasheet rate of a job's matrix products, 10**12 FLOP/s; bf16's if theirs is unknown."""
