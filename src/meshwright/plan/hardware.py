@@ -146,7 +146,8 @@ def device_cluster(
     if network is None:
         network = WORKSTATION_NETWORK_GB_S / per_node if workstation else _network(short)
     peak = figure("bf16_dense_tflops")
-    tflops = {"fp32": peak / 16, "fp16": peak, "bf16": peak, "fp64": peak / 16}
+    # A product in fp32 uses no tensor cores: PyTorch's default excludes TF32.
+    tflops = {"fp32": figure("fp32_tflops", peak / 16), "fp16": peak, "bf16": peak, "fp64": peak / 16}
     tflops |= {
         precision: figure(f"{precision}_dense_tflops")
         for precision in ("fp8", "fp4")
