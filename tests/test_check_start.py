@@ -130,6 +130,29 @@ def test_what_no_machine_does_is_warned_of(
     assert main(["check", "run.yaml", "run_dir=runs/small", "--strict"]) == 0
 
 
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (
+            "precision=fp8 cluster=2xa100",
+            r"precision=fp8 \(tensorwise\) has no kernel on 2 x A100.*instead of [\d.]+ s with",
+        ),
+        ("precision=nvfp4 cluster=2xb200", r"precision=nvfp4 has no kernel on 2 x B200"),
+        ("precision=fp8 cluster=2xh100", ""),
+    ],
+)
+def test_a_precision_that_a_gpu_emulates_is_warned_of(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], words: str, message: str
+) -> None:
+    monkeypatch.chdir(folder)
+    precision, cluster = words.split()
+    sizes = ["model=gpt2", "run_dir=runs/emulated", "layout={dp_shard: 2}", "training.global_batch=8"]
+    assert main(["check", "run.yaml", *sizes, f"training.{precision}", cluster]) == 0
+    warnings = [line for line in capsys.readouterr().err.splitlines() if line.startswith("warning: ")]
+    assert len(warnings) == bool(message)
+    assert re.search(message, "".join(warnings))
+
+
 @pytest.fixture
 def pairs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)

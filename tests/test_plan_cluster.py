@@ -1,6 +1,7 @@
 """Clusters by name, file and machine; devices by users' spellings; collectives as measured."""
 
 import csv
+import re
 from dataclasses import replace
 from importlib import resources
 from math import exp, log
@@ -9,6 +10,7 @@ from statistics import mean
 
 import pytest
 
+from meshwright.cli.main import main
 from meshwright.plan.comm import Group, Wires, axis_group, visited
 from meshwright.plan.constants import FITTED
 from meshwright.plan.hardware import device_cluster, find_device, hardware_table, local_cluster, resolve_cluster
@@ -73,6 +75,41 @@ def test_a_cluster_file_is_read_and_a_missing_one_named(tmp_path: Path) -> None:
         resolve_cluster("yours.yaml", base_dir=tmp_path)
 
 
+OWN = (
+    "{{name: ours, device: card, devices: 8, per_node: 8, domain: 8, memory_gb: 80, memory_gb_s: 900, link_gb_s: 25, "
+    "network_gb_s: 3, {rates}}}"
+)
+
+
+@pytest.mark.parametrize(
+    ("rates", "precision", "message"),
+    [
+        ("tflops: {bf16: 70}", "fp16", ""),
+        ("tflops: {bf16: 70}", "fp32", r"cluster ours: tflops has no fp32, in which .*tflops: \{bf16: \.\.\., fp32: "),
+        ("tflops: {bf16: 70}", "mxfp8", r"cluster ours: tflops has no fp32"),
+        ("tflops: {bf16: 70, fp32: 9}", "mxfp8", ""),
+        ("tflops: {fp16: 70}", "bf16", r"ours.yaml:1: tflops has no bf16"),
+        ("tflops: {bf16: 70}, achievable_tflops: {bf16: 0.7}", "bf16", r"ours.yaml:1: achievable.*not a fraction"),
+        ("tflops: {bf16: 70}, achievable_tflops: {bf16: 60}", "bf16", ""),
+    ],
+)
+def test_rates_that_a_cluster_file_lacks_are_named(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture,
+    rates: str,
+    precision: str,
+    message: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "ours.yaml").write_text(OWN.format(rates=rates))
+    recipe = "{model: gpt2, data: {sequence_length: 1024}, training: {global_batch: 16, micro_batch: 1}}"
+    (tmp_path / "run.yaml").write_text(recipe)
+    words = ["plan", "run.yaml", "--cluster", "ours.yaml", f"training.precision={precision}", "layout={dp_shard: 8}"]
+    assert main([*words, "--top", "1"]) == (2 if message else 0)
+    assert re.search(message, capsys.readouterr().err)
+
+
 def test_local_is_this_machine() -> None:
     h200 = Machine(kind="cuda", name="NVIDIA H200", devices=2, memory_bytes=150 * 10**9)
     cluster = resolve_cluster("local", base_dir=Path(), machine=h200)
@@ -91,6 +128,12 @@ def test_every_row_of_the_hardware_table_makes_a_cluster() -> None:
         cluster = device_cluster(name.split(" (")[0], 8)
         assert isinstance(cluster, ClusterSpec)
         assert cluster.tflops["bf16"] > 20
+        assert all(rate < 0.98 * cluster.tflops[precision] for precision, rate in cluster.achievable_tflops.items())
+        assert cluster.tflops["bf16"] / cluster.tflops["fp32"] < 32
+    assert [device_cluster(name, 1).tflops["fp32"] for name in ("a100", "h100", "rtx 4090")] == [19.5, 67, 82.6]
+    h20, h200 = device_cluster("h20", 8), device_cluster("h200", 8)  # the same chip with fewer units
+    shares = [cluster.achievable_tflops["bf16"] / cluster.tflops["bf16"] for cluster in (h20, h200)]
+    assert shares[0] == pytest.approx(shares[1])
 
 
 def test_an_axis_leaves_the_node_where_its_ranks_do() -> None:

@@ -133,7 +133,7 @@ class Talk:
         self.status = 0
 
     def settings(self) -> Any:
-        """The values in the engine's form. Raises `UserError` if one is invalid."""
+        """The settings as the engine's object. Raises `UserError` if one is invalid."""
         from meshwright.models.generate import Sampling
         from meshwright.serve.chat import Settings
 
@@ -141,7 +141,7 @@ class Talk:
         return Settings(sampling=sampling, max_tokens=self.values["max_tokens"], stops=self.stops)
 
     def run(self, lines: Iterator[str]) -> int:
-        """Answer every line; the exit status."""
+        """Answer every line, and return the exit status."""
         for line in lines:
             try:
                 if line.strip() == "/quit":
@@ -225,7 +225,7 @@ class Talk:
         """Append the conversation of each partner to a file."""
         if not file:
             raise UserError("/save needs a file, as in /save talk.jsonl")
-        if not file.endswith(".jsonl"):  # questions may come from a stranger's file, and so may this line
+        if not file.endswith(".jsonl"):  # this line may come from an untrusted file, like questions
             raise UserError(f"/save {file}: the name must end in .jsonl")
         if not any(partner.turns for partner in self.partners):
             raise UserError("nothing to save yet")

@@ -49,16 +49,16 @@ from meshwright.trainer.start import (
 )
 
 READ_BYTES = 1 << 28
-"""Bytes of the corpus that are read, so that a check takes seconds."""
+"""Limit of the bytes read from the corpus, so that a check takes seconds."""
 
 SAMPLE_CHARACTERS = 1 << 18
-"""Characters for the shown sample, and for a tokenizer trained for it; more if samples are longer."""
+"""Characters read for the shown sample and to train a tokenizer for it; more if samples are longer."""
 
 CHARACTERS_PER_TOKEN = 8
-"""An upper bound of the average, in any language."""
+"""Upper bound of the mean number of characters per token, in any language."""
 
 SAMPLE_RECORDS = 1000
-"""Records that are read."""
+"""Limit of the records read."""
 
 ResultT = TypeVar("ResultT")
 
@@ -125,14 +125,14 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _besides(rest: Run, wrong: Collection[str], arguments: argparse.Namespace) -> list[str]:
-    """Further problems of a recipe of which only `rest` could be read, except problems in incomplete sections."""
+    """Further problems in `rest`, the readable part of a recipe, except problems in incomplete sections."""
     findings = Findings(arguments)
     examine(rest, arguments.recipe.parent, findings)
     return [finding for finding in findings if not set(re.findall(r"\b(\w+)\.\w", finding)) & set(wrong)]
 
 
 def examine(recipe: Run, base_dir: Path, findings: Findings) -> dict[str, Any]:
-    """All facts about a recipe as plain data. Problems are added to `findings`, and their facts left out."""
+    """All facts about a recipe as plain data. Problems are added to `findings`, and their facts are omitted."""
     facts: dict[str, Any] = {}
     findings.attempt(lambda: check_writable(Path(recipe.run_dir)))
     vocab = recipe.data.tokenizer_vocab
@@ -206,10 +206,10 @@ def _model_facts(recipe: Run, model: ModelSpec) -> dict[str, Any]:
 def _sample(
     recipe: Run, files: list[SourceFile], base_dir: Path, model_dir: Path | None, model: ModelSpec | None
 ) -> dict[str, Any]:
-    """The tokenizer, and the first sample of the corpus in the form that is trained on.
+    """The tokenizer, and the first training sample of the corpus.
 
-    Reads the corpus up to READ_BYTES to find files that are not text. If a tokenizer would be trained, one is trained
-    here on the beginning of the corpus; the run's own will differ slightly.
+    Reads the corpus up to READ_BYTES to find files that are not text. If the run would train a tokenizer, one is
+    trained here on the beginning of the corpus; the run's own will differ slightly.
     """
     tokenizer = find_tokenizer(recipe.data, base_dir=base_dir, model_dir=model_dir)
     given = [file for file in files if file.is_tokens]

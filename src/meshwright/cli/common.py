@@ -47,7 +47,7 @@ def positive(text: str) -> int:
 
 
 def whole(text: str) -> int:
-    """Parse a number of at least 0."""
+    """Parse a whole number of at least 0."""
     if not text.isdecimal():
         raise argparse.ArgumentTypeError(f"'{text}' is not allowed: must be a whole number of at least 0")
     return int(text)
@@ -55,7 +55,7 @@ def whole(text: str) -> int:
 
 @contextlib.contextmanager
 def stoppable(work: str) -> Iterator[None]:
-    """Let a signal raise `TrainingStopped` inside the block, so that it ends the processes that it has started; prints
+    """Raise `TrainingStopped` on a signal inside the block, so that the block ends the processes it has started; print
     that `work` is incomplete."""
     try:
         with StopRequest(raises=True):
@@ -100,7 +100,7 @@ def add_compile_argument(parser: argparse.ArgumentParser) -> None:
 
 
 def compile_steps(arguments: argparse.Namespace, *models: Any) -> None:
-    """Do what the option asks; without it, compile the models for which that is possible."""
+    """Compile the steps of generation if the option asks for it; without it, for models that support it."""
     if arguments.compile is False:
         return
     from meshwright.models.compiled import compile_step, compile_where_possible
@@ -111,7 +111,7 @@ def compile_steps(arguments: argparse.Namespace, *models: Any) -> None:
 
 
 def note_disk(model: Any) -> None:
-    """Say on standard error where the weights are, if on disk."""
+    """Print to standard error where the weights are, if they are on disk."""
     from meshwright.serve.from_disk import about_disk
 
     if line := about_disk(model):
@@ -161,7 +161,7 @@ def add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def sampling_settings(arguments: argparse.Namespace) -> dict[str, Any]:
-    """The values of these options, without the seed."""
+    """The values of the sampling options, without the seed."""
     return {name: getattr(arguments, name) for name in SAMPLING}
 
 

@@ -174,7 +174,7 @@ def _overlap_lines(overlap: Overlap, ngram: int) -> Iterator[str]:
 
 
 def plan(resolved: ResolvedRun, corpus: Corpus, steps: int | None, stack: ExitStack) -> PlannedRun:
-    """The run as its ranks would read it, up to step `steps`."""
+    """The run's batches as its ranks would read them, up to step `steps`."""
     run = resolved.run
     mixture = training_samples(corpus, run.data)
     steps = run.training.steps if steps is None else min(steps, run.training.steps)

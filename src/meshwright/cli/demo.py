@@ -8,7 +8,7 @@ from meshwright.cli.common import presets
 from meshwright.spec.recipe import load_recipe
 
 PROMPTS = ("def main(", "import os\n", "class Error(Exception):\n", "# Return the ")
-"""The demo's model has read Python."""
+"""Beginnings of Python code, on which the demo's model is trained."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

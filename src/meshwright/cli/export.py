@@ -1,5 +1,5 @@
-"""The verb `export`: write a trained model as a Hugging Face directory or a GGUF file, its adapters as peft's,
-each proved by the programs that read it, or the run as another engine's program."""
+"""The verb `export`: writes a trained model as a Hugging Face directory or a GGUF file, or its adapters in peft's
+format, each verified by the programs that read it, or the run as another engine's program."""
 
 import argparse
 import json
@@ -192,8 +192,8 @@ def _export_model(arguments: argparse.Namespace, trained: "TrainedModel") -> int
 
 
 def _vllm_server(arguments: argparse.Namespace) -> str:
-    """The words that start vLLM's server, before the model: with the Python that has read the files back, if one was
-    named. `vllm serve` does not start in every build (docs/handover.md); this module does."""
+    """The command that starts vLLM's server, up to the model: with the Python of `--vllm`, if given. `vllm serve` does
+    not start in every build (docs/handover.md); this module does."""
     return f"{arguments.vllm} -m vllm.entrypoints.openai.api_server --model" if arguments.vllm else "vllm serve"
 
 

@@ -79,10 +79,10 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _convert(arguments: argparse.Namespace, checkpoints: list[Path]) -> None:
-    """Write the weights; the recipe from the other files, if there are any, starts from them."""
+    """Write the weights. The recipe from the other files, if there are any, starts from them."""
     if not arguments.weights or len(checkpoints) > 1:
         raise UserError(f"{checkpoints[0]}: give one checkpoint, and --weights DIR for the directory to write")
-    # Torch loads here, which configuration files do not need.
+    # Torch loads here, because configuration files do not need it.
     from meshwright.checkpoint.takeover.convert import convert
 
     notes = convert(checkpoints[0], arguments.weights, arguments.model)

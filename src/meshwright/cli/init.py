@@ -26,7 +26,7 @@ COMMENT_COLUMN = 36
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Operands and options of `init`."""
+    """Add the operands and options of `init`."""
     parser.add_argument("preset", metavar="PRESET", nargs="?", help="preset to print (default: list all)")
     parser.add_argument(
         "overrides", metavar="a.b=c", nargs="*", default=[], help="override a setting of the printed recipe"

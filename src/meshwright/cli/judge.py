@@ -78,7 +78,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Judge what has no verdict yet, and print the comparison."""
+    """Judge the answers without a verdict, and print the comparison."""
     questions = [] if arguments.questions is None else read_questions(arguments.questions, arguments.limit)
     if not questions and not arguments.votes:
         raise UserError("nothing to judge; give QUESTIONS with --answers and --judge, or --votes")

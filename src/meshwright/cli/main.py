@@ -1,6 +1,6 @@
 """The command line: parses one verb and its options, and prints an error as one line with an exit status.
 
-Exit statuses are in `EXIT`, and 130 means interrupted; a run's are in `launch/status.py`.
+`EXIT` lists the exit statuses; `launch/status.py` lists those of a run.
 """
 
 import argparse
@@ -74,7 +74,7 @@ class Parser(argparse.ArgumentParser):
         self.add_argument("--debug", action="store_true", help="show the stack trace of an error")
 
     def error(self, message: str) -> NoReturn:
-        """Called by argparse on an error."""
+        """Raise `UsageError`; argparse calls this on an error."""
         raise UsageError(f"{message}; see '{self.prog} --help'")
 
     def parse(self, words: Sequence[str]) -> argparse.Namespace:

@@ -23,7 +23,7 @@ GB = 1e9
 DEGREES = ("pp=", "dp_", "cp=", "tp=", "ep=", "zero=")
 """Prefixes of a layout's parallel degrees in its text."""
 MOST_DOUBTS = 10
-"""Kinds of unclear cells that are printed."""
+"""Largest number of kinds of unclear cells to print."""
 EPILOG = """\
 forms:
   meshwright plan RECIPE [a.b=c ...]    rank the layouts of a recipe on a cluster
@@ -192,7 +192,7 @@ def _nothing_fits(facts: dict[str, Any]) -> Iterator[str]:
 
 
 def _changed(facts: dict[str, Any], name: str) -> str:
-    """How the chosen layout differs from the recipe, and why."""
+    """The difference between the chosen layout and the recipe, and its reason."""
     change = facts["considered"][name]
     why = "no layout fits without it" if facts["last_resort"] else "--consider"
     results = "the arithmetic stays the same" if change["exact"] else "results differ from the recipe's"

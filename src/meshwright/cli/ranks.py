@@ -1,6 +1,6 @@
-"""Verbs that run over several processes: `layout.tp=N` splits a trained model over N, as tensor parallelism does.
+"""Verbs that run over several processes: `layout.tp=N` splits a trained model over N processes by tensor parallelism.
 
-`python -m meshwright.cli.ranks VERB WORDS...` is one of these processes: it runs the verb itself.
+`python -m meshwright.cli.ranks VERB WORDS...` is one of these processes, and runs the verb itself.
 """
 
 import argparse
@@ -22,7 +22,7 @@ SETTING = "layout.tp="
 
 @dataclass(frozen=True)
 class Job:
-    """The processes of a verb, as `launch/` starts them."""
+    """The layout, guards and folder from which `launch/` starts a verb's processes."""
 
     layout: LayoutSpec
     guards: GuardSpec = field(default_factory=GuardSpec)
@@ -61,8 +61,8 @@ def degree_of(arguments: argparse.Namespace) -> int:
 
 
 def started(arguments: argparse.Namespace) -> int | None:
-    """Where the command line asks for several processes and this is none of them: run it on them, and return the exit
-    status. None: go on here."""
+    """Run the verb on several processes if the command line asks for them and this is none of them, and return the exit
+    status. None: this process runs the verb."""
     degree = degree_of(arguments)
     if degree == 1 or "ranks" in arguments:
         return None
@@ -89,15 +89,15 @@ def started(arguments: argparse.Namespace) -> int | None:
 
 
 def weights_of(arguments: argparse.Namespace) -> Any:
-    """Where the weights are to be (`serve/trained.py`)."""
+    """The place of the weights (`Weights` in `serve/trained.py`)."""
     if "ranks" in arguments:
         return arguments.ranks.mesh
     return "disk" if arguments.weights_from_disk else "auto"
 
 
 def follows(arguments: argparse.Namespace, model: Any) -> bool:
-    """True where this process has repeated what the first one did with `model`, which has ended; the first process
-    itself leads from here on."""
+    """Repeat the first process's use of `model` until it ends, and return True. The first process itself leads from
+    here on, and gets False, as does a single process."""
     if "ranks" not in arguments:
         return False
     if arguments.ranks.leads:

@@ -182,7 +182,7 @@ def _several(arguments: argparse.Namespace) -> bool:
 
 
 def _opened(arguments: argparse.Namespace) -> Any:
-    """The model; in a process that is not the first of several, returned after the first one has ended."""
+    """The model. A process that is not the first of several gets it after the first one has ended."""
     from meshwright.serve.trained import open_trained
 
     trained = open_trained(

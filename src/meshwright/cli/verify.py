@@ -215,7 +215,7 @@ def _what(resolved: ResolvedRun, arguments: argparse.Namespace) -> str:
 
 
 def _step(comparison: Any) -> list[str]:
-    """A step as a few lines."""
+    """The comparison of a step as lines of text."""
 
     def tensors(differences: dict[str, Any]) -> str:
         worst = max(differences, key=lambda name: differences[name].share)

@@ -12,6 +12,7 @@ from meshwright.plan.explain import describe, relief, short
 from meshwright.plan.hardware import local_cluster, resolve_cluster
 from meshwright.plan.machine import Machine
 from meshwright.plan.search import recomputing_least, search
+from meshwright.plan.what_if import in_bf16
 from meshwright.spec.errors import UserError
 from meshwright.spec.run import ResolvedRun
 
@@ -40,8 +41,8 @@ def forecast(resolved: ResolvedRun, machine: Machine) -> Candidate:
 
 
 def warnings(resolved: ResolvedRun, found: Candidate) -> list[str]:
-    """Reasons why a valid run would not work, each with a remedy: more memory than the devices have, or steps longer
-    than `LONGEST_STEP` seconds."""
+    """Reasons why a valid run would not work, each with a remedy: more memory than the devices have, steps longer than
+    `LONGEST_STEP` seconds, or a low precision that a GPU emulates, slower than bf16."""
     told, where = [], f"{found.cluster.devices} x {found.cluster.device} ({resolved.run.cluster})"
     if found.verdict == "does not fit":
         need, there = found.memory.total, found.capacity
@@ -55,6 +56,14 @@ def warnings(resolved: ResolvedRun, found: Candidate) -> list[str]:
         told.append(
             f"predicted to take {found.time.total:,.0f} s a step on {where}; "
             f"{_remedy(resolved, found, lambda other: other.time.total <= LONGEST_STEP)}"
+        )
+    plain = None if found.cluster.device == "cpu" else in_bf16(found)
+    if plain is not None:
+        precision, recipe = resolved.run.training.precision, resolved.run.training.product_recipe
+        recipe = "" if recipe == precision else f" ({recipe})"
+        told.append(
+            f"training.precision={precision}{recipe} has no kernel on {where} and is emulated: predicted to take "
+            f"{short(found.time.total)} s a step, instead of {short(plain['step_time'])} s with training.precision=bf16"
         )
     return told
 

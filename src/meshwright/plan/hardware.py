@@ -131,6 +131,14 @@ def device_cluster(
     def figure(column: str, default: float = 0.0) -> float:
         return float(row[column] or sibling[column] or default)
 
+    def achieved(precision: str, peak: float) -> float:
+        """The measured rate; 0 if there is none. A sibling's rate is at most its share of the datasheet's."""
+        column = f"{precision}_achievable_tflops"
+        if row[column] or not sibling[column]:
+            return float(row[column] or 0)
+        rate = float(sibling[column])
+        return min(rate, rate / float(sibling[f"{precision}_dense_tflops"]) * peak)
+
     rack = "NVL72" in row["scale_up_link"]
     per_node = min(per_node or (4 if rack else 8), devices)
     workstation = short in WORKSTATION or short.startswith("RTX")
@@ -138,13 +146,14 @@ def device_cluster(
     if network is None:
         network = WORKSTATION_NETWORK_GB_S / per_node if workstation else _network(short)
     peak = figure("bf16_dense_tflops")
-    tflops = {"fp32": peak / 16, "fp16": peak, "bf16": peak, "fp64": peak / 16}
+    # A product in fp32 uses no tensor cores: PyTorch's default excludes TF32.
+    tflops = {"fp32": figure("fp32_tflops", peak / 16), "fp16": peak, "bf16": peak, "fp64": peak / 16}
     tflops |= {
         precision: figure(f"{precision}_dense_tflops")
         for precision in ("fp8", "fp4")
         if figure(f"{precision}_dense_tflops")
     }
-    best = {"bf16": figure("bf16_achievable_tflops"), "fp8": figure("fp8_achievable_tflops")}
+    best = {precision: achieved(precision, tflops.get(precision, 0.0)) for precision in ("bf16", "fp8")}
     link = figure("scale_up_unidir_gb_s_per_gpu", 25.0)
     if short in ("A800", "H800"):
         link = 200.0  # the export variants' NVLink: 400 GB/s, both ways together

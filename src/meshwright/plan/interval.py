@@ -50,10 +50,13 @@ the next, and for Blackwells the table has runs of one model."""
 RARE, UNMEASURED = 0.2, 0.35
 """The spread of other devices, and the addition where their achieved rate has not been measured."""
 
+EMULATED = 0.5
+"""The spread of emulated products, which have not been measured on any GPU."""
+
 
 def time_sigma(time: StepTime, job: Job, cluster: ClusterSpec, completed: int = 0) -> float:
-    """Spread of the step time: wider where communication, waiting, experts, the host's memory, adapters, four bits, or
-    a program or device that few have measured decide."""
+    """Spread of the step time: wider where communication, waiting, experts, the host's memory, adapters, four bits,
+    emulation, or a program or device that few have measured decide."""
     total = time.total
     parts = [
         0.06 if cluster.measured.matmul_tflops else 0.105,
@@ -64,6 +67,7 @@ def time_sigma(time: StepTime, job: Job, cluster: ClusterSpec, completed: int = 
         0.18 if job.model.top_k else 0.0,
         0.15 if job.frozen else 0.0,
         0.25 if job.precision.products == "fp4" else 0.0,
+        EMULATED if job.stack.emulated else 0.0,
         0.024 * completed,
         job.stack.spread,
         _device_spread(cluster),

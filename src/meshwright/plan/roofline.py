@@ -11,6 +11,7 @@ from meshwright.plan.blueprint import Block, Matrix
 from meshwright.plan.constants import Constants
 from meshwright.plan.job import Job
 from meshwright.spec.cluster import ClusterSpec
+from meshwright.spec.errors import UserError
 from meshwright.spec.precision import BF16, FP16, FP32
 
 HOPPER = ("H100", "H200", "H800", "H20", "GH200", "B200", "B300", "GB200", "GB300")
@@ -207,9 +208,15 @@ def _rate(cluster: ClusterSpec, dtype: str, constants: Constants) -> float:
     measured = cluster.measured.matmul_tflops.get(dtype)
     if measured:
         return measured * 1e12
-    peak, twin = cluster.tflops[dtype], BF16.name if dtype == FP16.name else dtype
+    twin = BF16.name if dtype == FP16.name else dtype
+    peak = cluster.tflops.get(dtype, cluster.tflops.get(twin))
+    if peak is None:
+        raise UserError(
+            f"cluster {cluster.name}: tflops has no {dtype}, in which this run multiplies matrices; add the device's "
+            f"rate, tflops: {{{BF16}: ..., {dtype}: ...}}"
+        )
     best = cluster.achievable_tflops.get(twin)
     if best is None:
         known = cluster.achievable_tflops.get("fp8") if dtype == "fp4" else None
-        best = peak * (known / cluster.tflops["fp8"] if known else UNMEASURED)
+        best = peak * (known / cluster.tflops["fp8"] if known and "fp8" in cluster.tflops else UNMEASURED)
     return 1e12 * best * constants.matmul

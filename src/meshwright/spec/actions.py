@@ -1,8 +1,8 @@
-"""Pipeline schedules as data: every rank's actions in order, and which orders are legal.
+"""Pipeline schedules as data: the ordered actions of every rank, and the rules of legal orders.
 
-An action is one pass of a microbatch through a stage: F the forward pass, B the whole backward pass, or B in two parts:
-I the gradient of the stage's input, which the previous stage waits for, and W the gradients of its weights, which no
-other stage needs (Qi et al., "Zero Bubble Pipeline Parallelism", 2024).
+An action is one pass of a microbatch through a stage: F is the forward pass, B the whole backward pass. B may be split
+into I, the gradient of the stage's input, which the previous stage waits for, and W, the gradients of its weights,
+which no other stage needs (Qi et al., "Zero Bubble Pipeline Parallelism", 2024).
 """
 
 import csv
@@ -20,7 +20,7 @@ Kind = Literal["F", "B", "I", "W"]
 
 
 class ScheduleError(UserError):
-    """A schedule that cannot be made or cannot run."""
+    """The error for a schedule that cannot be generated or cannot run."""
 
 
 class Action(NamedTuple):
@@ -35,8 +35,8 @@ class Action(NamedTuple):
 
     @property
     def needs(self) -> tuple[tuple["Action", ...], ...]:
-        """Its prerequisites: one action of each group. Stages before the first and after the last do not exist; the
-        caller, which knows the number of stages, drops them."""
+        """The prerequisites: one action of each group must come first. The caller, which knows the number of stages,
+        drops groups of stages after the last one."""
         kind, stage, microbatch = self
         if kind == "F":
             return ((Action("F", stage - 1, microbatch),),) if stage else ()
@@ -48,13 +48,13 @@ class Action(NamedTuple):
 
 @dataclass(frozen=True)
 class Schedule:
-    """The order in which every rank works; legal by construction."""
+    """The order of every rank's actions; legal by construction."""
 
     name: str
     ranks: tuple[tuple[Action, ...], ...]
     """Every rank's actions."""
     evaluation: bool = False
-    """Whether it has forward passes only."""
+    """Whether the schedule has forward passes only."""
 
     def __post_init__(self) -> None:
         _check_once(self)
@@ -86,19 +86,19 @@ class Schedule:
         return any(action.kind == "W" for actions in self.ranks for action in actions)
 
     def needs(self, action: Action) -> tuple[tuple[Action, ...], ...]:
-        """The prerequisites of `action`: one of each group."""
+        """The prerequisites of `action`: one action of each group must come first."""
         return tuple(group for group in action.needs if group[0].stage < self.num_stages)
 
     def csv(self) -> str:
-        """The schedule as a file that `read_schedule` reads: a line per rank, a cell per action, such as 0F3."""
+        """The schedule in the CSV format of `read_schedule`: a line per rank, a cell per action, such as 0F3."""
         return "".join(",".join(map(str, actions)) + "\n" for actions in self.ranks)
 
 
 def read_schedule(path: Path) -> Schedule:
-    """A custom schedule: a line per rank, a cell per action (`0F3`: stage 0, forward, microbatch 3).
+    """The custom schedule in a file: a line per rank, a cell per action (`0F3`: stage 0, forward, microbatch 3).
 
-    Empty cells mean nothing. It is the format of torch's pipelining runtime, computation only. Raises `ScheduleError`
-    with line and cell.
+    Empty cells are ignored. This is the format of torch's pipelining runtime, without its communication. Raises
+    `ScheduleError` with line and cell.
     """
     try:
         rows = [row for row in csv.reader(path.read_text().splitlines()) if row]
@@ -126,9 +126,10 @@ def _parse(cell: str, where: str) -> Action:
 
 
 def in_order(schedule: Schedule) -> list[tuple[int, Action]]:
-    """(rank, action) for all actions, in an order in which one process could run them.
+    """All actions as (rank, action), in an order in which one process could run them.
 
-    Ranks take turns of one action, so the order is close to the order in time. Raises `ScheduleError` for a deadlock.
+    In each round, every rank that is ready runs one action, so the order is close to the order in time. Raises
+    `ScheduleError` for a deadlock.
     """
     todo = [list(reversed(actions)) for actions in schedule.ranks]
     done: set[Action] = set()
@@ -152,7 +153,8 @@ def in_order(schedule: Schedule) -> list[tuple[int, Action]]:
 
 
 def _check_once(schedule: Schedule) -> None:
-    """Raise unless every stage has one rank, which does every microbatch's forward and backward pass once."""
+    """Raise `ScheduleError` unless every stage is on one rank, with one forward and one backward pass per
+    microbatch."""
     places = {(action.stage, rank) for rank, actions in enumerate(schedule.ranks) for action in actions}
     where = Counter(stage for stage, _ in places)
     stages = 1 + max(where, default=0)
@@ -172,33 +174,33 @@ def _check_once(schedule: Schedule) -> None:
 
 
 class Transfer(NamedTuple):
-    """A result that another rank waits for: an output that goes forward, or an input's gradient that goes backward."""
+    """The transfer of a result to another rank: an output goes forward, an input's gradient backward."""
 
     forward: bool
     stage: int
-    """Whose result it is."""
+    """Stage that computed the result."""
     microbatch: int
     source: int
     target: int
-    """Ranks."""
+    """Sending and receiving rank."""
 
 
 Program = tuple[Action | Transfer, ...]
-"""The actions of one rank, in order."""
+"""The actions and transfers of one rank, in order."""
 
 
 def with_transfers(schedule: Schedule) -> tuple[Program, ...]:
     """Every rank's actions with its sends and receives.
 
-    All ranks take them from one global order, so any two ranks have their common transfers in the same order. Therefore
-    they cannot deadlock, even if messages between two ranks must be received in the order in which they are sent. A
-    receive may start where it stands in the list; the action that needs it comes later.
+    All ranks follow one global order, so any two ranks have their common transfers in the same order. They cannot
+    deadlock, even if messages between two ranks must be received in the order of sending. A receive may start at its
+    position in the list; the action that needs the result comes later.
     """
     return add_transfers(schedule, in_order(schedule))
 
 
 def add_transfers(schedule: Schedule, order: Iterable[tuple[int, Action]]) -> tuple[Program, ...]:
-    """For each rank its actions among those of `order`, and the transfers of the results of all of them."""
+    """Every rank's actions in `order`, with the transfers of their results."""
     program: list[list[Action | Transfer]] = [[] for _ in schedule.ranks]
     for rank, action in order:
         program[rank].append(action)
@@ -215,7 +217,8 @@ def add_transfers(schedule: Schedule, order: Iterable[tuple[int, Action]]) -> tu
 
 
 def forward_only(placement: tuple[int, ...], microbatches: int) -> Schedule:
-    """A schedule without backward passes, for evaluation: each rank takes all microbatches through a stage in turn."""
+    """A schedule of forward passes only, for evaluation: a rank runs all microbatches through one stage, then the
+    next."""
     ranks = tuple(
         tuple(
             Action("F", stage, microbatch)

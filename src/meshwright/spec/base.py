@@ -4,10 +4,10 @@ from pydantic import BaseModel, ConfigDict
 
 
 class Spec(BaseModel):
-    """A section of a recipe: immutable, keyword-only, JSON in and out, every field documented where it is declared.
+    """A section of a recipe: immutable, keyword-only, convertible from and to JSON, with a docstring under every field.
 
-    A field's `description` is its only documentation: the comments of `meshwright init`, the reference in the docs
-    and error messages are all read from it.
+    The docstring is the field's `description`, from which the comments of `meshwright init` and the reference in the
+    docs are made.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)

@@ -4,11 +4,11 @@ from meshwright.spec.errors import UserError
 from meshwright.spec.run import Run
 
 DEFAULT_GLOBAL_BATCH = 64
-"""Sequences per step where a recipe gives no batch."""
+"""Sequences per step if a recipe gives no batch size."""
 
 
 def sequences_per_step(run: Run) -> int:
-    """Sequences per optimizer step over all ranks. Raises `UserError` if tokens are not whole sequences."""
+    """Sequences per optimizer step over all ranks. Raises `UserError` if the tokens do not fill whole sequences."""
     tokens, length = run.training.global_batch_tokens, run.data.sequence_length
     if tokens is None:
         return run.training.global_batch or DEFAULT_GLOBAL_BATCH

@@ -2,7 +2,7 @@
 
 import re
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from meshwright.spec.base import Spec
 from meshwright.spec.errors import UserError
@@ -27,44 +27,42 @@ class Measured(Spec):
     matmul_tflops: dict[str, float] = Field(default_factory=dict)
     """Precision -> rate of a large square matrix product, 10**12 FLOP/s."""
     matmul_half_us: dict[str, float] = Field(default_factory=dict)
-    """Precision -> time that every product costs beyond its arithmetic."""
+    """Precision -> fixed time of a product, in addition to its arithmetic."""
     memory_gb_s: float | None = None
     """Rate at which a large tensor is read and written."""
     attention_tflops: float | None = None
-    """Rate of causal attention, forward and backward, in the precision measured first; masked scores not counted."""
+    """Rate of causal attention, forward and backward, in the first measured precision; masked scores do not count."""
     host_us: float | None = None
     """Time the host needs to issue one operator."""
     collectives: dict[str, CollectiveCost] = Field(default_factory=dict)
     """`link` inside a node, `network` between nodes."""
-    contention: float = Field(default=1.0, gt=0)
-    """Slow-down of computation when every device of a node works at once."""
 
 
 class ClusterSpec(Spec):
-    """A cluster of equal devices in equal nodes; rates are the datasheet's, the planner knows what is reached."""
+    """A cluster of equal devices in equal nodes. Rates are the datasheet's; the planner derives the achieved rates."""
 
     name: str
-    """For people."""
+    """Name in reports."""
     device: str
     """Row of the hardware table, or a name of your own."""
     devices: int = Field(ge=1)
-    """Devices of the whole cluster, one rank each."""
+    """Number of devices in the cluster, one rank each."""
     per_node: int = Field(ge=1)
-    """Devices of a node."""
+    """Number of devices in a node."""
     domain: int = Field(ge=1)
-    """Devices joined by the fast link: a node, or an NVL72 rack."""
+    """Number of devices joined by the fast link: a node, or an NVL72 rack."""
     memory_gb: float = Field(gt=0)
     """Memory of one device, 10**9 bytes."""
     memory_gb_s: float = Field(gt=0)
-    """Its bandwidth, 10**9 bytes per second."""
+    """Memory bandwidth of one device, 10**9 bytes per second."""
     tflops: dict[str, float]
-    """Precision -> dense matrix products, 10**12 FLOP/s."""
+    """Precision -> rate of dense matrix products, 10**12 FLOP/s."""
     achievable_tflops: dict[str, float] = Field(default_factory=dict)
-    """Precision -> fraction of it that the best matrix shape reaches; default 0.8 of the datasheet."""
+    """Precision -> rate that the best matrix shape reaches, 10**12 FLOP/s; default 0.75 of `tflops`."""
     link_gb_s: float = Field(gt=0)
-    """Fast link, one way and per device, 10**9 bytes per second."""
+    """Bandwidth of the fast link, one way and per device, 10**9 bytes per second."""
     network_gb_s: float = Field(gt=0)
-    """Network between nodes, one way and per device, 10**9 bytes per second."""
+    """Bandwidth between nodes, one way and per device, 10**9 bytes per second."""
     host_memory_gb: float = Field(default=HOST_GB, gt=0)
     """Host memory of a node, 10**9 bytes, for offloading."""
     price_per_hour: float | None = Field(default=None, ge=0)
@@ -74,10 +72,22 @@ class ClusterSpec(Spec):
     measured: Measured = Measured()
     """Filled in by `meshwright plan calibrate`."""
     source: str = ""
-    """Where the figures are from."""
+    """Source of the figures."""
+
+    @model_validator(mode="after")
+    def _rates(self) -> "ClusterSpec":
+        if not self.tflops.get(BF16.name):
+            raise ValueError(f"tflops has no {BF16}: give at least the rate of products in it")
+        for precision, rate in self.achievable_tflops.items():
+            peak = self.tflops.get(precision)
+            if peak and not 0.01 * peak < rate <= peak:
+                raise ValueError(
+                    f"achievable_tflops: {precision}: {rate:g} of {peak:g} TFLOP/s; give the rate, not a fraction"
+                )
+        return self
 
     def peak(self, precision: Precision) -> float:
-        """Datasheet rate of a job's matrix products, 10**12 FLOP/s; bf16's if theirs is unknown."""
+        """Datasheet rate of a job's matrix products, 10**12 FLOP/s; the rate of bf16 if theirs is unknown."""
         return self.tflops.get(precision.products) or self.tflops[BF16.name]
 
 
@@ -89,22 +99,22 @@ NAME = re.compile(
 
 
 class ClusterName(Spec):
-    """A short name taken apart: `64xa100-80g@400Gb/s`."""
+    """The parts of a short name, such as `64xa100-80g@400Gb/s`."""
 
     devices: int = 1
     device: str
     memory_gb: int | None = None
     form: str | None = None
     node_gb_s: float | None = None
-    """Network of a node, one way, 10**9 bytes per second."""
+    """Network bandwidth of a node, one way, 10**9 bytes per second."""
     gpu_gb_s: float | None = None
-    """Network of one GPU, if the name says `/gpu`."""
+    """Network bandwidth of one GPU, if the name says `/gpu`."""
 
 
 def parse_cluster_name(text: str) -> ClusterName:
-    """`[COUNTx]DEVICE[-80g][-pcie][@RATE]` taken apart; RATE is a node's network in Gb/s (bits) or GB/s (bytes).
+    """Parse `[COUNTx]DEVICE[-80g][-pcie][@RATE]`; RATE is a node's network in Gb/s (bits) or GB/s (bytes).
 
-    Raises `UserError` with the grammar where the text does not follow it.
+    Raises `UserError` with examples for any other text.
     """
     found = NAME.fullmatch(text.strip())
     if found is None and (rate := re.fullmatch(r"(.*@\d+(?:\.\d+)?)(/gpu)?", text.strip())):

@@ -45,11 +45,11 @@ Column = Literal[
     "audios",
     "videos",
 ]
-"""The columns of records that mean something."""
+"""The record columns that have a meaning."""
 
 
 SMALLEST_VOCAB = 257
-"""All bytes, and the end of a text."""
+"""All bytes, and the end-of-text token."""
 
 
 class SourceSpec(Spec):
@@ -73,8 +73,8 @@ class SourceSpec(Spec):
     text_key: str = Field(default="text", min_length=1)
     """Key or column of the text in .jsonl, .csv, .parquet, .arrow and datasets."""
     columns: dict[Column, str | None] = Field(default={})
-    """Other names of a record's columns, as in `{instruction: question}`: the name of the format to the name in the
-    file. null ignores the column."""
+    """Other names of a record's columns: format's name -> file's name, as in `{instruction: question}`. null ignores
+    the column."""
     weight: float | None = Field(default=None, ge=1e-9, le=1e9)
     """Share of the trained tokens, relative to the other sources' weights; set it for every source or for none. Without
     weights, every document is seen equally often."""
@@ -87,7 +87,7 @@ class SourceSpec(Spec):
 
 
 Role = Literal["system", "developer", "user", "assistant", "tool"]
-"""Who speaks in a conversation."""
+"""The roles in a conversation."""
 
 
 class ChatSpec(Spec):

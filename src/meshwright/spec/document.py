@@ -1,7 +1,7 @@
 """YAML documents: plain data only, every value with its file and line.
 
-Scalars follow YAML 1.2's core schema, so `1e-4` is a number and `on`, `no` and `yes` are text. What surprises
-people in a configuration is refused with its line: duplicate keys, tags, anchors, aliases and merge keys.
+Scalars follow YAML 1.2's core schema, so `1e-4` is a number and `on`, `no` and `yes` are text. Features that surprise
+people in a configuration are refused with their line: duplicate keys, tags, anchors, aliases and merge keys.
 """
 
 import re
@@ -12,7 +12,7 @@ from typing import Any
 import yaml
 
 KeyPath = tuple[str | int, ...]
-"""Where a value lies in the document: keys of mappings and indices of lists, from the outside in."""
+"""The path of a value in the document: keys of mappings and indices of lists, outermost first."""
 
 _INTEGER = re.compile(r"[-+]?[0-9]{1,300}|0o[0-7]+|0x[0-9a-fA-F]+")
 _FLOAT = re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?")
@@ -22,28 +22,28 @@ _WORDS |= {"true": True, "True": True, "TRUE": True, "false": False, "False": Fa
 
 @dataclass(frozen=True, order=True)
 class Place:
-    """Where a value was written: a line of a file, or an override on the command line."""
+    """The origin of a value: a line of a file, or an override on the command line."""
 
     order: int
-    """Problems are reported in this order: lines of the file first, then overrides as they were given."""
+    """Sort key of problems: lines of the file first, then overrides in the order given."""
     text: str
-    """For people: `run.yaml:12`, or `command line: training.steps=5`."""
+    """The text shown to users: `run.yaml:12`, or `command line: training.steps=5`."""
     names: str = ""
-    """The dotted path that `text` names already (overrides), so that a message need not repeat it."""
+    """The dotted path that `text` already contains (for overrides), so that a message need not repeat it."""
 
     def says(self, path: KeyPath, message: str) -> str:
-        """`message` about the value at `path`, as one line that starts with this place."""
+        """The message about the value at `path`, as one line that starts with this place."""
         subject = "" if dotted(path) in ("", self.names) else f"{dotted(path)}: "
         return f"{self.text}: {subject}{message}"
 
 
 @dataclass(frozen=True, order=True)
 class Problem:
-    """One thing that is wrong, with the place to mend it."""
+    """One error, with its place."""
 
     place: Place
     message: str
-    """The whole line as printed, place included."""
+    """The whole printed line, including the place."""
 
 
 @dataclass
@@ -61,20 +61,20 @@ class Document:
         return self.places[path]
 
     def refuse(self, path: KeyPath, message: str, place: Place | None = None) -> None:
-        """Note that the value at `path` is wrong."""
+        """Record that the value at `path` is invalid."""
         place = place or self.place(path)
         self.problems.append(Problem(place, place.says(path, message)))
 
 
 def dotted(path: KeyPath) -> str:
-    """`("data", "sources", 0)` as people write it: `data.sources.0`."""
+    """A path in dotted form: `data.sources.0` for `("data", "sources", 0)`."""
     return ".".join(str(part) for part in path)
 
 
 def scalar(text: str) -> Any:
     """The value of an unquoted scalar: null, true or false, a number, else text.
 
-    `.inf` and `.nan` stay text: no setting of a run is one of them.
+    `.inf` and `.nan` stay text, because no setting of a run has these values.
     """
     if text in _WORDS:
         return _WORDS[text]
@@ -88,7 +88,7 @@ def scalar(text: str) -> Any:
 def read_yaml(text: str, place_of_line: Callable[[int], Place]) -> Document:
     """Parse YAML text (one document); `place_of_line` turns a line number, counted from 1, into a place.
 
-    What can be read is read: problems are collected in the document rather than raised.
+    Problems are collected in the document instead of raised; the rest is read if possible.
     """
     document = Document(value=None, places={(): place_of_line(1)})
     try:
@@ -110,7 +110,7 @@ def read_yaml(text: str, place_of_line: Callable[[int], Place]) -> Document:
 
 
 def _refusals(text: str) -> Iterator[tuple[int, str]]:
-    """YAML that a recipe must not contain: (line, message)."""
+    """The forbidden YAML features in a text, as (line, message)."""
     documents = 0
     for event in yaml.parse(text, Loader=yaml.SafeLoader):
         line = event.start_mark.line + 1
@@ -176,7 +176,7 @@ def _syntax(error: yaml.MarkedYAMLError) -> tuple[int, str]:
 
 
 class _Dumper(yaml.SafeDumper):
-    """Block mappings, lists on one line, and quotes around every text that could be read as a value."""
+    """A dumper with block mappings, one-line lists, and quotes around every text that could be read as another type."""
 
 
 def _tag(name: str) -> str:
@@ -189,6 +189,6 @@ _Dumper.add_representer(list, lambda dumper, data: dumper.represent_sequence(_ta
 
 
 def write_yaml(value: Any) -> str:
-    """Plain data as YAML text that `read_yaml`, and readers of YAML 1.1 too, read back to the same data."""
+    """Plain data as YAML text that `read_yaml` and YAML 1.1 readers read back to the same data."""
     style = {"sort_keys": False, "allow_unicode": True, "width": 2**20, "default_flow_style": False}
     return yaml.dump(value, Dumper=_Dumper, **style)

@@ -2,11 +2,11 @@
 
 
 class UserError(ValueError):
-    """An error that the user can fix, in the command line, the recipe, the data or a file: one sentence, which also
-    says what would work.
+    """An error that the user can fix, in the command line, the recipe, the data or a file. Its message is one sentence,
+    which also says what would work.
 
     The command line prints the sentence and exits with 2; a run that ends with it is not restarted. Every other
-    exception is a bug, ours or a library's: it shows its stack trace, and a run that crashed by it may be restarted.
+    exception is a bug, ours or a library's: its stack trace is shown, and a run that crashes with it may be restarted.
     """
 
     def __init__(self, problem: str = "", remedy: str = "") -> None:

@@ -8,8 +8,8 @@ from meshwright.spec.base import Spec
 from meshwright.spec.errors import UserError
 
 Patterns = Annotated[tuple[str, ...], Field(min_length=1)]
-"""Modules by name: `wq`, `attention.wq` and `layers.0.*` are matched with names as in the parameter table, and `q_proj`
-with Hugging Face's."""
+"""Patterns of module names: `wq`, `attention.wq` and `layers.0.*` match names of the parameter table, and `q_proj`
+matches Hugging Face's."""
 
 
 class FullSpec(Spec):

@@ -1,4 +1,4 @@
-"""Whether, and how, a layout fits a model and its sequences."""
+"""The fit of a layout to a model and its sequences: reasons against it, and legal alternatives."""
 
 from collections.abc import Iterator
 from itertools import product
@@ -11,8 +11,8 @@ from meshwright.spec.training import TrainingSpec
 
 
 def find_misfits(layout: LayoutSpec, model: ModelSpec, sequence_length: int) -> list[str]:
-    """Every reason why the layout cannot train the model on sequences of this length, each a sentence that starts with
-    the setting and ends with the nearest legal layout."""
+    """Every reason why the layout cannot train the model on sequences of this length: sentences that start with the
+    setting and end with the nearest legal layout."""
     if model.foreign is not None:
         return list(_foreign_misfits(layout))
     reasons = _reasons(layout, model, sequence_length)
@@ -24,7 +24,7 @@ def find_misfits(layout: LayoutSpec, model: ModelSpec, sequence_length: int) -> 
 
 
 def _reasons(layout: LayoutSpec, model: ModelSpec, sequence_length: int) -> list[str]:
-    """Why these degrees of tp, cp and ep do not fit; empty if they do."""
+    """The reasons why the degrees of tp, cp and ep do not fit; empty if they fit."""
     why = _tensor_misfit(layout, model, sequence_length) if layout.tp > 1 else None
     return [
         *([f"layout.tp={layout.tp}: {why}"] if why else ()),
@@ -47,7 +47,7 @@ def _advice(layout: LayoutSpec, model: ModelSpec, sequence_length: int) -> str:
 
 
 def _nearest_degrees(layout: LayoutSpec, model: ModelSpec, sequence_length: int) -> str:
-    """The change to the nearest degrees of tp, cp and ep that fit together."""
+    """The settings to change for the nearest degrees of tp, cp and ep that fit together."""
 
     def distance(degrees: tuple[int, int, int]) -> tuple[int, ...]:
         moves = [abs(degree - getattr(layout, axis)) for axis, degree in zip(("tp", "cp", "ep"), degrees, strict=True)]
@@ -80,8 +80,8 @@ def _foreign_misfits(layout: LayoutSpec) -> Iterator[str]:
 
 
 def foreign_misfits(training: TrainingSpec, finetune: FinetuneSpec | None) -> list[str]:
-    """Why a model that transformers computes cannot be trained this way, each a sentence that starts with the
-    setting."""
+    """The reasons why a model that transformers computes cannot be trained with these settings, in sentences that start
+    with the setting."""
     found = []
     if training.compile:
         found.append("training.compile=true: is not supported for models that transformers computes; use false")
@@ -93,8 +93,8 @@ def foreign_misfits(training: TrainingSpec, finetune: FinetuneSpec | None) -> li
 
 
 def quantized_misfits(layout: LayoutSpec, finetune: FinetuneSpec | None) -> list[str]:
-    """Why quantized collectives cannot serve a layout, each a sentence that starts with the setting; empty if they
-    can."""
+    """The reasons against the layout's quantized collectives, in sentences that start with the setting; empty if there
+    are none."""
     found, base = [], getattr(finetune, "base", "plain")
     if layout.quantized_weights != "none" and base != "plain":
         found.append(
@@ -111,7 +111,7 @@ def quantized_misfits(layout: LayoutSpec, finetune: FinetuneSpec | None) -> list
 
 
 def fp8_gather_misfits(layout: LayoutSpec, training: TrainingSpec, finetune: FinetuneSpec | None) -> list[str]:
-    """Why weights cannot be gathered in the codes that products multiply; empty if they can."""
+    """The reasons why weights cannot be gathered as the codes of fp8 products; empty if they can."""
     where = f"layout.quantized_weights={layout.quantized_weights}"
     if layout.quantized_weights != "fp8":
         return []
@@ -127,7 +127,7 @@ def fp8_gather_misfits(layout: LayoutSpec, training: TrainingSpec, finetune: Fin
 
 
 def sample_misfits(training: TrainingSpec, model: ModelSpec) -> list[str]:
-    """Why a model has no room for the texts that training generates; empty if it has."""
+    """The reason why samples in training exceed the model's positions; empty if they do not."""
     if training.samples is None or training.samples.max_tokens < model.max_positions:
         return []
     return [
@@ -137,7 +137,7 @@ def sample_misfits(training: TrainingSpec, model: ModelSpec) -> list[str]:
 
 
 def batch_misfits(layout: LayoutSpec, global_batch: int) -> list[str]:
-    """Why the ranks that read different samples cannot share a step's sequences; empty if they can."""
+    """The reason why the data-parallel ranks cannot share a step's sequences evenly; empty if they can."""
     ranks = layout.data_parallel
     if global_batch % ranks == 0:
         return []
@@ -148,7 +148,7 @@ def batch_misfits(layout: LayoutSpec, global_batch: int) -> list[str]:
 
 
 def _tensor_misfit(layout: LayoutSpec, model: ModelSpec, sequence_length: int) -> str | None:
-    """Why the tensor-parallel ranks cannot share this model; None if they can."""
+    """The reason why tensor-parallel ranks cannot share this model; None if they can."""
     tp, heads, kv_heads, tokens = layout.tp, model.num_heads, model.num_kv_heads, sequence_length // layout.cp
     rows = -(-model.vocab // tp)
     if heads % tp:
@@ -160,7 +160,7 @@ def _tensor_misfit(layout: LayoutSpec, model: ModelSpec, sequence_length: int) -
     if model.shared_experts * model.expert_ffn % tp:
         shared = f"{model.shared_experts} shared experts of width {model.expert_ffn}"
         return f"{shared} cannot be split evenly over {tp} ranks"
-    if tokens % tp and sequence_length % layout.cp == 0:  # else this is the reason
+    if tokens % tp and sequence_length % layout.cp == 0:  # otherwise cp is the reason
         return f"{tp} ranks share the sequence between blocks, and {tokens} tokens cannot be split evenly over them"
     if rows * (tp - 1) >= model.vocab:
         return f"a vocabulary of {model.vocab} leaves the last of {tp} ranks without a row"
@@ -173,7 +173,7 @@ def _tensor_misfit(layout: LayoutSpec, model: ModelSpec, sequence_length: int) -
 
 
 def tensor_notes(layout: LayoutSpec, model: ModelSpec) -> str:
-    """What tensor-parallel ranks do not share evenly; empty if they share everything."""
+    """The parts that tensor-parallel ranks do not share evenly; empty if they share everything."""
     tp, rows = layout.tp, -(-model.vocab // layout.tp)
     notes = []
     if model.num_kv_heads % tp:
@@ -185,7 +185,7 @@ def tensor_notes(layout: LayoutSpec, model: ModelSpec) -> str:
 
 
 def context_method(layout: LayoutSpec, model: ModelSpec, sequence_length: int) -> tuple[ContextMethod, str]:
-    """How context-parallel ranks attend to each other's tokens, and why."""
+    """The method of context-parallel attention, and the reason for it."""
     if layout.cp_method != "auto":
         return layout.cp_method, "given"
     ranks, kv_heads = layout.cp * layout.tp, model.num_kv_heads
@@ -200,7 +200,7 @@ def context_method(layout: LayoutSpec, model: ModelSpec, sequence_length: int) -
 
 
 def _chunks(layout: LayoutSpec, model: ModelSpec, sequence_length: int) -> int:
-    """Parts of a sequence that each context-parallel rank holds."""
+    """Number of chunks of a sequence on each context-parallel rank."""
     method, _ = context_method(layout, model, sequence_length)
     return 1 if layout.cp == 1 or method == "ulysses" else 2
 

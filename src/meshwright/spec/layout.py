@@ -1,4 +1,4 @@
-"""Layouts: how ranks are arranged, and which arrangements are legal."""
+"""Layouts: arrangements of ranks, and the rules of legal ones."""
 
 from collections.abc import Iterator
 from math import gcd
@@ -71,7 +71,7 @@ class LayoutSpec(Spec):
     @field_validator("zero", mode="before")
     @classmethod
     def _no_truth_value(cls, value: Any) -> Any:
-        if isinstance(value, bool):  # which Python, and so pydantic, treats as 0 or 1
+        if isinstance(value, bool):  # Python, and so pydantic, treats it as 0 or 1
             raise UserError(f"{str(value).lower()} is not allowed: must be 'auto', 0, 1, 2 or 3")
         return value
 
@@ -88,7 +88,7 @@ class LayoutSpec(Spec):
 
     @property
     def problem(self) -> str | None:
-        """Why the layout is illegal, which `model_copy` does not check; None if it is legal."""
+        """The reason why the layout is illegal, which `model_copy` does not check; None if it is legal."""
         return "; ".join(self._problems()) or None
 
     def _problems(self) -> Iterator[str]:
@@ -186,17 +186,17 @@ class LayoutSpec(Spec):
 
     @property
     def tiers(self) -> OffloadSpec:
-        """`offload`, written out."""
+        """The section that `offload` means."""
         return self.offload if isinstance(self.offload, OffloadSpec) else CPU if self.offload == "cpu" else NOTHING
 
     @property
     def alone(self) -> bool:
-        """Whether one process trains without FSDP2, which alone moves parameters to the host's memory and back."""
+        """Whether one process trains without FSDP2, which is needed to move parameters to host memory and back."""
         return self.world_size == 1 and self.tiers.parameters != "host"
 
     @property
     def offload_word(self) -> str:
-        """`offload` as a recipe has it."""
+        """`offload` as written in a recipe."""
         if not isinstance(self.offload, OffloadSpec):
             return self.offload
         given = self.offload.model_dump(exclude_defaults=True)
@@ -204,7 +204,7 @@ class LayoutSpec(Spec):
 
     @property
     def asynchronous(self) -> bool:
-        """Whether gradients are a step late, by the pipeline's schedule: not the same training as one process's."""
+        """Whether the pipeline schedule applies gradients one step late, so that training differs from one process."""
         return self.pp > 1 and is_asynchronous(self.schedule)
 
     @property
@@ -219,22 +219,22 @@ class LayoutSpec(Spec):
 
     @property
     def replicate(self) -> int:
-        """Ranks that hold copies of the same share of the model state: data- and context-parallel ones."""
+        """Number of data- and context-parallel ranks that hold the same share of the model state."""
         return self.dp_replicate * (self.cp if self.zero_stage == 0 else 1)
 
     @property
     def shard(self) -> int:
-        """Ranks among which ZeRO splits the model state: data- and context-parallel ones."""
+        """Number of data- and context-parallel ranks over which ZeRO shards the model state."""
         return self.dp_shard * (1 if self.zero_stage == 0 else self.cp)
 
     @property
     def expert_replicate(self) -> int:
-        """Ranks that hold copies of the same share of the experts' state."""
+        """Number of ranks that hold the same share of the experts' state."""
         return self.world_size // (self.pp * self.ep * self.expert_shard)
 
     @property
     def expert_shard(self) -> int:
-        """Ranks among which ZeRO splits the state of the same experts."""
+        """Number of ranks over which ZeRO shards the state of the same experts."""
         return 1 if self.zero_stage == 0 else self.dp_shard * self.cp * self.tp // self.ep
 
     @property
@@ -244,7 +244,7 @@ class LayoutSpec(Spec):
 
     @property
     def virtual_stages(self) -> int:
-        """Pipeline stages that each rank holds, with `auto` resolved; 1 where a file has the schedule."""
+        """Pipeline stages on each rank, with `auto` resolved; 1 for a schedule from a file."""
         if self.pp == 1 or self.schedule.endswith(".csv"):
             return 1
         if self.stage_layers != "auto":
@@ -265,7 +265,7 @@ class LayoutSpec(Spec):
 
     @property
     def strategy(self) -> str:
-        """The field's name for this layout, for people."""
+        """The usual name of the layout, for people."""
         if self.world_size == 1:
             name = "single process"
         elif self.data_parallel == 1 and self.zero_stage == 0:

@@ -1,4 +1,4 @@
-"""Low-precision settings of matrix products: how operands are scaled, and which layers stay in higher precision."""
+"""Low-precision settings of matrix products: scaling of operands, and layers that stay in higher precision."""
 
 from typing import Literal
 
@@ -10,16 +10,16 @@ Fp8Recipe = Literal["tensorwise", "rowwise", "rowwise_with_gw_hp", "blockwise", 
 """Ways to scale operands in fp8."""
 
 BLOCKS = {"blockwise": 128, "mxfp8": 32, "nvfp4": 16}
-"""Consecutive numbers that share a scale, by recipe; no block may span two ranks."""
+"""Number of consecutive values that share a scale, by recipe; no block may span two ranks."""
 
 CODED = {"tensorwise": "auto", "delayed": "auto", "blockwise": "codes"}
-"""Recipes that can keep inputs in codes, and the least `saved_inputs` for it."""
+"""Recipes that can save inputs as quantized codes, and the weakest `saved_inputs` that does so."""
 
 KERNELS = ("tensorwise", "rowwise", "delayed")
-"""Recipes whose products a GPU's kernel can compute; the others are emulated everywhere."""
+"""Recipes for whose products GPU kernels exist; the others are emulated everywhere."""
 
 DELAYED = "delayed"
-"""The recipe with scales from previous steps."""
+"""The recipe that takes scales from previous steps."""
 
 
 class LowPrecisionSpec(Spec):

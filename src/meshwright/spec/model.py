@@ -9,8 +9,8 @@ from meshwright.spec.base import Spec
 from meshwright.spec.plugins import Pluggable
 
 WIDEST, DEEPEST = 10**7, 10**4
-"""The most that a width, a number of heads or a vocabulary may be, and a number of layers or experts: sizes that no
-model has, refused before anything counts with them."""
+"""Limits: the largest width, number of heads or vocabulary, and the largest number of layers or experts. No model
+exceeds them; larger sizes are refused before any computation."""
 
 
 class RopeScaling(Spec):
@@ -73,7 +73,7 @@ class ModelFields(Spec):
     rope_theta: float | None = Field(default=None, gt=0)
     """Base of the rotary embedding."""
     rope_scaling: RopeScaling | None = None
-    """Scaling of its frequencies for a longer context."""
+    """Scaling of the rotary embedding's frequencies for a longer context."""
     sliding_window: int | None = Field(default=None, ge=1)
     """Attention to at most this many previous positions."""
     tied_embeddings: bool | None = None
@@ -118,20 +118,20 @@ class ForeignModel(Spec):
     """An architecture that only transformers implements."""
 
     config: str
-    """The content of its config.json."""
+    """The content of the model's config.json."""
     blocks: str
-    """Name of the list of its blocks, as in `gpt_neox.layers`."""
+    """Name of the list of blocks, as in `gpt_neox.layers`."""
     tensors: tuple[tuple[str, tuple[int, ...]], ...]
-    """Name and shape of every parameter, as in transformers' module and, but for those of `stacks`, as stored."""
+    """Name and shape of every parameter in transformers' module; except for `stacks`, the files store the same."""
     stacks: tuple[tuple[str, tuple[str, ...]], ...] = ()
-    """Parameters `X.experts.NAME` that hold tensors `X.experts.N.PART.weight` of all experts, and which parts: their
-    rows follow one another in each expert's matrix."""
+    """Parameters `X.experts.NAME` that stack the tensors `X.experts.N.PART.weight` of all experts, and their PARTs,
+    whose rows follow one another in each expert's matrix."""
     buffers: tuple[tuple[str, tuple[int, ...]], ...] = ()
-    """Tensors that belong to the model and do not train, such as the biases of routers: name and shape."""
+    """Untrained tensors of the model, such as the biases of routers: name and shape."""
     scalars: tuple[tuple[str, float], ...] = ()
-    """Stored tensors of no dims, and their values."""
+    """Stored scalar tensors, and their values."""
     renamed: tuple[tuple[str, str], ...] = ()
-    """Parts of names in transformers' module that the files spell otherwise, and how."""
+    """Parts of names in transformers' module, and their different spelling in the files."""
 
 
 FamilyName = Literal[
@@ -141,7 +141,7 @@ FamilyName = Literal[
 
 
 class ModelSpec(Spec):
-    """A model, complete: everything that families, models and planner need, no defaults left to guess."""
+    """A complete model: every size and option that families, models and planner need."""
 
     family: Annotated[FamilyName, Pluggable("models")]
     hidden: int = Field(ge=1, le=WIDEST)
@@ -173,24 +173,24 @@ class ModelSpec(Spec):
     expert_ffn: int = 0
     """Width of one expert."""
     router_scores: Literal["softmax", "sigmoid"] = "softmax"
-    """How the router turns logits into scores: probabilities over all experts, or an independent score for each."""
+    """Scores from the router's logits: probabilities over all experts, or an independent score for each."""
     router_normalised: bool = False
-    """The chosen experts' scores are divided by their sum."""
+    """Whether the chosen experts' scores are divided by their sum."""
     router_scale: float = 1.0
     router_groups: int = 1
     router_top_groups: int = 1
     router_bias: bool = False
-    """A bias for each expert decides with its score who is chosen; it is not trained but moved by balance_rate."""
+    """Whether a bias is added to each expert's score to choose experts. It is changed by balance_rate, not trained."""
     balance_loss: float = 0.0
     balance_rate: float = 0.0
     shared_experts: int = 0
     dense_layers: int = 0
     kv_rank: int | None = None
-    """Latent attention (deepseek_v3); None: keys and values are made from the residual stream."""
+    """Latent attention (deepseek_v3); None: keys and values are computed from the residual stream."""
     q_rank: int | None = None
     nope_head_dim: int = 0
     rope_head_dim: int = 0
-    """With latent attention head_dim = nope_head_dim + rope_head_dim; otherwise all of a head is rotated."""
+    """With latent attention head_dim = nope_head_dim + rope_head_dim; otherwise the whole head is rotated."""
     v_head_dim: int = 0
     """With latent attention; otherwise values are as wide as keys."""
     foreign: ForeignModel | None = None
@@ -202,7 +202,7 @@ class ModelSpec(Spec):
 
     @property
     def rotated_dim(self) -> int:
-        """Width of the part of a head that is rotated."""
+        """Width of a head's rotated part."""
         return self.rope_head_dim or self.head_dim
 
 
@@ -221,9 +221,9 @@ class Parameter:
     shape: tuple[int, ...]
     """Global shape."""
     init: Literal["normal", "uniform", "ones", "zeros", "row_norms", "quantized"]
-    """How a fresh weight is drawn; row_norms: as the 2-norms of the rows of its module's weight; quantized: from it."""
+    """Initialization of a new weight. row_norms: the 2-norms of the rows of its module's weight; quantized: from it."""
     init_std: float = 0.0
-    """Standard deviation where init is normal or uniform."""
+    """Standard deviation if init is normal or uniform."""
     trained: bool = True
     """Whether training changes it; if not, it has no gradient, no optimizer state and no copy in full precision."""
     adapter: bool = False

@@ -1,4 +1,4 @@
-"""Offloading settings: which state a rank keeps outside its device's memory. No torch here."""
+"""Offloading settings: the state that a rank keeps outside its device's memory. No torch here."""
 
 from typing import Literal
 
@@ -8,8 +8,8 @@ from meshwright.spec.base import Spec
 from meshwright.spec.errors import UserError
 
 PAGE_CACHE_SHARE = 0.1
-"""Part of the free memory that gradients on disk may take as page cache. Linux begins to write changed pages back when
-they take as much (`vm.dirty_background_ratio`)."""
+"""Share of free memory that gradients on disk may take as page cache. At this share, Linux begins to write dirty pages
+back (`vm.dirty_background_ratio`)."""
 
 
 class OffloadSpec(Spec):
@@ -82,7 +82,7 @@ class OffloadSpec(Spec):
 
 NOTHING = OffloadSpec()
 CPU = OffloadSpec(optimizer="host", parameters="host")
-"""What `offload: cpu` is short for."""
+"""The section that `offload: cpu` is short for."""
 DISK = OffloadSpec(optimizer="disk")
 ALL_DISK = OffloadSpec(optimizer="disk", parameters="disk")
 ACTIVATIONS = OffloadSpec(activations="host")

@@ -32,8 +32,8 @@ OURS = {
         "wandb": "meshwright.callbacks.wandb:WandB",
     },
 }
-"""Kind -> name -> where it is, for shipped plug-ins that are built like a user's. Others are entry points of the group
-`meshwright.KIND`."""
+"""Kind -> name -> module and class, for shipped plug-ins that are built like a user's. Others are entry points of the
+group `meshwright.KIND`."""
 
 KINDS = ("callbacks", "trackers", "datasets", "objectives", "optimizers", "lr_schedules", "models")
 """The kinds of plug-ins; the groups of entry points are `meshwright.KIND`."""
@@ -41,7 +41,7 @@ KINDS = ("callbacks", "trackers", "datasets", "objectives", "optimizers", "lr_sc
 _given: dict[tuple[str, str], Any] = {}
 
 NEEDS = ("tensorboard", "wandb")
-"""Trackers of ours that need the package of their name, which `pip install 'meshwright[NAME]'` brings."""
+"""Shipped trackers that need the package of the same name, which `pip install 'meshwright[NAME]'` installs."""
 
 
 class PluginSpec(Spec):
@@ -54,14 +54,14 @@ class PluginSpec(Spec):
 
 
 def known_plugins(kind: str) -> dict[str, EntryPoint]:
-    """Every plug-in of a kind (one of `KINDS`) that is installed, by name. Loads none."""
+    """The installed plug-ins of a kind (one of `KINDS`), by name. Loads none."""
     group = f"meshwright.{kind}"
     ours = [EntryPoint(name, value, group) for name, value in OURS.get(kind, {}).items()]
     return {entry.name: entry for entry in [*entry_points(group=group), *ours]}
 
 
 def find_plugin(kind: str, name: str) -> EntryPoint:
-    """The plug-in of a name; raises `UserError` if it does not exist."""
+    """The installed plug-in called `name`; raises `UserError` if there is none."""
     known = known_plugins(kind)
     if name not in known:
         there = ", ".join(sorted(known)) or "none"
@@ -75,7 +75,7 @@ def find_plugin(kind: str, name: str) -> EntryPoint:
 
 
 def has_plugin(kind: str, name: str) -> bool:
-    """Whether there is a plug-in of a name, given or installed."""
+    """Whether a plug-in called `name` is given or installed."""
     return (kind, name) in _given or name in known_plugins(kind)
 
 
@@ -89,7 +89,7 @@ def require_plugin(kind: str, name: str) -> None:
 
 @contextmanager
 def plugged_in(objects: Mapping[tuple[str, str], Any]) -> Iterator[None]:
-    """While it lasts, recipes may also name these objects: (kind, name) -> what Python code has handed over."""
+    """Let recipes also name these objects, (kind, name) -> object from Python code, inside the block."""
     before = dict(_given)
     _given.update(objects)
     try:
@@ -119,7 +119,7 @@ def load_plugin(kind: str, name: str) -> Any:
 
 
 def said_of(kind: str, name: str, attribute: str, default: Any) -> Any:
-    """An attribute of a plug-in's class; the default if it is not set, or the class is not here."""
+    """An attribute of a plug-in's class; the default if it is not set or the class cannot be loaded."""
     try:
         plugin = load_plugin(kind, name)
     except UserError:
@@ -142,7 +142,7 @@ def make_plugin(kind: str, plugin: PluginSpec) -> Any:
 
 
 def check_takes(function: Callable[..., Any], where: str, *words: str, **options: Any) -> None:
-    """Raise `UserError` if a plug-in is not a function of this many arguments, called `words`, and of these options."""
+    """Raise `UserError` if a plug-in is not a function of the arguments `words` and the keyword arguments `options`."""
     if not callable(function):
         raise UserError(f"{where} is {function!r}, which cannot be called; give a function of ({', '.join(words)})")
     try:
@@ -155,8 +155,8 @@ def check_takes(function: Callable[..., Any], where: str, *words: str, **options
 
 @dataclass(frozen=True)
 class Pluggable:
-    """Annotates a setting whose choices (a Literal) are ours: it may also name an installed plug-in of a kind, or
-    contain a dot, as names of objects from Python code do. Names in the files of a run are not checked again."""
+    """Annotation of a setting whose choices (a Literal) are ours: it may also name an installed plug-in of a kind, or
+    contain a dot, like the names of objects from Python code. Names in the files of a run are not checked again."""
 
     kind: str
 

@@ -1,7 +1,7 @@
 """The number formats of a run: the dtype of each kind of tensor, with its bytes and rounding.
 
-`Precision.of` makes the value from the recipe's two words (`TrainingSpec.dtypes`); planner, engine, traffic and
-tolerances read it. `models/dtypes.py` gives torch's name for a `Dtype`.
+`TrainingSpec.dtypes` makes the value from the recipe with `Precision.of`; planner, engine, traffic and tolerances read
+it. `models/dtypes.py` maps a `Dtype` to torch's.
 """
 
 from dataclasses import dataclass
@@ -36,10 +36,10 @@ FP16, BF16 = Dtype("fp16", 2, 2.0**-10), Dtype("bf16", 2, 2.0**-7)
 DTYPES = {
     dtype.name: dtype for dtype in (FP64, FP32, FP16, BF16, Dtype("int32", 4), Dtype("int8", 1), Dtype("uint8", 1))
 }
-"""Every format that a tensor of the engine is stored in."""
+"""The storage formats of the engine's tensors."""
 
 NARROW = {"fp8": "fp8", "mxfp8": "fp8", "nvfp4": "fp4"}
-"""Formats for matrix products only, by the names of their rates in device tables."""
+"""Formats of matrix products only, and the names of their rates in device tables."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,25 +47,25 @@ class Precision:
     """The dtypes of one run."""
 
     compute: Dtype
-    """Of activations, and of operands and results of matrix products."""
+    """Dtype of activations, and of operands and results of matrix products."""
     store: Dtype
-    """Of the weights that the model computes with: gathered or copied from the masters, or frozen."""
+    """Dtype of the weights that the model computes with: gathered or copied from the masters, or frozen."""
     master: Dtype
-    """Of the weights that the optimizer updates; the optimizer's state is fp32 or in this, whichever is wider, unless
-    the recipe says otherwise."""
+    """Dtype of the weights that the optimizer updates. The optimizer's state is in fp32 or this, whichever is wider,
+    unless the recipe says otherwise."""
     reduce: Dtype
-    """Of gradients while they accumulate over microbatches and are reduced over ranks."""
+    """Dtype in which gradients accumulate over microbatches and are reduced over ranks."""
     loss: Dtype
-    """Of softmax, losses and their sums."""
+    """Dtype of softmax, losses and their sums."""
     recipe: str | None = None
-    """The narrower format in which blocks compute their matrix products, such as fp8; None: they use `compute`."""
+    """Low-precision format of the blocks' matrix products, such as fp8; None: they use `compute`."""
 
     @classmethod
     def of(cls, name: str, reduce: str = FP32.name, beside: str = BF16.name, master: str = FP32.name) -> "Precision":
-        """What `training.precision`, `training.reduce_dtype` and `training.master_dtype` stand for. A name that is no
-        dtype, such as fp8, is the format of matrix products; all else is then in `beside`.
+        """The dtypes for `training.precision`, `training.reduce_dtype` and `training.master_dtype`. A name that is not
+        a dtype, such as fp8, is the format of matrix products; everything else is then in `beside`.
 
-        Under fp64 and fp32 all is in one dtype, and `reduce` and `master` say nothing.
+        Under fp64 and fp32 everything is in one dtype, and `reduce` and `master` are ignored.
         """
         compute = DTYPES.get(name) or DTYPES[beside]
         narrow = compute.bytes < FP32.bytes
@@ -85,17 +85,17 @@ class Precision:
 
     @property
     def narrow(self) -> bool:
-        """Whether the model computes in sixteen bits, so that two orders of a sum differ by much."""
+        """Whether the model computes in 16 bits, so that the order of a sum changes it noticeably."""
         return self.compute.bytes < FP32.bytes
 
     @property
     def gradient(self) -> Dtype:
-        """Of gradients as the optimizer gets them."""
+        """Dtype of the gradients that the optimizer gets."""
         return max(self.master, self.reduce, key=lambda dtype: dtype.bytes)
 
     @property
     def state(self) -> Dtype:
-        """Of the optimizer's state, unless the recipe says otherwise."""
+        """Dtype of the optimizer's state, unless the recipe says otherwise."""
         return max(self.master, FP32, key=lambda dtype: dtype.bytes)
 
     @property
@@ -105,7 +105,7 @@ class Precision:
 
     @property
     def products(self) -> str:
-        """The format of matrix products, as tables of devices name it: of `recipe`, or else `compute`."""
+        """The format of matrix products, as named in device tables: from `recipe`, else from `compute`."""
         return self.compute.name if self.recipe is None else NARROW.get(self.recipe, self.recipe)
 
     def __str__(self) -> str:
@@ -113,4 +113,4 @@ class Precision:
 
 
 MIXED = Precision.of(BF16.name)
-"""bf16 beside fp32 masters: what recipes and plans take where nothing is said."""
+"""bf16 with fp32 master weights: the default of recipes and plans."""

@@ -1,4 +1,4 @@
-"""pydantic's validation errors, turned into sentences."""
+"""Conversion of pydantic's validation errors to sentences."""
 
 import difflib
 import json
@@ -14,18 +14,18 @@ from meshwright.spec.document import KeyPath, dotted
 from meshwright.spec.synonyms import SYNONYMS, plain
 
 LIKENESS = 0.75
-"""Of words of a setting to be taken for one another: gpu is not cpu."""
+"""Least likeness of two words to suggest a choice of a setting: gpu and cpu have less."""
 
 
 SECTION = frozenset(["model_type", "model_attributes_type", "dict_type"])
-"""pydantic's error type for a missing section."""
+"""pydantic's error types for a missing section."""
 
 
 def explain(error: ValidationError, spec: type[Spec], value: Any) -> list[tuple[KeyPath, str]]:
     """Every problem of `error`, raised when `value` (plain data) was validated as `spec`: (path, sentence).
 
-    Alternatives of one setting (a number or `auto`) become one sentence, and where an alternative got further
-    (an item of a list is wrong) the others (it is not a word either) are left out.
+    The alternatives of one setting (a number or `auto`) become one sentence. If one alternative matched further (only
+    an item of a list is wrong), the errors of the others (it is not a word) are left out.
     """
     by_path: dict[KeyPath, list[ErrorDetails]] = {}
     alternatives: set[KeyPath] = set()
@@ -43,7 +43,7 @@ def explain(error: ValidationError, spec: type[Spec], value: Any) -> list[tuple[
 
 
 def did_you_mean(word: str, known: Iterable[str], *, likeness: float = 0.6) -> str:
-    """`; did you mean 'x'?` for the known word that others call `word`, else for the nearest, else an empty string.
+    """`; did you mean 'x'?` for the known word with the synonym `word`, else for the nearest one, else an empty string.
 
     `likeness` is difflib's ratio, from 0 (anything) to 1 (the same word).
     """
@@ -58,7 +58,7 @@ def _nearest(word: str, known: Iterable[str], likeness: float) -> str | None:
 
 
 def setting_called(word: str, spec: type[Spec]) -> str | None:
-    """The setting called `word` here or in other tools, at any place: `a.b`; None if there is none."""
+    """The path `a.b` of the setting called `word` here or in other tools, in any section; None if there is none."""
     ours = SYNONYMS.get(plain(word), plain(word))
     return next((path for path in map(dotted, _all_paths(spec)) if f".{path}".endswith(f".{ours}")), None)
 
@@ -123,7 +123,7 @@ def _wrong_kind(path: KeyPath, details: ErrorDetails, spec: type[Spec]) -> str:
 
 
 def _as_section(word: str, path: KeyPath, spec: type[Spec]) -> str:
-    """The setting with the choice `word` in the section at `path`, if `word` was written instead of the whole
+    """A hint at the setting with the choice `word` in the section at `path`, if `word` was written instead of the whole
     section."""
     for section in _sections_at(spec, path):
         for name, field in section.model_fields.items():
@@ -226,7 +226,7 @@ def _elsewhere(word: str, spec: type[Spec]) -> str:
 
 
 def _sections_at(spec: type[Spec], path: KeyPath) -> list[type[Spec]]:
-    """The classes that the section at `path` may be."""
+    """The possible classes of the section at `path`."""
     sections = [spec]
     for part in path:
         if isinstance(part, str):
@@ -240,7 +240,7 @@ def _sections_at(spec: type[Spec], path: KeyPath) -> list[type[Spec]]:
 
 
 def _sections_in(annotation: Any) -> Iterator[type[Spec]]:
-    """The sections that a field's type allows: of `tuple[SourceSpec, ...] | str`, SourceSpec."""
+    """The section classes in a field's type: SourceSpec in `tuple[SourceSpec, ...] | str`."""
     if isinstance(annotation, type) and issubclass(annotation, Spec):
         yield annotation
     for argument in get_args(annotation):

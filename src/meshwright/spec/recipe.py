@@ -19,39 +19,40 @@ SpecT = TypeVar("SpecT", bound=Spec)
 
 
 class RecipeError(UserError):
-    """Everything that is wrong with a recipe, one line each, every line beginning with its place or its setting."""
+    """All errors in a recipe: one line each, which begins with its place or its setting."""
 
     def __init__(self, problems: Sequence[str], rest: Spec | None = None, wrong: Iterable[str] = ()):
         super().__init__("\n".join(problems))
         self.problems = list(problems)
         """One line per problem: `run.yaml:12: training.optimzer: unknown key; did you mean 'optimizer'?`"""
         self.rest, self.wrong = rest, frozenset(wrong)
-        """The recipe without its invalid parts, if the rest is valid, and the sections that lost something: further
+        """The recipe without its invalid parts, if the rest is valid, and the sections that are incomplete: further
         checks can then report other problems at once."""
 
 
 def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Run:
-    """Read the recipe at `path` and apply the overrides (`training.steps=100`), in order, on top.
+    """Read the recipe at `path` and apply the overrides (`training.steps=100`) in order.
 
-    Raises RecipeError with every problem at once, and OSError where the file cannot be read.
+    Raises RecipeError with every problem at once, and OSError if the file cannot be read.
     """
     return load_spec(path, Run, overrides)
 
 
 def load_spec(path: str | Path, spec: type[SpecT], overrides: Sequence[str] = ()) -> SpecT:
-    """The same for any object of `spec/` that was saved with `dump_recipe`, such as `resolved.yaml`."""
+    """Read any object of `spec/` that was saved with `dump_recipe`, such as `resolved.yaml`, and apply the
+    overrides."""
     return parse_spec(_read_text(path), spec, overrides, source=str(path))
 
 
 def line_of(path: str | Path, setting: str) -> str | None:
-    """`run.yaml:12`, the line of the recipe at `path` that sets `training.steps`; None if it does not."""
+    """The line of the recipe at `path` that sets `training.steps`, as `run.yaml:12`; None if none does."""
     document = _read_document(_read_text(path), source=str(path))
     place = document.places.get(tuple(int(part) if part.isdecimal() else part for part in setting.split(".")))
     return place.text if place else None
 
 
 def parse_spec(text: str, spec: type[SpecT], overrides: Sequence[str] = (), *, source: str = "recipe") -> SpecT:
-    """The same from YAML text; `source` names it in problems."""
+    """Parse an object of `spec/` from YAML text and apply the overrides; `source` names the text in problems."""
     document = _read_document(text, source=source)
     if not document.problems and not isinstance(document.value, dict):
         what = "empty" if document.value is None else "not a recipe"
@@ -77,7 +78,7 @@ def parse_spec(text: str, spec: type[SpecT], overrides: Sequence[str] = (), *, s
 
 
 def dump_recipe(run: Spec, *, expanded: bool = False) -> str:
-    """The run as YAML text that loads back to an equal run: only the given settings, or with every default."""
+    """The run as YAML text that loads back to an equal run, with only the given settings or with every default."""
     value = run.model_dump(mode="json", exclude_unset=not expanded)
     if isinstance(run, Run) and set(value["model"]) == {"name"}:
         value["model"] = value["model"]["name"]
@@ -101,8 +102,7 @@ def _error(document: Document, rest: Spec | None = None, wrong: Iterable[str] = 
 
 
 def _without(value: dict[str, Any], paths: Iterable[KeyPath], spec: type[SpecT]) -> SpecT | None:
-    """`value` without the entries at `paths`, which may be whole lists; None if the rest is not a valid `spec`
-    either."""
+    """The spec of `value` without the entries at `paths`, which may be whole lists; None if the rest is invalid too."""
     rest = json.loads(json.dumps(value))
     for path in paths:
         *around, last = takewhile(lambda part: isinstance(part, str), path) if path else ("",)
@@ -151,7 +151,7 @@ def _override(document: Document, override: str, *, order: int) -> None:
 
 
 def _part(container: Any, key: str) -> str | int:
-    """The key of a section, or the index in a list, that `key` means."""
+    """`key` as the key of a section, or as the index in a list."""
     if isinstance(container, list):
         if key.isdecimal() and int(key) < len(container):
             return int(key)

@@ -1,4 +1,4 @@
-"""Recomputation settings: which layers recompute their activations. No torch here."""
+"""Recomputation settings: the layers that recompute their activations. No torch here."""
 
 from collections.abc import Sequence
 from itertools import repeat
@@ -10,10 +10,10 @@ from meshwright.spec.base import Spec
 
 Policy = Literal["none", "selective", "full"]
 POLICIES: tuple[Policy, ...] = ("none", "selective", "full")
-"""From the one that keeps most, and takes least time."""
+"""From most to fewest kept activations, and so from least to most time."""
 
 Counts = tuple[int, int]
-"""Layers of a pipeline stage that recompute everything, and selectively."""
+"""Numbers of layers of a pipeline stage that recompute everything, and selectively."""
 
 Number = Annotated[int, Field(ge=0)]
 
@@ -33,7 +33,7 @@ Recompute = Policy | RecomputeSpec
 
 
 def recompute_misfit(recompute: Recompute, stage_layers: Sequence[int]) -> str | None:
-    """Why a model with these pipeline stages cannot recompute so, starting with the setting; None if it can."""
+    """The reason why these pipeline stages cannot recompute so, starting with the setting; None if they can."""
     if not isinstance(recompute, RecomputeSpec):
         return None
     stages = len(stage_layers)
@@ -54,7 +54,7 @@ def recompute_misfit(recompute: Recompute, stage_layers: Sequence[int]) -> str |
 
 
 def stage_counts(recompute: Recompute, stage_layers: Sequence[int]) -> tuple[Counts, ...]:
-    """The recomputed layers of every pipeline stage, at most as many as it has."""
+    """The numbers of recomputed layers of every pipeline stage, limited to its layers."""
     if recompute == "none":
         return ((0, 0),) * len(stage_layers)
     if not isinstance(recompute, RecomputeSpec):
@@ -77,7 +77,7 @@ def layer_policies(recompute: Recompute, stage_layers: Sequence[int]) -> tuple[P
 
 
 def of_counts(counts: Sequence[Counts], stage_layers: Sequence[int]) -> Recompute:
-    """What `stage_counts` turns into these counts, in the fewest words."""
+    """The shortest setting that `stage_counts` turns into these counts."""
     for policy in POLICIES:
         if tuple(counts) == stage_counts(policy, stage_layers):
             return policy
@@ -99,13 +99,12 @@ def describe_recompute(policies: Sequence[Policy]) -> str:
 
 
 def plain_recompute(recompute: Recompute) -> str | dict[str, Any]:
-    """As a recipe has it."""
+    """The setting as written in a recipe."""
     return recompute if isinstance(recompute, str) else recompute.model_dump(mode="json", exclude_defaults=True)
 
 
 def _given(recompute: RecomputeSpec, stages: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """(full, selective) of every stage as given; a list of another length is cut or extended to the number of
-    stages."""
+    """The given (full, selective) of every stage; a list of another length is cut, or extended with zeros."""
 
     def each(given: int | tuple[int, ...]) -> tuple[int, ...]:
         return (given,) * stages if isinstance(given, int) else (given + (0,) * stages)[:stages]

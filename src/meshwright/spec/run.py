@@ -1,4 +1,4 @@
-"""A run: the recipe as a value, and the same with every default resolved."""
+"""Runs: the recipe as an object, and with every default resolved."""
 
 from collections.abc import Iterator
 from typing import Any, Literal
@@ -19,12 +19,12 @@ from meshwright.spec.training import TrainingSpec
 
 
 class Run(Spec):
-    """A recipe: what to train, on what, how, and over which ranks."""
+    """A recipe: the model, its data, the training, and the layout of ranks."""
 
     model: ModelFields
     """The model: a published name, a Hugging Face directory, or a family with sizes."""
     data: DataSpec = DataSpec()
-    """What to train on."""
+    """The training data."""
     training: TrainingSpec = TrainingSpec()
     """Batch, optimizer, schedule, precision and policies."""
     finetune: FinetuneSpec | None = None
@@ -89,7 +89,7 @@ class Run(Spec):
         return self
 
     def _whole_program_misfits(self) -> Iterator[str]:
-        """Settings with which the model cannot be compiled as one program, and the reasons."""
+        """The settings that prevent compiling the model as one program, and the reasons."""
         layout = self.layout
         if not self.training.compile or self.training.compile_scope == "block":
             return
@@ -128,7 +128,7 @@ class Run(Spec):
 
 
 class ResolvedRun(Spec):
-    """A run with nothing left to decide: the trainer's input, saved as `resolved.yaml`."""
+    """A run with every setting decided: the trainer's input, saved as `resolved.yaml`."""
 
     run: Run
     """The recipe as given, overrides applied."""
@@ -159,7 +159,7 @@ class ResolvedRun(Spec):
 
     @property
     def stages(self) -> tuple[int, ...]:
-        """Layers of each stage, also if there is only one."""
+        """Layers of each pipeline stage; without a pipeline, of the whole model."""
         return self.stage_layers or (self.model.num_layers,)
 
     @property

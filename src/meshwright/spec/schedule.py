@@ -1,4 +1,4 @@
-"""Pipeline schedule generators: which rank runs which microbatch of which stage when.
+"""Generators of pipeline schedules: the order of stages and microbatches on every rank.
 
 | name                    | stages per rank | source                                                                   |
 |-------------------------|-----------------|--------------------------------------------------------------------------|
@@ -11,7 +11,7 @@
 | dualpipev               | 2               | DeepSeek-AI, "DeepSeek-V3", 2024: DualPipe, cut in half                  |
 | pipedream-2bw           | 1               | Narayanan et al., 2021: 1F1B that never empties, gradients a step late   |
 
-`spec/timeline.py` reads time, bubble and memory off a schedule.
+`spec/timeline.py` computes time, bubble and memory of a schedule.
 """
 
 from collections import Counter
@@ -23,11 +23,11 @@ from typing import Literal, NamedTuple
 from meshwright.spec.actions import Action, Kind, Schedule, ScheduleError, read_schedule
 
 NEAREST = 4096
-"""How far a legal number of microbatches is looked for."""
+"""Limit of the search for a legal number of microbatches."""
 
 
 class Step(NamedTuple):
-    """An action of a local order: (forward, backward or its parts; which of the rank's stages; which microbatch)."""
+    """An action in a rank's own order: its kind, the index of one of the rank's stages, and the microbatch."""
 
     kind: Kind
     chunk: int
@@ -41,21 +41,21 @@ class ScheduleKind:
     generate: Callable[[int, int, int, int], Iterable[Step]]
     """(rank, ranks, stages per rank, microbatches) -> the rank's actions"""
     stages_per_rank: int
-    """Usually."""
+    """Usual number of stages."""
     fixed: bool = False
-    """Whether no other number of stages per rank works."""
+    """Whether no other number of stages per rank is possible."""
     shape: Literal["loop", "v"] = "loop"
-    """loop: stages go round the ranks again and again. v: from the first rank to the last and back."""
+    """loop: stages go from the first rank to the last, repeatedly. v: from the first rank to the last and back."""
     fewest: Callable[[int, int], int] = lambda ranks, chunks: ranks
-    """(ranks, stages per rank) -> the fewest microbatches that it works with."""
+    """(ranks, stages per rank) -> the smallest possible number of microbatches."""
     rounds: bool = False
-    """Whether microbatches go in rounds of equal size, about as many as there are ranks."""
+    """Whether microbatches run in rounds of equal size, about as many in each as there are ranks."""
     asynchronous: bool = False
-    """Whether a step's last backward passes come in the next step (`spec/stream.py`), so that its gradient is a step
-    late: not the same training as on one process."""
+    """Whether the last backward passes of a step run in the next step (`spec/stream.py`), so that gradients are one
+    step late and training differs from one process."""
 
     def problem(self, ranks: int, chunks: int, microbatches: int) -> str | None:
-        """Why the schedule does not exist for this many microbatches."""
+        """The reason why this number of microbatches is impossible; None if it is possible."""
         fewest = self.fewest(ranks, chunks)
         if microbatches < fewest:
             return f"needs at least {fewest}"
@@ -65,10 +65,10 @@ class ScheduleKind:
 
 
 def build_schedule(name: str, *, ranks: int, microbatches: int, stages_per_rank: int | None = None) -> Schedule:
-    """The schedule of a published name for `ranks` pipeline ranks, or the one in a file, if `name` ends in `.csv`.
+    """The published schedule `name` for `ranks` pipeline ranks, or the schedule in a file, if `name` ends in `.csv`.
 
-    `stages_per_rank`: None takes the schedule's usual number. Raises `ScheduleError`, which names the nearest legal
-    one.
+    `stages_per_rank`: None means the schedule's usual number. Raises `ScheduleError`, which names the nearest legal
+    number.
     """
     if name.endswith(".csv"):
         return _own_schedule(Path(name), ranks=ranks, microbatches=microbatches, stages_per_rank=stages_per_rank)
@@ -103,12 +103,12 @@ def schedule_kind(name: str) -> ScheduleKind:
 
 
 def is_asynchronous(name: str) -> bool:
-    """Whether gradients are a step late; never for custom schedules."""
+    """Whether gradients are one step late; never for custom schedules."""
     return name in SCHEDULES and SCHEDULES[name].asynchronous
 
 
 def nearest_microbatches(name: str, ranks: int, microbatches: int, stages_per_rank: int | None = None) -> int:
-    """The number of microbatches nearest to `microbatches` with which a published schedule works."""
+    """The legal number of microbatches of a published schedule that is nearest to `microbatches`."""
     kind = schedule_kind(name)
     chunks = stages_per_rank or kind.stages_per_rank
     around = (microbatches + sign * away for away in range(NEAREST) for sign in (1, -1))
@@ -127,7 +127,7 @@ def _own_schedule(path: Path, *, ranks: int, microbatches: int, stages_per_rank:
     return schedule
 
 
-# The published schedules. Each yields one rank's actions.
+# Generators of the published schedules. Each yields one rank's actions.
 
 
 def _rounds(ranks: int, microbatches: int) -> int:
@@ -137,12 +137,12 @@ def _rounds(ranks: int, microbatches: int) -> int:
 def _alternating(
     rank: int, ranks: int, chunks: int, microbatches: int, *, ahead: int, split: bool = False
 ) -> Iterator[Step]:
-    """Forward passes that fill the pipeline, then forward and backward passes in turn, then the remaining backward
+    """Forward passes that fill the pipeline, then alternating forward and backward passes, then the remaining backward
     passes.
 
     A rank takes a round of microbatches through all its stages before the next round. It starts the backward passes
-    `ahead` forward passes earlier than the previous rank. With `split`, rank r runs after each I the W of r backward
-    passes ago, so that all ranks hold as many microbatches as in 1F1B (ZB-H1).
+    `ahead` forward passes earlier than the previous rank. With `split`, rank r runs each W r backward passes after its
+    I, so that all ranks hold as many microbatches as in 1F1B (ZB-H1).
     """
     size = microbatches // _rounds(ranks, microbatches) if chunks > 1 else microbatches
     rounds = [range(start, start + size) for start in range(0, microbatches, size)]
@@ -185,14 +185,14 @@ def _looped_bfs(rank: int, ranks: int, chunks: int, microbatches: int) -> Iterat
 
 
 class _Counted:
-    """Steps that number their microbatches themselves; a W takes the I that has waited longest."""
+    """A generator of steps that counts the microbatches itself; a W belongs to the longest-waiting I."""
 
     def __init__(self) -> None:
         self._next: Counter[tuple[str, int]] = Counter()
         self._waiting: list[tuple[int, int]] = []
 
     def __call__(self, kinds: str, chunk: int) -> Iterator[Step]:
-        """A step of each of the `kinds` (F, B, I) for the stage `chunk`."""
+        """One step of each of the `kinds` (F, B, I) for the stage `chunk`."""
         for kind in kinds:
             key = ("F" if kind == "F" else "B", chunk)
             microbatch = self._next[key]
@@ -211,7 +211,7 @@ class _Counted:
 
 
 def _zbv(rank: int, ranks: int, chunks: int, microbatches: int) -> Iterator[Step]:
-    """ZB-V for as many microbatches as fill the pipeline; microbatches that do not exist are left out."""
+    """ZB-V, generated for enough microbatches to fill the pipeline; surplus microbatches are left out."""
     return (step for step in _full_zbv(rank, ranks, max(2 * ranks - 1, microbatches)) if step.microbatch < microbatches)
 
 
@@ -244,7 +244,8 @@ def _full_zbv(rank: int, ranks: int, microbatches: int) -> Iterator[Step]:
 
 
 def _dualpipev(rank: int, ranks: int, chunks: int, microbatches: int) -> Iterator[Step]:
-    """As in DeepSeek's published code, but its overlapped pairs of a forward and a backward pass run one by one."""
+    """DualPipeV as in DeepSeek's published code, but overlapped pairs of a forward and a backward pass run one by
+    one."""
     do, after = _Counted(), ranks - 1 - rank
     yield from do("F" * (2 * after), 0)
     for _ in range(rank + 1):
@@ -287,4 +288,4 @@ SCHEDULES: dict[str, ScheduleKind] = {
     "dualpipev": ScheduleKind(_dualpipev, 2, fixed=True, shape="v", fewest=_both),
     "pipedream-2bw": ScheduleKind(_1f1b, 1, fixed=True, asynchronous=True),
 }
-"""The schedules that have a name."""
+"""The published schedules by name."""

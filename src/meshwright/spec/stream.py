@@ -2,9 +2,9 @@
 
 A synchronous pipeline is empty between two steps; filling and emptying it is the bubble. An asynchronous one (Narayanan
 et al., "PipeDream", 2019; "Memory-Efficient Pipeline-Parallel DNN Training", 2021: PipeDream-2BW) begins the next
-step's forward passes while backward passes of this one are still to come. So a step of M microbatches on rank r of P
-does M forward passes, and the backward passes of the P - 1 - r microbatches that the step before left, and of all but
-the last P - 1 - r of its own.
+step's forward passes before this step's last backward passes. In a step of M microbatches, rank r of P therefore runs M
+forward passes, the backward passes of the P - 1 - r microbatches left by the previous step, and the backward passes of
+all but the last P - 1 - r of its own.
 """
 
 from dataclasses import dataclass
@@ -16,22 +16,22 @@ from meshwright.spec.timeline import StageCosts, simulate
 
 @dataclass(frozen=True)
 class Stream:
-    """The actions of all ranks in a step, transfers included: `fill[rank]` and so on.
+    """The actions and transfers of all ranks in a step: `fill[rank]` and so on.
 
-    The microbatches of the previous step have the numbers 0 to M - 1, those of the step itself M to 2 M - 1; the first
-    step has no previous one and uses 0 to M - 1.
+    Microbatches 0 to M - 1 belong to the previous step, M to 2 M - 1 to the step itself; the first step has no previous
+    one and uses 0 to M - 1.
     """
 
     fill: tuple[Program, ...]
     """The first step."""
     steady: tuple[Program, ...]
-    """Every further one."""
+    """Every further step."""
     drain: tuple[Program, ...]
     """The actions after the last step: backward passes of microbatches 0 to M - 1."""
 
 
 def cut_stream(schedule: Schedule) -> Stream:
-    """The parts of a stream in which every step is `schedule`, a published name."""
+    """The parts of a stream whose every step is `schedule`, a published schedule."""
     size = schedule.num_microbatches
     two = two_steps(schedule)
     part = {}
@@ -54,12 +54,12 @@ def two_steps(schedule: Schedule) -> Schedule:
 
 
 def steady_seconds(schedule: Schedule, costs: StageCosts) -> float:
-    """The actions of a step between others."""
+    """The duration of a step between other steps."""
     alone, both = (simulate(one, costs) for one in (schedule, two_steps(schedule)))
     return both.duration - alone.duration
 
 
 def steady_bubble(schedule: Schedule, costs: StageCosts) -> float:
-    """The share of the ranks' time in such a step that is spent waiting, which is for slower stages only."""
+    """The idle share of the ranks' time in such a step; ranks wait only for slower stages."""
     busy = sum(costs.of(action) for actions in schedule.ranks for action in actions)
     return 1 - busy / steady_seconds(schedule, costs) / len(schedule.ranks)

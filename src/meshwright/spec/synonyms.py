@@ -91,9 +91,9 @@ SYNONYMS = {
     "lora_dropout": "dropout",
     "target_modules": "targets",
 }
-"""Their word -> ours: a value, or a setting with so much of its path that it is one."""
+"""Other tools' word -> ours: a value, or a setting with enough of its path to identify it."""
 
 
 def plain(word: str) -> str:
-    """A word as spelled in the table: lower case, parts joined by `_`."""
+    """A word in the table's spelling: lower case, parts joined by `_`."""
     return word.lower().replace("-", "_")

@@ -17,7 +17,7 @@ class StageCosts:
     backward_weight: tuple[float, ...]
     """A whole backward pass B takes the sum of both."""
     transfer: float = 0.0
-    """From the end of an action until a stage on another rank has its result. It keeps no rank from computing."""
+    """Time from the end of an action until a stage on another rank has its result; ranks compute meanwhile."""
 
     @classmethod
     def equal(cls, stages: int, *, transfer: float = 0.0) -> "StageCosts":
@@ -26,7 +26,7 @@ class StageCosts:
         return cls(forward=ones, backward_input=ones, backward_weight=ones, transfer=transfer)
 
     def of(self, action: Action) -> float:
-        """Durations of the actions."""
+        """The duration of an action."""
         if action.kind == "F":
             return self.forward[action.stage]
         weight = 0.0 if action.kind == "I" else self.backward_weight[action.stage]
@@ -35,7 +35,7 @@ class StageCosts:
 
 @dataclass(frozen=True)
 class Span:
-    """An action and when it runs."""
+    """An action with its start and end."""
 
     action: Action
     start: float
@@ -51,18 +51,18 @@ class Timeline:
 
     @property
     def duration(self) -> float:
-        """From the first action's start to the last one's end, over all ranks."""
+        """Time from the first action's start to the last one's end, over all ranks."""
         return max(spans[-1].end for spans in self.ranks)
 
     @property
     def bubbles(self) -> tuple[float, ...]:
-        """The share of the step in which each rank waits, 0 to 1."""
+        """The idle share of each rank's step, 0 to 1."""
         busy = (sum(span.end - span.start for span in spans) for spans in self.ranks)
         return tuple(1 - some / self.duration for some in busy)
 
     @property
     def bubble(self) -> float:
-        """The share of all ranks' time that is spent waiting."""
+        """The idle share of all ranks' time."""
         return sum(self.bubbles) / len(self.ranks)
 
     def picture(self) -> str:
@@ -82,7 +82,7 @@ class Timeline:
 
 
 def simulate(schedule: Schedule, costs: StageCosts) -> Timeline:
-    """When every action runs, each as early as its rank's order and its prerequisites allow."""
+    """The timeline in which every action runs as early as its rank's order and its prerequisites allow."""
     free = [0.0] * len(schedule.ranks)
     end: dict[Action, float] = {}
     spans: list[list[Span]] = [[] for _ in schedule.ranks]
@@ -101,11 +101,11 @@ def simulate(schedule: Schedule, costs: StageCosts) -> Timeline:
 def peak_activations(
     schedule: Schedule, activations: Sequence[float], *, until_weights: Sequence[float] | None = None
 ) -> tuple[float, ...]:
-    """The most that each rank holds at once of what its stages keep from forward for backward passes.
+    """The largest size of the activations that each rank keeps at once for backward passes.
 
     Args:
-        activations: what one microbatch keeps on each stage from F until B or I, in bytes or any other unit.
-        until_weights: what it keeps from I until W; by default all of it.
+        activations: size kept by one microbatch on each stage from F until B or I, in bytes or any other unit.
+        until_weights: size that it keeps from I until W; by default all of it.
     """
     until_weights = activations if until_weights is None else until_weights
     peaks = []
@@ -126,5 +126,5 @@ def peak_activations(
 
 
 def in_flight(schedule: Schedule) -> tuple[int, ...]:
-    """The most microbatches that each rank has begun and not finished at once, counted for each of its stages."""
+    """The largest number of microbatches begun and not finished on each rank, counted for each of its stages."""
     return tuple(int(peak) for peak in peak_activations(schedule, [1] * schedule.num_stages))

@@ -13,22 +13,22 @@ from meshwright.spec.recompute import Policy, RecomputeSpec
 from meshwright.spec.tasks import TaskSpec
 
 MOST_WARMUP = 100
-"""Steps of warm-up that are enough for a run of any length, where the recipe leaves them open."""
+"""Limit of the automatic number of warm-up steps."""
 
 
 OptimizerName = Literal["adamw", "adamw_8bit", "paged_adamw", "muon"]
-"""The optimizers of ours."""
+"""Our optimizers."""
 Rounding = Literal["stochastic", "kahan", "nearest"]
-"""How weights in bf16 are rounded after an update."""
+"""Rounding of bf16 weights after an update."""
 
 
 AttentionName = Literal["auto", "flash", "mem_efficient", "math", "cudnn", "flex", "varlen"]
 """Attention kernels."""
 CompileMode = Literal["default", "max-autotune-no-cudagraphs"]
-"""torch.compile's modes without CUDA graphs, which need weights at fixed addresses: FSDP2 gathers them into new
-memory."""
+"""torch.compile's modes without CUDA graphs, because these need weights at fixed addresses and FSDP2 gathers weights
+into new memory."""
 CompileScope = Literal["block", "model"]
-"""What torch.compile sees at once."""
+"""Unit of compilation."""
 
 
 class OptimizerSpec(Spec):
@@ -63,7 +63,7 @@ class OptimizerSpec(Spec):
 
 
 ScheduleName = Literal["cosine", "linear", "constant", "wsd"]
-"""The schedules of ours."""
+"""Our learning-rate schedules."""
 
 
 class LrScheduleSpec(Spec):
@@ -186,30 +186,30 @@ class TrainingSpec(Spec):
 
     @property
     def dtypes(self) -> Precision:
-        """What `precision`, `reduce_dtype` and `master_dtype` stand for."""
+        """The dtypes for `precision`, `reduce_dtype` and `master_dtype`."""
         return Precision.of(self.precision, self.reduce_dtype, self.low_precision.compute, self.master_dtype)
 
     @property
     def product_recipe(self) -> str | None:
-        """How the operands of blocks' matrix products are quantized; None: not at all."""
+        """The quantization recipe of the blocks' matrix products; None: no quantization."""
         if self.precision not in NARROW:
             return None
         return self.low_precision.recipe if self.precision == "fp8" else self.precision
 
     @property
     def keeps_codes(self) -> bool:
-        """Whether layers that multiply in few bits keep the codes of their input, rather than the input."""
+        """Whether low-precision layers save the quantized codes of their input instead of the input."""
         low, least = self.low_precision, CODED.get(self.product_recipe or "")
         return least is not None and low.saved_inputs in (least, "codes")
 
     @property
     def rounds_at_random(self) -> bool:
-        """Whether gradients are rounded up or down at random."""
+        """Whether gradients are rounded stochastically."""
         return self.product_recipe == "nvfp4"
 
     @property
     def arithmetic(self) -> str:
-        """What is computed in which format, in words."""
+        """The formats of the computation, in words."""
         recipe = "" if self.product_recipe in (self.precision, None) else f" ({self.product_recipe})"
         beside = "" if self.product_recipe is None else f" beside {self.low_precision.compute}"
         weights = f", weights kept in bf16 ({self.optimizer.rounding})" if self.master_dtype == BF16.name else ""
@@ -217,7 +217,7 @@ class TrainingSpec(Spec):
         return f"{self.precision}{recipe}{beside}{weights}{moments}"
 
     def computing_in(self, dtype: str) -> "TrainingSpec":
-        """The same training with everything in `dtype` but what is in few bits, gradients reduced in fp32."""
+        """The same training with everything but low-precision products in `dtype`, and gradients reduced in fp32."""
         changes: dict[str, Any] = {"precision": dtype, "reduce_dtype": "fp32", **self._all_wide}
         if self.product_recipe is not None:
             low_precision = self.low_precision.model_copy(update={"compute": dtype})
@@ -233,17 +233,17 @@ class TrainingSpec(Spec):
 
     @property
     def _all_wide(self) -> dict[str, Any]:
-        """The settings with which the optimizer stores nothing in bf16."""
+        """The settings without bf16 in the optimizer's state and weights."""
         usual = OptimizerSpec()
         changes = {"state_dtype": usual.state_dtype, "rounding": usual.rounding}
         return {"master_dtype": FP32.name, "optimizer": self.optimizer.model_copy(update=changes)}
 
     def with_wide_state(self) -> "TrainingSpec":
-        """The same training with nothing that the optimizer keeps in bf16."""
+        """The same training without bf16 in the optimizer's state and weights."""
         return self.model_copy(update=self._all_wide)
 
     def without_low_precision(self) -> "TrainingSpec":
-        """The same training with all products in the dtype of everything else."""
+        """The same training with all products in the dtype of the other computation."""
         if self.product_recipe is None:
             return self
         changes = {"precision": self.low_precision.compute, "low_precision": LowPrecisionSpec()}
@@ -292,7 +292,7 @@ class TrainingSpec(Spec):
         return self
 
     def _check_bf16(self) -> None:
-        """Raises `UserError` if weights or moments cannot be in bf16."""
+        """Raise `UserError` if weights or moments cannot be in bf16."""
         optimizer, weights = self.optimizer, self.master_dtype == BF16.name
         if weights and self.dtypes.compute != BF16:
             raise UserError(
