@@ -201,7 +201,7 @@ def test_the_planner_and_a_rehearsal_agree(recompute: str) -> None:
     assert there == pytest.approx(plain.allocated, rel=0.05)
     assert peak == pytest.approx(moved.allocated, rel=0.05)
     if recompute == "none":
-        assert peak < 0.6 * there
+        assert peak < 0.65 * there
         assert moved.host == pytest.approx(plain.activations, rel=0.2)
 
 

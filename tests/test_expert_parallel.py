@@ -42,7 +42,7 @@ def test_every_layout(ranks: RankPool, name: str) -> None:
     assert_equal(ranks.run(layout.world_size, one_step, run)[0], alone(**options))
 
 
-@pytest.mark.parametrize("name", ["zero-3-ep", "zero-3-cp-ep", "tp-without-ep", "zero-3-tp-ep", "zero-3-cp-tp-ep"])
+@pytest.mark.parametrize("name", ["zero-3-ep", "zero-3-cp-ep", "tp-without-ep", "zero-3-tp-ep", "cp-tp-ep"])
 def test_every_rank_keeps_exactly_what_the_table_says(ranks: RankPool, name: str) -> None:
     layout = EXPERT_PARALLEL[name]
     run = tiny_run(layout, family="mixtral")

@@ -20,6 +20,7 @@ from meshwright.optim.spikes import ENOUGH, WINDOW, SpikeGuard
 from meshwright.spec.checkpoint import CheckpointSpec
 from meshwright.spec.errors import UserError
 from meshwright.spec.guards import GuardSpec
+from meshwright.spec.layout import LayoutSpec
 from meshwright.spec.run import ResolvedRun, Run
 from meshwright.testing.equivalence import build_here, loader_for, whole
 from meshwright.testing.ranks import RankPool
@@ -171,15 +172,17 @@ def drift(run: ResolvedRun, bad_rank: int) -> str:
 
 
 @pytest.mark.parametrize(
-    ("strategy", "bad_rank", "message"),
+    ("layout", "bad_rank", "message"),
     [
-        ("ddp", 2, "layers.1.attention.wo.weight on rank 2 differs from ranks 0, 1, 3"),
-        ("hybrid-3", 1, "layers.1.attention.wo.weight on rank"),
-        ("zero-3", 1, "equal"),  # no other rank holds this part
+        (LayoutSpec(dp_replicate=4), 2, "layers.1.attention.wo.weight on rank 2 differs from ranks 0, 1, 3"),
+        (STRATEGIES["hybrid-3"], 1, "layers.1.attention.wo.weight on rank"),
+        (STRATEGIES["zero-3"], 1, "equal"),  # no other rank holds this part
     ],
 )
-def test_one_flipped_bit_on_one_replica_is_found(ranks: RankPool, strategy: str, bad_rank: int, message: str) -> None:
-    for answer in ranks.run(4, drift, tiny_run(STRATEGIES[strategy]), bad_rank):
+def test_one_flipped_bit_on_one_replica_is_found(
+    ranks: RankPool, layout: LayoutSpec, bad_rank: int, message: str
+) -> None:
+    for answer in ranks.run(4, drift, tiny_run(layout), bad_rank):
         assert message in answer
 
 

@@ -73,7 +73,7 @@ def value(formula: str, **letters: float) -> float:
 
 @pytest.mark.parametrize("strategy", ROWS)
 def test_a_rank_keeps_and_sends_what_the_page_says(ranks: RankPool, strategy: str) -> None:
-    """Within 2 %: shards are padded if the ranks do not divide a tensor."""
+    """Within 3 %: shards are padded if the ranks do not divide a tensor."""
     layout = STRATEGIES[strategy]
     accumulation = MICROBATCHES if 12 // layout.data_parallel % MICROBATCHES == 0 else 2
     run = tiny_run(layout, precision="bf16", accumulation=accumulation)
@@ -82,15 +82,15 @@ def test_a_rank_keeps_and_sends_what_the_page_says(ranks: RankPool, strategy: st
 
     keeps_row, sends_row = ROWS[strategy]
     between_steps, _ = table("strategy | between steps")[keeps_row]
-    assert kept == pytest.approx(value(between_steps, **letters), rel=0.02)
-    assert reduced == pytest.approx(value("4 P / N", **letters), rel=0.02)
+    assert kept == pytest.approx(value(between_steps, **letters), rel=0.03)
+    assert reduced == pytest.approx(value("4 P / N", **letters), rel=0.03)
 
     sends = table("strategy | all-gather weights")[sends_row] if sends_row else ["0", "0", "0"]
     widths = {"all-gather": 2, "reduce-scatter": 4, "all-reduce": 4}  # bf16 weights, fp32 gradients
     for formula, (collective, width) in zip(sends, widths.items(), strict=True):
         expected = value(formula, **letters)
         few = 20  # losses and token counts
-        assert sent[collective] / width == pytest.approx(expected, rel=0.02, abs=few), collective
+        assert sent[collective] / width == pytest.approx(expected, rel=0.03, abs=few), collective
 
 
 def sent_over_tp(run: ResolvedRun) -> dict[str, int]:

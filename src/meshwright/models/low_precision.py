@@ -30,6 +30,7 @@ from meshwright.models.dropout import Draws, drawn_bits
 from meshwright.models.linear import Kept, Product
 from meshwright.models.scaling import E2M1, E4M3, E5M2, Encoded, Scaling, Spread, delayed_scale, encode, hadamard
 from meshwright.models.slots import Weights
+from meshwright.torch_internals import version_of
 
 Dim = Literal["tokens", "in", "out"]
 Role = Literal["input", "weight", "gradient"]
@@ -157,7 +158,7 @@ class LastEncoded(Generic[T]):
         if self._of is None or torch.compiler.is_compiling() or x.is_inference():
             return None
         last, version, encoded = self._of
-        if last() is not x or version != x._version:
+        if last() is not x or version != version_of(x):
             return None
         self._reads += 1
         if self._reads == self.readers:
@@ -167,7 +168,7 @@ class LastEncoded(Generic[T]):
     def put(self, x: torch.Tensor, encoded: T) -> T:
         """Keep the codes for the other readers, while the tensor lives."""
         if not torch.compiler.is_compiling() and not x.is_inference():
-            self._of, self._reads = (weakref.ref(x, self._forget), x._version, encoded), 1
+            self._of, self._reads = (weakref.ref(x, self._forget), version_of(x), encoded), 1
         return encoded
 
     def _forget(self, dead: "weakref.ref[torch.Tensor]") -> None:

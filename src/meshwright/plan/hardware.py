@@ -131,14 +131,6 @@ def device_cluster(
     def figure(column: str, default: float = 0.0) -> float:
         return float(row[column] or sibling[column] or default)
 
-    def achieved(precision: str, peak: float) -> float:
-        """The measured rate; 0 if there is none. A sibling's rate is at most its share of the datasheet's."""
-        column = f"{precision}_achievable_tflops"
-        if row[column] or not sibling[column]:
-            return float(row[column] or 0)
-        rate = float(sibling[column])
-        return min(rate, rate / float(sibling[f"{precision}_dense_tflops"]) * peak)
-
     rack = "NVL72" in row["scale_up_link"]
     per_node = min(per_node or (4 if rack else 8), devices)
     workstation = short in WORKSTATION or short.startswith("RTX")
@@ -153,7 +145,7 @@ def device_cluster(
         for precision in ("fp8", "fp4")
         if figure(f"{precision}_dense_tflops")
     }
-    best = {precision: achieved(precision, tflops.get(precision, 0.0)) for precision in ("bf16", "fp8")}
+    best = {precision: _achieved(row, sibling, precision, tflops.get(precision, 0.0)) for precision in ("bf16", "fp8")}
     link = figure("scale_up_unidir_gb_s_per_gpu", 25.0)
     if short in ("A800", "H800"):
         link = 200.0  # the export variants' NVLink: 400 GB/s, both ways together
@@ -225,6 +217,15 @@ def local_cluster(machine: Machine, ranks: int | None = None) -> ClusterSpec:
         measured=Measured(host_us=20.0),
         source="orders of magnitude; 'meshwright plan calibrate' measures this machine",
     )
+
+
+def _achieved(row: dict[str, str], sibling: dict[str, str], precision: str, peak: float) -> float:
+    """A device's measured rate; 0 if there is none. A sibling's rate is at most its share of the datasheet's."""
+    column = f"{precision}_achievable_tflops"
+    if row[column] or not sibling[column]:
+        return float(row[column] or 0)
+    rate = float(sibling[column])
+    return min(rate, rate / float(sibling[f"{precision}_dense_tflops"]) * peak)
 
 
 def multiplies_fp8(machine: Machine) -> bool:

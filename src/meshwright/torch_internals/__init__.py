@@ -171,6 +171,11 @@ def local_part(tensor: DTensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
     return tuple(shape), tuple(offset)
 
 
+def version_of(tensor: torch.Tensor) -> int:
+    """The number of in-place changes of a tensor's storage so far, as autograd counts them."""
+    return tensor._version
+
+
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """This rank's local tensor itself. 2.11-2.15; public: `DTensor.to_local`, which may make a view of it."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
