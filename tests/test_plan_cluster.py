@@ -131,6 +131,8 @@ def test_every_row_of_the_hardware_table_makes_a_cluster() -> None:
         assert all(rate < 0.98 * cluster.tflops[precision] for precision, rate in cluster.achievable_tflops.items())
         assert cluster.tflops["bf16"] / cluster.tflops["fp32"] < 32
     assert [device_cluster(name, 1).tflops["fp32"] for name in ("a100", "h100", "rtx 4090")] == [19.5, 67, 82.6]
+    fp8 = {name: "fp8" in device_cluster(name, 1).tflops for name in ("a100", "rtx 3090", "rtx 4090", "l4", "h800")}
+    assert fp8 == {"a100": False, "rtx 3090": False, "rtx 4090": True, "l4": True, "h800": True}
     h20, h200 = device_cluster("h20", 8), device_cluster("h200", 8)  # the same chip with fewer units
     shares = [cluster.achievable_tflops["bf16"] / cluster.tflops["bf16"] for cluster in (h20, h200)]
     assert shares[0] == pytest.approx(shares[1])

@@ -71,7 +71,8 @@ CPU_CORE_TFLOPS = {"fp64": 0.02, "fp32": 0.05, "bf16": 0.1, "fp16": 0.05}
 
 @functools.cache
 def hardware_table(kind: str = "accelerator") -> tuple[dict[str, str], ...]:
-    """Rows of the packaged table (datasheets and measurements, each with its source), by name of column."""
+    """Rows of the packaged table (datasheets and measurements, each with its source), by name of column. Rates in fp32,
+    outside tensor cores, and GeForce cards' in fp8, accumulated in fp32, are from the vendors' datasheets."""
     text = resources.files("meshwright.plan").joinpath("data/hardware.csv").read_text(encoding="utf-8")
     return tuple(row for row in csv.DictReader(text.splitlines()) if row["kind"] == kind)
 
