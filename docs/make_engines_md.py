@@ -309,9 +309,9 @@ def _verdict(engine: str, overrides: list[str], path: str = "", layout: str | No
 MEASURED = """\
 Every table is from a committed run (`benchmarks/results/*-engines.json`) of a small model with 4 layers and width 256
 (`recipes/compare.yaml`), in fp32, on a machine without a GPU on which nothing else ran. An engine whose range of rounds
-contains 1 is as fast as ours here. The ratios hold for a CPU and a small model, not for GPUs. "Loss differs" is the
-largest difference from our trainer's loss at any step, in nats. Two engines have tables elsewhere because they train
-something else: nanogpt a GPT-2 (`benchmarks/results/2026-11-21-engines.md`), peft adapters
+contains 1 is not measurably faster or slower than ours here. The ratios hold for a CPU and a small model, not for GPUs.
+"Loss differs" is the largest difference from our trainer's loss at any step, in nats. Two engines have tables elsewhere
+because they train something else: nanogpt a GPT-2 (`benchmarks/results/2026-11-21-engines.md`), peft adapters
 (`benchmarks/results/2026-11-21-finetune.md`).
 """
 

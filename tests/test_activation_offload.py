@@ -174,7 +174,7 @@ def test_a_spoilt_copy_is_seen_in_the_gradients(monkeypatch: pytest.MonkeyPatch)
 
 
 GPU = Machine("cuda", "NVIDIA H100 80GB HBM3", 8, 80 * 10**9, 10**12)
-SIZES = {"family": "llama", "hidden": 512, "num_layers": 4, "num_heads": 8, "ffn": 2048, "vocab": 4000}
+SIZES = {"family": "llama", "hidden": 512, "num_layers": 8, "num_heads": 8, "ffn": 2048, "vocab": 4000}
 
 
 def job_of(place: Any, recompute: str = "none", **layout: Any) -> tuple[ResolvedRun, Job]:
@@ -201,7 +201,7 @@ def test_the_planner_and_a_rehearsal_agree(recompute: str) -> None:
     assert there == pytest.approx(plain.allocated, rel=0.05)
     assert peak == pytest.approx(moved.allocated, rel=0.05)
     if recompute == "none":
-        assert peak < 0.65 * there
+        assert peak < 0.6 * there
         assert moved.host == pytest.approx(plain.activations, rel=0.2)
 
 

@@ -9,6 +9,7 @@ from conversations import chat_tokenizer, lines
 from meshwright import train
 from meshwright.cli import check
 from meshwright.cli.main import main
+from meshwright.launch import forkserver
 from meshwright.plan.machine import Machine
 from meshwright.spec.errors import UserError
 from meshwright.spec.recipe import load_recipe
@@ -151,6 +152,23 @@ def test_a_precision_that_a_gpu_emulates_is_warned_of(
     warnings = [line for line in capsys.readouterr().err.splitlines() if line.startswith("warning: ")]
     assert len(warnings) == bool(message)
     assert re.search(message, "".join(warnings))
+
+
+@pytest.mark.parametrize(("cluster", "emulated"), [("1xa100", True), ("1xh100", False)])
+def test_a_rehearsal_is_told_of_gpus_without_fp8(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, cluster: str, emulated: bool
+) -> None:
+    started: list[list[str]] = []
+
+    def start(command: list[str], **_: object) -> None:
+        started.append(command)
+        raise UserError("enough")
+
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(forkserver, "start", start)
+    assert main(["rehearse", "run.yaml", "model=gpt2", "training.precision=fp8", "--cluster", cluster]) == 2
+    assert ("--without-fp8" in started[0]) == emulated
+    assert "--on-gpu" in started[0]
 
 
 @pytest.fixture

@@ -13,7 +13,14 @@ import pytest
 from meshwright.cli.main import main
 from meshwright.plan.comm import Group, Wires, axis_group, visited
 from meshwright.plan.constants import FITTED
-from meshwright.plan.hardware import device_cluster, find_device, hardware_table, local_cluster, resolve_cluster
+from meshwright.plan.hardware import (
+    device_cluster,
+    find_device,
+    hardware_table,
+    local_cluster,
+    multiplies_fp8,
+    resolve_cluster,
+)
 from meshwright.plan.machine import Machine
 from meshwright.spec.cluster import HOST_GB, ClusterSpec
 from meshwright.spec.recipe import dump_recipe
@@ -119,6 +126,12 @@ def test_local_is_this_machine() -> None:
     assert told.host_memory_gb == 64
     cpu = local_cluster(Machine(kind="cpu", name="cpu", devices=4, memory_bytes=8 * 10**9), ranks=2)
     assert (cpu.devices, cpu.memory_gb) == (2, 4.0)
+
+
+def test_gpus_without_fp8_are_known() -> None:
+    machines = {name: Machine("cuda", name, 1, 10**10) for name in ("NVIDIA A100-SXM4-80GB", "NVIDIA L4", "A card")}
+    assert [multiplies_fp8(machine) for machine in machines.values()] == [False, True, True]
+    assert not multiplies_fp8(Machine("cpu", "cpu", 1, 10**10))
 
 
 def test_every_row_of_the_hardware_table_makes_a_cluster() -> None:

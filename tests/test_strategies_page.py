@@ -29,6 +29,9 @@ ROWS = {
 }
 """Name of the strategy in `tiny.py` -> its rows in the tables of stored and sent bytes."""
 
+ON_FOUR = {"zero-2": LayoutSpec(dp_shard=4, zero=2)}
+"""Instead of three ranks, which pad more."""
+
 MICROBATCHES = 3
 
 
@@ -73,8 +76,8 @@ def value(formula: str, **letters: float) -> float:
 
 @pytest.mark.parametrize("strategy", ROWS)
 def test_a_rank_keeps_and_sends_what_the_page_says(ranks: RankPool, strategy: str) -> None:
-    """Within 3 %: shards are padded if the ranks do not divide a tensor."""
-    layout = STRATEGIES[strategy]
+    """Within 2 %: shards are padded if the ranks do not divide a tensor."""
+    layout = ON_FOUR.get(strategy, STRATEGIES[strategy])
     accumulation = MICROBATCHES if 12 // layout.data_parallel % MICROBATCHES == 0 else 2
     run = tiny_run(layout, precision="bf16", accumulation=accumulation)
     kept, reduced, sent, parameters = ranks.run(layout.world_size, kept_and_sent, run)[0]
@@ -82,15 +85,15 @@ def test_a_rank_keeps_and_sends_what_the_page_says(ranks: RankPool, strategy: st
 
     keeps_row, sends_row = ROWS[strategy]
     between_steps, _ = table("strategy | between steps")[keeps_row]
-    assert kept == pytest.approx(value(between_steps, **letters), rel=0.03)
-    assert reduced == pytest.approx(value("4 P / N", **letters), rel=0.03)
+    assert kept == pytest.approx(value(between_steps, **letters), rel=0.02)
+    assert reduced == pytest.approx(value("4 P / N", **letters), rel=0.02)
 
     sends = table("strategy | all-gather weights")[sends_row] if sends_row else ["0", "0", "0"]
     widths = {"all-gather": 2, "reduce-scatter": 4, "all-reduce": 4}  # bf16 weights, fp32 gradients
     for formula, (collective, width) in zip(sends, widths.items(), strict=True):
         expected = value(formula, **letters)
         few = 20  # losses and token counts
-        assert sent[collective] / width == pytest.approx(expected, rel=0.03, abs=few), collective
+        assert sent[collective] / width == pytest.approx(expected, rel=0.02, abs=few), collective
 
 
 def sent_over_tp(run: ResolvedRun) -> dict[str, int]:
