@@ -50,6 +50,16 @@ def test_an_emulated_precision_is_not_predicted_as_native(
     assert ("training.precision=bf16: " in capsys.readouterr().out) == emulated
 
 
+def test_a_considered_format_without_kernels_is_predicted_as_native(recipe: Path) -> None:
+    """And refused, so its rows say what the device could do."""
+    _, facts = plan_recipe(
+        load_recipe(recipe, ["cluster=2xb200"]), base_dir=recipe.parent, consider=asked_changes("mxfp8")
+    )
+    native = facts["strategies"]["with mxfp8"]
+    assert native["step_time"]["value"] < facts["chosen"]["step_time"]["value"]
+    assert native["reason"].startswith("refused")
+
+
 def test_names_join_groups_and_refuse_what_contradicts() -> None:
     assert [change.name for change in asked_changes("states,fp8+8bit_states,fp8")] == [
         *GROUPS["states"],
