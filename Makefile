@@ -10,7 +10,7 @@ BIN    := $(VENV)/bin
 # Else each of the hundreds of processes that the tests start would compile the sources again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help install demo compare test test-engines test-slurm test-fast mutants attack check docs clean
+.PHONY: help install demo compare test test-all test-engines test-slurm test-fast mutants attack check docs clean
 
 help:            ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
@@ -40,8 +40,11 @@ $(VENV)/.compare: $(VENV)/.core
 compare: $(VENV)/.compare ## train a small model in other engines beside ours, in turns: runs/compare/compare.md and .html
 	@$(BIN)/meshwright compare src/meshwright/recipes/compare.yaml training.global_batch=4 --engines meshwright,bare,hf_trainer,accelerate,fabric --quick
 
-test: $(VENV)/.dev ## run every test (CPU only, several processes); TORCH=2.15.0 on that release of PyTorch
+test: $(VENV)/.dev ## run the tests (CPU only, several processes); TORCH=2.15.0 on that release of PyTorch
 	@$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
+
+test-all: $(VENV)/.dev ## run the tests with every combination of layouts, families and precisions, before a release
+	@$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder --all
 
 $(VENV)/.engines: $(VENV)/.dev
 	@echo "installing the engines to test with ..."
@@ -49,13 +52,13 @@ $(VENV)/.engines: $(VENV)/.dev
 	@touch $@
 
 test-engines: $(VENV)/.engines ## run the tests of other engines, DeepSpeed's too, which compiles at first use; NANOGPT=DIR for nanoGPT, CLONES=DIR for those of schemas
-	@$(BIN)/python -m pytest --engines $(if $(NANOGPT),--nanogpt $(NANOGPT)) $(if $(CLONES),--checkouts $(CLONES)) tests/test_engines.py tests/test_compare.py tests/test_engines_parity.py tests/test_engines_train.py tests/test_engines_tuning.py tests/test_engines_gpu_only.py tests/test_engines_schemas.py tests/test_imports_checkpoints.py
+	@$(BIN)/python -m pytest --engines --all $(if $(NANOGPT),--nanogpt $(NANOGPT)) $(if $(CLONES),--checkouts $(CLONES)) tests/test_engines.py tests/test_compare.py tests/test_engines_parity.py tests/test_engines_train.py tests/test_engines_tuning.py tests/test_engines_gpu_only.py tests/test_engines_schemas.py tests/test_imports_checkpoints.py
 
 test-slurm: $(VENV)/.dev ## run the documented Slurm script on a Slurm of two machines (root; apt install slurm-wlm munge)
 	@$(BIN)/python -m pytest tests/test_slurm.py --slurm -rs
 
 test-fast: $(VENV)/.dev ## run what finds most mistakes, in minutes: of tests over several ranks one case each
-	@$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --fast
+	@$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder --fast
 
 attack: $(VENV)/.dev ## damage, kill and starve runs at random; fails where anything is silent, hangs or shows a trace
 	@PYTHONPATH=src:tests $(BIN)/python -P -m attack $(ATTACK)

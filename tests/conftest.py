@@ -59,6 +59,7 @@ def ranks() -> "Iterator[RankPool]":
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--fast", action="store_true", help="what `make test-fast` runs")
+    parser.addoption("--all", action="store_true", help="what `make test-all` runs: every case of every test")
     parser.addoption("--engines", action="store_true", help="what `make test-engines` runs as well")
     parser.addoption("--nanogpt", metavar="DIR", help="folder of karpathy/nanoGPT, to train it with --engines")
     parser.addoption("--megatron-lm", metavar="DIR", help="folder of NVIDIA/Megatron-LM, whose parser --engines asks")
@@ -68,24 +69,35 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Without --engines: no test that trains in other engines. Under --fast: no test that is marked slow, and only the
-    first case of each test over several ranks. Slow files come first, so that on several cores none is left running
-    alone at the end."""
-    fast, engines = config.getoption("--fast"), config.getoption("--engines")
-    kept, left_out, seen = [], [], set()
+    """Keep the chosen tier. Slow files come first, so that on several cores none is left running alone at the end."""
+    kept, left_out, cases = [], [], Counter()
     for item in items:
         test = item.nodeid.split("[")[0]
-        again = test in seen and over_ranks(item)
-        seen.add(test)
-        late = fast and (is_slow(item) or again)
-        other = not engines and item.get_closest_marker("engines")
-        (left_out if late or other else kept).append(item)
+        (kept if in_tier(config, item, cases[test]) else left_out).append(item)
+        cases[test] += 1
     if left_out:
         config.hook.pytest_deselected(items=left_out)
     seconds = Counter()
     for item in kept:
         seconds[item.path] += 2.0 if is_slow(item) else 0.7 if over_ranks(item) else 0.05
     items[:] = sorted(kept, key=lambda item: -seconds[item.path])
+
+
+def in_tier(config: pytest.Config, item: pytest.Item, case: int) -> bool:
+    """Whether this case of its test, counted from 0, belongs to the chosen tier.
+
+    --all: every case. Without it, no test that is marked `exhaustive`, and each nth case of one marked `every(n)`.
+    --fast: of these, no test that is marked `slow`, and only the first case of one that is marked `every` or runs on
+    several processes. Without --engines, no test that trains in other engines.
+    """
+    if item.get_closest_marker("engines") and not config.getoption("--engines"):
+        return False
+    if config.getoption("--all"):
+        return True
+    every = item.get_closest_marker("every")
+    if item.get_closest_marker("exhaustive") or (every and case % every.args[0]):
+        return False
+    return not config.getoption("--fast") or not (is_slow(item) or (case and (every or over_ranks(item))))
 
 
 def is_slow(item: pytest.Item) -> bool:

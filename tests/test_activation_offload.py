@@ -91,6 +91,7 @@ def test_one_process_to_the_bit(options: dict[str, Any], monkeypatch: pytest.Mon
     assert differences([({}, options)]) == [[]]
 
 
+@pytest.mark.slow
 def test_layouts_of_two_ranks_to_the_bit(ranks: RankPool) -> None:
     cases: list[tuple[dict[str, Any], dict[str, Any]]] = [
         ({"dp_replicate": 2}, {}),
@@ -190,6 +191,7 @@ def job_of(place: Any, recompute: str = "none", **layout: Any) -> tuple[Resolved
     return resolved, engine_job(resolved.run, blueprint(resolved.model), global_batch=batch, micro_batch=micro)
 
 
+@pytest.mark.every(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("recompute", ["none", "full"])
 def test_the_planner_and_a_rehearsal_agree(recompute: str) -> None:

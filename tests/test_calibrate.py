@@ -11,7 +11,7 @@ from meshwright.spec.recipe import dump_recipe
 from meshwright.trainer.calibrate import calibrate
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_this_machine_is_measured(tmp_path: Path) -> None:
     machine = Machine(kind="cpu", name="cpu", devices=2, memory_bytes=8 * 10**9)
     cluster = calibrate(machine, seconds=0.02)

@@ -51,6 +51,7 @@ def test_training_for_machines_prints_json_alone_and_progress_beside_it(trained)
     assert "step 3/3  loss" in errors
 
 
+@pytest.mark.slow
 def test_evaluation_of_the_saved_run_repeats_what_training_measured(trained, folder, capsys):
     at_the_end = json.loads(trained[1])["held_out_loss"]
     assert main(["eval", "runs/small", "--json"]) == 0

@@ -298,7 +298,7 @@ def installed(engine: str) -> bool:
     return all(importlib.util.find_spec(module) for module in ENGINES[engine].packages)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_an_engine_trains_what_ours_trains(folder, capsys):
     """The engine that starts fastest; `make test-engines` runs all others, and two ranks."""
     rows = losses_of("meshwright,bare", folder, capsys)

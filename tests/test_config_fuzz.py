@@ -27,6 +27,7 @@ def test_no_configuration_computes_something_else(family: str) -> None:
     assert "equal" in found
 
 
+@pytest.mark.slow
 def test_the_fuzzer_finds_a_window_that_is_read_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
     """Like Qwen3-MoE's earlier: by layer, which transformers does not do."""
     qwen3, moe = FAMILIES["qwen3"], FAMILIES["qwen3_moe"]

@@ -118,6 +118,7 @@ def run_of(method: str, name: str, **options: Any):
     return tiny_run(LAYOUTS[name].model_copy(update={"cp_method": method}), **options)
 
 
+@pytest.mark.every(4)
 @pytest.mark.parametrize("name", LAYOUTS)
 @pytest.mark.parametrize("method", METHODS)
 def test_layouts_against_one_process(ranks: RankPool, method: str, name: str) -> None:

@@ -53,6 +53,7 @@ def flip(content, place):
     content[place] ^= 4
 
 
+@pytest.mark.every(5)
 @pytest.mark.parametrize("damage", [zero, flip])
 @pytest.mark.parametrize("share", [0.0, 0.3, 0.999])
 @pytest.mark.parametrize("name", ["train.bin", "train.idx"])

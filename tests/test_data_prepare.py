@@ -277,6 +277,7 @@ def test_killed_at_any_moment_it_continues(folder):
     assert len(set(begins)) > 5, "each continues where the one before it had come"
 
 
+@pytest.mark.slow
 def test_the_bytes_do_not_depend_on_the_number_of_processes(folder, monkeypatch):
     train_tokenizer(TEXTS, 300).save(folder / "model")
     data = spec(folder, tokenizer="model")

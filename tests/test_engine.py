@@ -63,6 +63,7 @@ def numbers(answer: Answer) -> tuple[Any, ...]:
     return answer.ids, answer.finish, [[round(logprob, 9) for _, logprob in token.top] for token in answer.tokens]
 
 
+@pytest.mark.every(1)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_request_gets_in_a_crowd_what_it_gets_alone(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Requests arrive while others are being answered, prompts are read in parts, some are cancelled."""
@@ -109,6 +110,7 @@ def theirs(model: Any, prompt: list[int], **settings: Any) -> list[int]:
 PROMPTS = [[5, 6, 7, 8, 9] * 4, [3], [11, 4, 11], [250, 17, 99, 98, 97, 4, 4, 4, 4, 4, 5]]
 
 
+@pytest.mark.every(1)
 def test_a_batch_is_answered_as_transformers_answers_each(both: tuple[Decoder, Any]) -> None:
     ours, model = both
     expected = [theirs(model, prompt) for prompt in PROMPTS]

@@ -227,7 +227,7 @@ def test_flat_parts_of_matrices_decay_under_the_deepspeed_plug_in():
     assert decays == {id(matrix): 0.1, id(vector): 0.0}
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_an_exported_program_ends_at_once_on_a_cpu(tmp_path, monkeypatch):
     pytest.importorskip("accelerate")
     monkeypatch.chdir(tmp_path)

@@ -71,7 +71,7 @@ def test_a_forgotten_factor_is_found_in_the_gradients():
     assert proof.first.name == "lm_head.weight"
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_weight_decay_on_norms_is_found_in_their_update():
     proof = proved("bare", ('{"params": vectors, "weight_decay": 0.0}', '{"params": vectors, "weight_decay": 0.1}'))
     assert proof.first is not None

@@ -1,5 +1,6 @@
 """Every layout against one process: loss, every gradient, every weight after one step, in float64."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -67,6 +68,7 @@ def check(
     assert_equal(outcome, alone(documents=documents, **options))
 
 
+@pytest.mark.every(1)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("recompute", RECOMPUTES)
 def test_every_pair_for_llama(ranks: RankPool, strategy: str, recompute: str) -> None:
@@ -76,6 +78,7 @@ def test_every_pair_for_llama(ranks: RankPool, strategy: str, recompute: str) ->
     check(ranks, strategy, recompute=recompute, tied=turn % 2 == 0, accumulation=(1, 3)[turn // 2 % 2])
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize(
     ("family", "strategy"),
     [
@@ -92,26 +95,36 @@ def test_strategies_for_every_family(ranks: RankPool, family: str, strategy: str
     check(ranks, strategy, family=family, recompute=recompute, tied=turn % 2 == 0, accumulation=accumulation)
 
 
-@pytest.mark.parametrize("name", MODEL_PARALLEL)
-def test_every_layout_that_splits_the_model(ranks: RankPool, name: str) -> None:
-    """Tied and untied, packed documents, recomputation and accumulation alternate over layouts and families. More ranks
-    cost more: two ranks are tested with every third family, four with every sixth, more with every eighth; each layout
-    begins with another family."""
-    layout, turn = LAYOUTS[name], list(MODEL_PARALLEL).index(name)
-    every = {2: 3, 4: 6, 6: 8, 8: 8}[layout.world_size]
-    families = [f for f in FAMILIES if not find_misfits(layout, tiny_run(layout, family=f).model, SEQUENCE_LENGTH)]
-    for index, family in enumerate(families[turn % every :: every], start=turn):
-        check(
-            ranks,
-            name,
-            family=family,
-            tied=index % 2 == 0,
-            documents=index % 5 < 2,
-            recompute=RECOMPUTES[index % 3],
-            accumulation=3 if index % 4 < 2 else 1,
-        )
+def layouts_that_split_the_model() -> Iterator[Any]:
+    """(layout, family, its place in an order of all), each layout with several families, all but one exhaustive.
+
+    More ranks cost more: two ranks are tested with every third family, four with every sixth, more with every eighth;
+    each layout begins with another family.
+    """
+    for turn, name in enumerate(MODEL_PARALLEL):
+        layout = LAYOUTS[name]
+        every = {2: 3, 4: 6, 6: 8, 8: 8}[layout.world_size]
+        families = [f for f in FAMILIES if not find_misfits(layout, tiny_run(layout, family=f).model, SEQUENCE_LENGTH)]
+        for more, family in enumerate(families[turn % every :: every]):
+            marks = [pytest.mark.exhaustive] if more else []
+            yield pytest.param(name, family, turn + more, marks=marks, id=f"{name}-{family}")
 
 
+@pytest.mark.parametrize(("name", "family", "turn"), list(layouts_that_split_the_model()))
+def test_every_layout_that_splits_the_model(ranks: RankPool, name: str, family: str, turn: int) -> None:
+    """Tied and untied, packed documents, recomputation and accumulation alternate over layouts and families."""
+    check(
+        ranks,
+        name,
+        family=family,
+        tied=turn % 2 == 0,
+        documents=turn % 5 < 2,
+        recompute=RECOMPUTES[turn % 3],
+        accumulation=3 if turn % 4 < 2 else 1,
+    )
+
+
+@pytest.mark.every(3)
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", [*PARALLEL, "tp-wide", "zero-3-tp-uneven", "zero-3-tp-wide"])
 def test_muon(ranks: RankPool, strategy: str) -> None:
@@ -124,6 +137,7 @@ def test_muon(ranks: RankPool, strategy: str) -> None:
     assert_equal(outcome, expected, slope=0.02 * 485 / smallest)
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("strategy", [*PARALLEL, "tp-wide", "hybrid-3-tp"])
 def test_fp32(ranks: RankPool, strategy: str) -> None:
     layout = LAYOUTS[strategy]
@@ -131,6 +145,7 @@ def test_fp32(ranks: RankPool, strategy: str) -> None:
     assert_equal(outcome, alone(precision="fp32"), dtype=torch.float32)
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 @pytest.mark.parametrize("strategy", PARALLEL)
 def test_low_precision_rounds_as_one_process_does(ranks: RankPool, strategy: str, precision: str) -> None:
@@ -147,6 +162,7 @@ def test_low_precision_rounds_as_one_process_does(ranks: RankPool, strategy: str
     assert all(tensor.dtype == torch.float32 for tensor in outcome.weights.values())
 
 
+@pytest.mark.every(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_low_precision_of_a_split_model_rounds_no_worse_than_one_process(ranks: RankPool, precision: str) -> None:

@@ -75,6 +75,7 @@ def test_an_example_is_equal_under_two_layouts(ranks: RankPool, cache: Path, tmp
             assert found == pytest.approx(alone, rel=1e-9), layout
 
 
+@pytest.mark.exhaustive
 def test_all_examples_together_reach_worker_processes(tmp_path: Path, cache: Path) -> None:
     """Seven plug-ins in one call of `train`, which starts two workers."""
     every = {}

@@ -31,6 +31,7 @@ FAMILIES = ("mixtral", "qwen3_moe", "deepseek_v3")
 RECOMPUTES = ("none", "selective", "full")
 
 
+@pytest.mark.every(3)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", EXPERT_PARALLEL)
 def test_every_layout(ranks: RankPool, name: str) -> None:

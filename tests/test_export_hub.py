@@ -122,7 +122,7 @@ def test_a_dry_run_shows_files_and_card_of_a_run(tmp_path, monkeypatch, capsys):
     assert not (tmp_path / "demo").exists()
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_the_hubs_own_client_pushes_it(tmp_path, hub):
     model = hf_directory(tmp_path / "hf", model_of("llama", dtype=torch.float32), tokenizer_of())
     status, out, errors = pushed(hub, tmp_path, str(model), "--hub", "me/demo", "--private")

@@ -78,6 +78,7 @@ OF_ALL_KINDS = ("pp-cp-tp", "zero-3-tp-uneven", "hybrid-3-tp")
 """The layouts of eight ranks that combine most axes; layouts of four ranks cover every other pair of axes."""
 
 
+@pytest.mark.every(4)
 @pytest.mark.parametrize(
     "name", [name for name, layout in LAYOUTS.items() if 1 < layout.world_size < 8 or name in OF_ALL_KINDS]
 )
@@ -93,6 +94,7 @@ def test_dropout_is_recomputed_after_other_microbatches(ranks: RankPool) -> None
     check(ranks, LAYOUTS["pp"], "lora", recompute="full", accumulation=3)
 
 
+@pytest.mark.every(3)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", list(EXPERT_PARALLEL)[::3])
 def test_every_layout_of_experts(ranks: RankPool, name: str) -> None:

@@ -122,6 +122,7 @@ def trained_parameters(model: Any) -> dict[str, torch.nn.Parameter]:
     return found
 
 
+@pytest.mark.every(3)
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["llama", "qwen2"])
 @pytest.mark.parametrize("method", METHODS)

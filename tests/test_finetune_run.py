@@ -202,6 +202,7 @@ def test_a_change_anywhere_in_a_large_file_is_another_base(tmp_path: Path) -> No
     assert len(digests) == 3
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize(
     ("strategy", "precision"),
     [("single", "fp32"), ("zero-3", "bf16"), ("hybrid-2", "fp32"), ("zero-3-tp", "bf16"), ("pp", "fp32")],

@@ -183,6 +183,7 @@ CASES = [
 _ALONE: dict[str, Any] = {}
 
 
+@pytest.mark.every(4)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "method", "strategy"),
@@ -213,7 +214,7 @@ def test_pairs_of_answers(ranks: RankPool, directories: Path) -> None:
     assert_equal(outcome, alone, slope=5 * 0.1)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("precision", ["bf16"])
 def test_continues_bit_for_bit(ranks: RankPool, directories: Path, tmp_path: Path, precision: str) -> None:
     options = {"finetune": {"method": "lora", "rank": 4, "dropout": 0.25}, "recompute": "full", "steps": 4}

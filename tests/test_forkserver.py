@@ -43,6 +43,7 @@ def facts(tmp_path: Path, name: str, **env: str) -> tuple[dict, forkserver.Proce
     return json.loads((tmp_path / name).read_text()), process
 
 
+@pytest.mark.slow
 def test_a_fork_has_what_a_fresh_process_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     first, process = facts(tmp_path, "first", MINE="a", RANK="3", OMP_NUM_THREADS="2")
@@ -133,7 +134,7 @@ def no_servers(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict]:
     forkserver._end()
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_server_that_was_killed_is_replaced_and_ends_with_its_parent(no_servers: dict) -> None:
     quick = command("import os; os._exit(3)")
     assert forkserver.start(quick).wait(60) == 3

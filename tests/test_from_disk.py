@@ -98,7 +98,7 @@ for where in ("memory", "auto"):
 """
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_process_limited_to_a_quarter_of_the_weights(tmp_path: Path) -> None:
     sizes = {"hidden": 512, "num_layers": 24, "num_heads": 8, "num_kv_heads": 8, "ffn": 2048}
     model = model_of("llama", **sizes, dtype=torch.float32)

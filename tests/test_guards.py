@@ -96,6 +96,7 @@ def rewound(run: ResolvedRun, root: Path) -> tuple[list[int], int, bool]:
     return steps, trainer.rewinds, same and trainer.passed_over == 5
 
 
+@pytest.mark.every(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["single", "zero-3"])
 def test_a_rewind_goes_back_and_passes_over(ranks: RankPool, tmp_path: Path, strategy: str) -> None:

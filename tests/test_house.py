@@ -85,7 +85,7 @@ def users(dotted: str) -> set[str]:
         file
         for file, tree in modules().items()
         for node in ast.walk(tree)
-        if isinstance(node, ast.Attribute) and ast.unparse(node) == dotted
+        if isinstance(node, ast.Attribute) and dotted.endswith(node.attr) and ast.unparse(node) == dotted
     }
 
 
@@ -117,8 +117,8 @@ def test_tensors_are_sent_from_one_file() -> None:
         for file, tree in modules().items()
         for node in ast.walk(tree)
         if isinstance(node, ast.Attribute)
-        and ast.unparse(node.value) in ("dist", "torch.distributed", "torch.ops", "funcol")
         and node.attr.startswith(TENSOR_COLLECTIVES)
+        and ast.unparse(node.value) in ("dist", "torch.distributed", "torch.ops", "funcol")
     }
     assert found
     assert {place for place in found if not place.startswith("comm/")} == set()

@@ -284,6 +284,7 @@ def test_ratings_are_the_likeliest_strengths():
     assert np.diff(found) == pytest.approx(400 * np.diff(np.log10(true)), abs=1e-4)
 
 
+@pytest.mark.slow
 def test_intervals_hold_the_truth_and_narrow_with_more_questions():
     generator = np.random.default_rng(0)
 

@@ -316,7 +316,7 @@ def test_a_signal_while_workers_start_leaves_nothing(here: Path) -> None:
     assert not records(here / "early", "step")
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_torchrun_passes_signals_on(here: Path, losses: list[float]) -> None:
     """SIGUSR1 to torchrun itself, which is configured to forward it to its workers."""
     run, words = here / "torchrun", ("run_dir=torchrun", "layout.dp_replicate=2", "--resume", "auto")
@@ -332,6 +332,7 @@ def test_torchrun_passes_signals_on(here: Path, losses: list[float]) -> None:
     assert newest(run) == first
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 def test_programs_end_with_the_process_that_started_them(tmp_path: Path, number: signal.Signals) -> None:
     """`compare` and `verify --engine` may be killed while an engine compiles for minutes, or hangs."""

@@ -180,14 +180,15 @@ def assert_equal(ours: Outcome, other: Outcome) -> None:
     assert difference <= tolerance * largest * LR / EPS + 4 * torch.finfo(torch.float64).eps, name
 
 
+@pytest.mark.every(5)
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_every_recipe_on_every_kind_of_layout(ranks: RankPool, layout: str) -> None:
-    for recipe in RECIPES:
-        run = narrow_run(LAYOUTS[layout], recipe, batch=MOST if layout == "zero-2" else 0)
-        assert_equal(ranks.run(2, one_step, run)[0], expected(run))
+@pytest.mark.parametrize(("layout", "recipe"), [(layout, recipe) for layout in LAYOUTS for recipe in RECIPES])
+def test_every_recipe_on_every_kind_of_layout(ranks: RankPool, layout: str, recipe: str) -> None:
+    run = narrow_run(LAYOUTS[layout], recipe, batch=MOST if layout == "zero-2" else 0)
+    assert_equal(ranks.run(2, one_step, run)[0], expected(run))
 
 
+@pytest.mark.every(3)
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", SOME)
 def test_some_recipes_on_layouts_like_those(ranks: RankPool, layout: str) -> None:
@@ -196,6 +197,7 @@ def test_some_recipes_on_layouts_like_those(ranks: RankPool, layout: str) -> Non
         assert_equal(ranks.run(2, one_step, run)[0], expected(run))
 
 
+@pytest.mark.every(3)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", EXPERTS)
 def test_experts_in_few_bits(ranks: RankPool, name: str) -> None:
@@ -206,6 +208,7 @@ def test_experts_in_few_bits(ranks: RankPool, name: str) -> None:
         assert_equal(ranks.run(layout.world_size, one_step, run)[0], expected(run))
 
 
+@pytest.mark.every(3)
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", WIDER)
 def test_ranks_that_share_layers_in_two_ways(ranks: RankPool, layout: str) -> None:
@@ -275,7 +278,7 @@ def handed_on(run: ResolvedRun, root: Path, begin: int, end: int) -> list[float]
     return saved_at(trainer, root, end)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_experts_histories_go_from_layout_to_layout(ranks: RankPool, tmp_path: Path) -> None:
     """Expert parallelism, one process, tensor parallelism: as if one process had trained the whole run."""
     short: dict[str, Any] = {"low_precision": {"amax_history": 2}}
@@ -316,6 +319,7 @@ def gathered_in_fp8(run: ResolvedRun) -> tuple[Outcome | None, Any]:
     return one_step(run), counted_and_predicted(run)
 
 
+@pytest.mark.every(3)
 @pytest.mark.slow
 @pytest.mark.parametrize("number", range(len(GATHERED)))
 def test_weights_gathered_in_fp8_are_the_codes_that_products_multiply(ranks: RankPool, number: int) -> None:

@@ -44,6 +44,7 @@ def test_table_is_the_module(family, tied):
     assert bool(state) == (family == "deepseek_v3")
 
 
+@pytest.mark.every(1)
 @pytest.mark.parametrize("name", PRESETS)
 def test_table_is_the_module_for_every_preset(name):
     spec = resolve_model(ModelFields(name=name), base_dir=Path())
@@ -200,6 +201,7 @@ def test_recomputing_blocks_changes_no_bit(family):
         assert torch.equal(plain, again)
 
 
+@pytest.mark.every(3)
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # torch's compiler asks for it, and hides it elsewhere
 @pytest.mark.parametrize("family", FAMILIES)

@@ -142,6 +142,7 @@ def test_the_full_mask_says_the_same(family, monkeypatch):
     assert_equal(outcome(model, batch), expected)
 
 
+@pytest.mark.every(4)
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")  # from dynamo's inspection of tensors
 @pytest.mark.parametrize("policies", [("selective", "selective"), ("full", "full"), ("selective", "none")])

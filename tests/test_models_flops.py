@@ -16,6 +16,7 @@ from meshwright.spec.model import ModelFields
 BATCH, LENGTH = 2, 24
 
 
+@pytest.mark.every(3)
 @pytest.mark.slow
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("family", ["gpt2", "llama", "qwen2", "qwen3", "mixtral", "qwen3_moe", "deepseek_v3"])

@@ -92,6 +92,7 @@ def stepped(run: ResolvedRun, objective: Objective) -> tuple[Outcome | None, Eva
     return one_step(run, objective=objective), found
 
 
+@pytest.mark.every(5)
 @pytest.mark.slow
 @pytest.mark.parametrize("objective", [Smoothed(), OddsRatio()], ids=lambda objective: type(objective).__name__)
 @pytest.mark.parametrize("name", ["zero-3-tp", "cp-ring-tp", "pp-cp"])

@@ -83,6 +83,7 @@ def three_steps(run: ResolvedRun) -> dict[str, torch.Tensor]:
     return found
 
 
+@pytest.mark.every(2)
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "width"), [("zero-3-uneven", WIDE), ("hybrid-3", WIDE), ("zero-3-tp", 512)])
 def test_every_layout_keeps_the_same_bits(ranks: RankPool, name: str, width: int) -> None:

@@ -107,6 +107,7 @@ LAYOUT_CASES = [
 ]
 
 
+@pytest.mark.every(4)
 @pytest.mark.parametrize(
     ("layout", "options"),
     [

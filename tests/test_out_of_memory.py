@@ -86,6 +86,7 @@ STEPS: list[tuple[str, dict[str, Any], Device]] = [
 ]
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize(("phase", "settings", "device"), STEPS)
 def test_the_moment_names_the_phase_and_nearly_every_byte(phase: str, settings: dict[str, Any], device: Device) -> None:
     """The fake device counts tensors of the step; all held memory must be of a known kind and layer."""
@@ -290,6 +291,7 @@ def rehearsed_apart(runs: list[tuple[ResolvedRun, bool]]) -> list[dict[str, Any]
     return reports
 
 
+@pytest.mark.every(5)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SITUATIONS)
 def test_the_first_remedy_of_each_situation_fits_when_it_is_rehearsed(
@@ -407,7 +409,7 @@ def test_a_run_starts_again_with_the_first_remedy_and_learns_the_same(
     assert "micro_batch: 8" in (folder / "runs/a/recipe.yaml").read_text()
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.skipif(torch.version.cuda is not None, reason="a CUDA build of torch alone has more addresses")
 def test_two_ranks_under_a_limit_of_addresses_start_again_and_end(folder: Path) -> None:
     """A real limit: the kernel refuses."""

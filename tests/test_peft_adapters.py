@@ -152,6 +152,7 @@ def test_what_peft_made_computes_the_same_here(bases: Path, tmp_path: Path, name
     assert close(ours(bases / "llama", tmp_path / "adapter", **finetune), expected)
 
 
+@pytest.mark.slow
 def test_adapters_of_a_base_that_peft_changes_are_refused_and_the_converted_read(bases: Path, tmp_path: Path) -> None:
     for init in ("pissa", "pissa_niter_2", "olora"):
         folder = tmp_path / init
@@ -197,6 +198,7 @@ def test_every_key_of_pefts_configurations_is_known_or_refused(bases: Path, tmp_
 EMBEDDING = {"train": ["tok_embeddings"]}
 
 
+@pytest.mark.slow
 def test_a_tied_embedding_trained_in_peft(bases: Path, tmp_path: Path) -> None:
     """With its head it is read; with a fixed head, or one trained separately, it is another model, and is refused."""
     for name, saved, config in (
@@ -228,6 +230,7 @@ def recipe(folder: Path, directory: Path, **finetune: Any) -> Run:
     return Run.model_validate(fields)
 
 
+@pytest.mark.slow
 def test_a_tied_embedding_that_trained_here_is_exported_as_peft_computes_it(
     bases: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -89,6 +89,7 @@ def evaluated(trainer: Trainer, microbatches: Sequence[HostBatch]) -> tuple[floa
     return loss, 0.0
 
 
+@pytest.mark.every(2)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("degrees", "options"),
@@ -168,7 +169,7 @@ def test_every_backward_pass_has_the_weights_of_its_forward_pass(ranks: RankPool
         assert held == 2 * one
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_it_trains_to_the_same_region(ranks: RankPool) -> None:
     """A step late, and no worse."""
     options: dict[str, Any] = {"precision": "fp32", "optimizer": {"lr": 1e-2, "eps": 1e-2}, "steps": 60}

@@ -46,6 +46,7 @@ def check(
     assert_equal(outcome, alone(num_layers=layers_of(layout), **options))
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("schedule", SYNCHRONOUS)
 @pytest.mark.parametrize("tied", [False, True])
 def test_every_schedule(ranks: RankPool, schedule: str, tied: bool) -> None:
@@ -54,6 +55,7 @@ def test_every_schedule(ranks: RankPool, schedule: str, tied: bool) -> None:
         check(ranks, LayoutSpec(pp=2, schedule=schedule), microbatches=microbatches, recompute=recompute, tied=tied)
 
 
+@pytest.mark.every(5)
 @pytest.mark.parametrize("name", PIPELINE_SHARDED)
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved-1f1b", "interleaved-zero-bubble", "dualpipev"])
 def test_every_sharding(ranks: RankPool, schedule: str, name: str) -> None:
@@ -124,6 +126,7 @@ RESUMED = {
 }
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("saver", RESUMED)
 def test_stages_in_any_order_continue_what_any_layout_saved(ranks: RankPool, tmp_path: Path, saver: str) -> None:
     """`tests/test_resume.py` has stages in order; both copies of a tied embedding are one tensor in the checkpoint."""
@@ -156,6 +159,7 @@ def losses_alone(**options: Any) -> list[tuple[float, float, bool]]:
     return losses_of(tiny_run(LayoutSpec(), num_layers=5, **options))
 
 
+@pytest.mark.every(3)
 @pytest.mark.slow
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 @pytest.mark.parametrize("sharding", [{"dp_replicate": 2}, {"dp_shard": 2}], ids=["ddp", "zero-3"])
@@ -176,6 +180,7 @@ def test_low_precision(ranks: RankPool, schedule: str, sharding: dict[str, Any],
                 assert gnorm == pytest.approx(gnorm_1, rel=16 * unit)
 
 
+@pytest.mark.slow
 def test_clipping_and_muon(ranks: RankPool) -> None:
     """The norm covers all stages, with a tied embedding counted once, and every rank clips by it."""
     options = {"num_layers": 5, "tied": True, "clip": 0.01, "optimizer": {"name": "muon", "muon_lr": 0.02, "eps": 0.1}}

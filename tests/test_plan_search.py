@@ -186,7 +186,7 @@ def test_every_layout_is_legal_and_different() -> None:
     assert divisors(36) == [1, 2, 3, 4, 6, 9, 12, 18, 36]
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_large_job_is_planned_in_the_time_of_a_keystroke() -> None:
     """405B on 1024 devices: all layouts ordered, most never evaluated. docs/plan.md measures the time."""
     model = blueprint(resolve_model(PRESETS["llama-3.1-405b"], base_dir=Path()))
@@ -234,7 +234,7 @@ def test_no_reason_contradicts_itself() -> None:
     assert len(compared) > 3
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_speed_outranks_what_stays_free() -> None:
     """70B over 25 Gb/s: an offloading layout is chosen before one that fits and takes an hour; if nodes have no memory
     for offloading, a tight layout is chosen."""
@@ -276,7 +276,7 @@ def test_a_cpu_is_not_relieved_by_its_own_memory() -> None:
     assert words.startswith("offload={optimizer: disk")
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_the_simplest_of_equally_fast_layouts_is_chosen_and_written(recipe: Path) -> None:
     """Not the one that is 2 % faster with more stages: predictions are off by more."""
     words = ["model=llama-3-70b", "data.sequence_length=4096", "training.global_batch=64", "cluster=16xh100@25Gb/s"]
@@ -394,7 +394,7 @@ def test_a_plan_for_machines_and_a_recipe_that_trains(recipe: Path, capsys: pyte
     assert resolved.accumulation == chosen["accumulation"]
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_some_layers_recompute_where_that_suffices(recipe: Path) -> None:
     """The written recipe trains with it."""
     run = load_recipe(recipe, ["model=llama-3-70b", "cluster=64xh100"])
@@ -505,7 +505,7 @@ def test_a_refused_layout_has_no_row(recipe: Path, capsys: pytest.CaptureFixture
     assert "refused    the recipe's own layout: training.global_batch=128 sequences cannot be split over 6" in shown
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_the_layout_that_is_asked_about_is_explained(recipe: Path, capsys: pytest.CaptureFixture) -> None:
     """The recipe's own layout, if it gives one, not the one that would be chosen."""
     words = ["plan", str(recipe), "--explain", "memory", "cluster=4xh100", "training.micro_batch=1"]
@@ -622,6 +622,7 @@ def test_what_plan_chooses_check_accepts(recipe: Path, words: str) -> None:
         assert chosen.layout.tp == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "words",
     [

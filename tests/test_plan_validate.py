@@ -190,6 +190,7 @@ def test_every_row_is_predicted_or_refused_with_its_reason(tmp_path: Path, capsy
     assert "XPU9 as H100-SXM-80GB (1)" in printed
 
 
+@pytest.mark.slow
 def test_no_row_is_so_odd_that_it_ends_the_program() -> None:
     """Five hundred rows with cells that are blank or misprinted, or name unknown devices, models and words."""
     rng, predicted = random.Random(0), 0

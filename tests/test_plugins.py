@@ -240,6 +240,7 @@ OPTIMIZERS = {
 }
 
 
+@pytest.mark.every(4)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_an_optimizer_steps_under_every_layout_as_in_one_process(ranks: RankPool, tmp_path: Path, name: str) -> None:

@@ -72,6 +72,7 @@ def test_the_loss_is_the_formulas():
     torch.testing.assert_close(torch.autograd.grad(ours, parameters), torch.autograd.grad(wanted, parameters))
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize(
     "name",
     [

@@ -127,6 +127,7 @@ def test_where_no_integers_are_sharded_several_processes_are_refused(ranks: Rank
     assert "a quantized base on several processes needs PyTorch 2.13 or newer" in ranks.run(2, refused, run)[0]
 
 
+@pytest.mark.every(4)
 @NEEDS_SHARDED_INTEGERS
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in DATA_PARALLEL if name != "single"])
@@ -134,6 +135,7 @@ def test_data_parallel_layouts(ranks: RankPool, name: str) -> None:
     check(ranks, name, "nf4-double")
 
 
+@pytest.mark.every(3)
 @NEEDS_SHARDED_INTEGERS
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["tp", "zero-3-tp", "cp-ring-tp", "pp-tp", "zero-3-cp"])

@@ -110,6 +110,8 @@ def _both(cases: list[tuple[dict[str, Any], dict[str, Any]]], how: dict[str, str
     return found
 
 
+@pytest.mark.every(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("how", [INT8, INT4], ids=["int8", "int4"])
 def test_bytes_are_those_predicted_and_training_is_near(ranks: RankPool, how: dict[str, str]) -> None:
     for found in ranks.run(2, _both, LAYOUTS, how):
@@ -158,6 +160,7 @@ PROVED: list[Any] = [
 ]
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(("layout", "options"), PROVED, ids=str)
 def test_layouts_are_proved_to_the_quantization_step(
     ranks: RankPool, tmp_path: Path, layout: dict[str, Any], options: dict[str, Any]
@@ -180,7 +183,7 @@ def test_a_wrong_scale_is_found(ranks: RankPool, tmp_path: Path) -> None:
     assert proof.location.phase == "forward"
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_rehearsed_rank_sends_what_a_real_one_sends(ranks: RankPool) -> None:
     run = tiny_run(LayoutSpec.model_validate({"dp_shard": 2, **INT4}), precision="bf16", accumulation=3)
     outcomes, apart = ranks.run(2, real, run), RankPool()  # a process can be only one rank

@@ -76,6 +76,7 @@ def evenly(router: Router, scores_BTE: torch.Tensor) -> torch.Tensor:
 LORA = {"method": "lora", "rank": 4}
 
 
+@pytest.mark.every(3)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "finetune"), [*((name, None) for name in (DENSE + " " + SPARSE).split()), ("zero-3-tp", LORA)]
@@ -129,7 +130,7 @@ ALONE: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_the_peak_is_a_real_processs() -> None:
     """Within 2 %: the exact order in which a real backward pass frees tensors is not known."""
     runs = [tiny_run(LayoutSpec(), width=64, **options) for options in ALONE]
@@ -152,7 +153,7 @@ ONCE, TWICE = (Observed(n, n + 5, {("all-reduce", "tp"): (n, 10 * n)}) for n in 
 """A rank's counters in two steps, with 1 and 2 microbatches."""
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_of_many_microbatches_few_tell() -> None:
     """Peak, operations and traffic of a step equal those of the whole step, rehearsed."""
     run = tiny_run(LAYOUTS["pp-cp"], accumulation=12)
@@ -183,7 +184,7 @@ def rehearse_all(run: ResolvedRun, whole: bool) -> dict[str, Any]:
     return {key: value for key, value in report.items() if key not in ("seconds", "peak_by_kind")}
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_memory_falls_with_every_layer_that_recomputes() -> None:
     """On a stage with two microbatches in flight, so that recomputing the last layer saves memory too."""
     falling = [{"selective": n} for n in range(3)] + [{"full": n, "selective": 2 - n} for n in range(1, 3)]

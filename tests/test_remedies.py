@@ -58,7 +58,7 @@ def test_where_nothing_fits_it_says_what_is_left() -> None:
     assert "more devices" in remedy_lines(found)[0]
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_rehearsal_names_what_would_fit_and_that_fits(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     recipe = tmp_path / "run.yaml"
     recipe.write_text("model: gpt2\ntraining: {micro_batch: 2, global_batch: 4}\n")

@@ -117,6 +117,7 @@ RESUMED = [*STRATEGIES, "zero-3-tp"]
 SAME = list(zip(RESUMED, itertools.cycle(("fp32", "bf16", "fp32", "fp16")), strict=False))
 
 
+@pytest.mark.every(5)
 @pytest.mark.parametrize(("strategy", "precision"), SAME)
 def test_same_layout_continues_bit_for_bit(ranks: RankPool, tmp_path: Path, strategy: str, precision: str) -> None:
     stops = STOPS if strategy in ("single", "zero-3") else [2]
@@ -138,6 +139,7 @@ ROUNDS = {
 }
 
 
+@pytest.mark.every(4)
 @pytest.mark.slow
 @pytest.mark.parametrize("case", ROUNDS)
 def test_any_layout_continues_what_any_other_saved(ranks: RankPool, tmp_path: Path, case: str) -> None:

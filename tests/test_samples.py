@@ -46,6 +46,7 @@ def expected(run, ends=(50,)):
     return generate(alone.model, PROMPTS, max_tokens=NEW, eos_id=ends, sampling=Sampling(temperature=0))
 
 
+@pytest.mark.every(4)
 @pytest.mark.parametrize("name", CASES)
 def test_every_kind_of_layout_writes_what_one_process_writes(ranks: RankPool, name: str) -> None:
     layout = (LAYOUTS | EXPERT_PARALLEL)[name]
@@ -60,6 +61,7 @@ def test_an_asynchronous_pipeline_writes_with_the_newest_weights(ranks: RankPool
     assert ranks.run(2, write, run) == [expected(run)] * 2
 
 
+@pytest.mark.slow
 def test_adapters_take_part(ranks: RankPool) -> None:
     finetune = {"method": "lora", "rank": 4, "targets": ["wq", "w2", "output"]}
     run = tiny_run(LAYOUTS["zero-3-tp"], finetune=finetune)

@@ -131,6 +131,8 @@ def _refuse(*_: object, **__: object) -> None:
     raise AssertionError("torch's exchange of objects reads whatever arrives")
 
 
+@pytest.mark.every(3)
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["zero-3-tp", "pp-tp", "zero-3-ep"])
 def test_training_saving_and_resuming_exchange_signed_objects_alone(
     ranks: RankPool, tmp_path: Path, strategy: str

@@ -286,6 +286,7 @@ def test_a_message_cannot_end_its_turn() -> None:
     assert said in TOKENIZER.decode(prompt)
 
 
+@pytest.mark.slow
 def test_many_clients_at_once_get_what_each_gets_alone(server: Running, base: Any) -> None:
     """With both models, streamed or not; some clients disconnect midway."""
     tuned = server.models["tuned"].engine.model
@@ -336,6 +337,7 @@ def test_who_goes_away_frees_the_place(base: Any, stream: bool) -> None:
         assert again.usage.completion_tokens <= 3
 
 
+@pytest.mark.slow
 def test_a_full_queue_is_told(base: Any) -> None:
     with running({"base": base}, max_batch=1, max_queue=2) as server:
         settings: dict[str, Any] = {"model": "base", "messages": QUESTION, "max_tokens": 100, "seed": 1}

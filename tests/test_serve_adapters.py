@@ -80,6 +80,7 @@ def hf_other(folder: Path) -> Path:
     return folder / "other"
 
 
+@pytest.mark.slow
 def test_adapters_come_and_go_while_the_server_runs(base: TrainedModel) -> None:
     loras = base.source.parent / "loras"
     load = loader_of(base, loras, max_batch=4, max_context=None)
@@ -104,6 +105,7 @@ def test_adapters_come_and_go_while_the_server_runs(base: TrainedModel) -> None:
         assert server.settles("meshwright_requests_running", 0)
 
 
+@pytest.mark.slow
 def test_answers_that_are_being_written_outlive_their_adapter(base: TrainedModel) -> None:
     loras = base.source.parent / "loras"
     load = loader_of(base, loras, max_batch=4, max_context=None)

@@ -69,6 +69,7 @@ def request_of(grammars: Grammars, **more: Any) -> Request:
     )
 
 
+@pytest.mark.slow
 def test_every_drawn_answer_is_valid(server: Running) -> None:
     """With both models, in batches with free answers, which are the same as alone."""
     free: dict[str, Any] = {"model": "base", "messages": QUESTION, "max_tokens": 40, "seed": 9}
@@ -99,6 +100,7 @@ def test_every_drawn_answer_is_valid(server: Running) -> None:
     assert len({pet.model_dump_json() for pet in pets}) > 12
 
 
+@pytest.mark.slow
 def test_openais_client_parses_streams_and_greedy_answers(server: Running) -> None:
     settings: dict[str, Any] = {"model": "base", "messages": QUESTION, "max_tokens": LENGTH, "temperature": 0}
     parsed = server.client.chat.completions.parse(**settings, response_format=Pet).choices[0].message

@@ -71,6 +71,7 @@ EXTREME = {
 }  # fmt: skip
 
 
+@pytest.mark.every(1)
 @pytest.mark.parametrize("name", EXTREME)
 def test_extreme_requests_end_alone(server: Running, name: str) -> None:
     """Another client's answer in progress continues."""
@@ -161,6 +162,7 @@ def test_who_does_not_go_on_loses_the_connection(server: Running, sent: bytes, m
         assert 0.5 < time.monotonic() - began < SECONDS / 2
 
 
+@pytest.mark.slow
 def test_a_long_answer_outlasts_the_limit_of_requests(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Connection, "request_seconds", 0.2)
     with contextlib.closing(http.client.HTTPConnection("127.0.0.1", server.port, timeout=SECONDS)) as client:

@@ -132,6 +132,7 @@ def test_average_and_noise_scale_equal_their_definitions(alone: dict[str, Any]) 
         assert means[0] <= 0 or record["sequences"] == pytest.approx(record["terms"] / 16)
 
 
+@pytest.mark.slow
 def test_the_evaluation_of_an_average_is_of_its_weights(alone: dict[str, Any]) -> None:
     direct: Direct = alone["direct"]
     run = tiny("single", evaluate=3, accumulation=4)
@@ -147,6 +148,7 @@ def test_the_evaluation_of_an_average_is_of_its_weights(alone: dict[str, Any]) -
         assert record["tokens"] == found.tokens
 
 
+@pytest.mark.every(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["zero-3-uneven", "pp"])
 def test_numbers_equal_one_process_under_layouts(
@@ -283,6 +285,7 @@ def stopping_early(run: ResolvedRun, root: Path, patience: int, resume: Path | N
     return outcome(run, root, [EarlyStopping("step/tokens", patience=patience)], resume)
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("strategy", ["single", "zero-3-tp"])
 def test_a_stopped_run_is_saved_says_why_and_counts_on(ranks: RankPool, tmp_path: Path, strategy: str) -> None:
     """Tokens only grow, so only the first step is an improvement."""
@@ -305,7 +308,7 @@ def profiled(run: ResolvedRun, root: Path) -> list[int]:
     return []
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_chosen_ranks_write_traces_of_chosen_steps(ranks: RankPool, tmp_path: Path) -> None:
     ranks.run(4, profiled, tiny("zero-3-tp", accumulation=2), tmp_path)
     traces = sorted(path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("profile/*"))
@@ -447,6 +450,7 @@ def test_a_recipe_names_them(run_of_all: TrainResult) -> None:
     assert (run_of_all.run_dir / "profile/rank-0-steps-1-1.json").is_file()
 
 
+@pytest.mark.slow
 def test_averaged_weights_are_used_where_they_are_asked_for(
     run_of_all: TrainResult, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

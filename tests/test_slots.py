@@ -108,6 +108,7 @@ STACKS = [
 ]  # which reads the product's weight
 
 
+@pytest.mark.every(3)
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # torch's compiler asks for it
 @pytest.mark.filterwarnings("ignore:.*Function.* should not be instantiated:DeprecationWarning")
@@ -173,16 +174,18 @@ def compiled_step(run: ResolvedRun) -> Outcome | None:
         return one_step(run)
 
 
+@pytest.mark.every(4)
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The .grad attribute")
 @pytest.mark.filterwarnings("ignore:.*Function.* should not be instantiated:DeprecationWarning")
 @pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`:UserWarning")
 @pytest.mark.parametrize(
     ("fields", "options"),
     [
+        ({"tp": 2}, {"recompute": "selective"}),
         ({"dp_shard": 2}, {}),
-        pytest.param({"dp_replicate": 2}, {}, marks=pytest.mark.slow),
-        pytest.param({"tp": 2}, {"recompute": "selective"}, marks=pytest.mark.slow),
-        pytest.param({"dp_shard": 2, "ep": 2}, {"family": "mixtral"}, marks=pytest.mark.slow),
+        ({"dp_replicate": 2}, {}),
+        ({"dp_shard": 2, "ep": 2}, {"family": "mixtral"}),
     ],
 )
 def test_a_model_compiled_as_one_equals_one_process(
@@ -214,17 +217,17 @@ COMPOSED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 compiled (`tests/test_pipeline.py`), and torch cannot compile full recomputation of split layers (LOG.md)."""
 
 
+def marks_of(name: str) -> list[pytest.MarkDecorator]:
+    """Compiling a model that is split over ranks takes as long as all others together."""
+    marks = [NEEDS_SHARDED_INTEGERS] if "nf4" in name or "int8" in name else []
+    return [*marks, pytest.mark.exhaustive] if "compile" in name else marks
+
+
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The .grad attribute")
 @pytest.mark.filterwarnings("ignore:.*Function.* should not be instantiated:DeprecationWarning")
 @pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`:UserWarning")
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=NEEDS_SHARDED_INTEGERS) if "nf4" in name or "int8" in name else name
-        for name in COMPOSED
-    ],
-)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=marks_of(name)) for name in COMPOSED])
 def test_strategies_compose(ranks: RankPool, name: str) -> None:
     fields, options = COMPOSED[name]
     layout = LayoutSpec.model_validate(fields)

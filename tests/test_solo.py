@@ -95,7 +95,7 @@ def test_the_same_losses_in_one_process(
     assert losses[0] - losses[-1] > 0.1  # the loss has fallen, so real steps were compared
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_the_same_losses_on_two_processes(modular: tuple[Path, Path, list[float]]) -> None:
     folder, tokens, expected = modular
     words = ("--tokens", str(tokens), "--vocab", "300", "--dtype", "float64", "--steps", str(STEPS))

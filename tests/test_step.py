@@ -56,6 +56,7 @@ def poisoned_step(run: ResolvedRun, where: str) -> tuple[str, bool, dict[str, An
     return happened, untouched, scaler, all(tensor.isfinite().all() for tensor in after.values())
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("where", ["loss", "gradient"])
 @pytest.mark.parametrize("strategy", ["single", "ddp", "zero-3", "hybrid-2"])
 def test_not_finite_never_reaches_the_weights(ranks: RankPool, strategy: str, where: str) -> None:
@@ -166,6 +167,7 @@ def evaluation(run: ResolvedRun) -> tuple[float, int, float]:
     return found.loss, found.tokens, step.loss
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("strategy", [*(name for name in STRATEGIES if name != "single"), "tp-wide", "zero-3-tp"])
 def test_evaluation_is_the_same_on_every_layout_and_leaves_training_alone(ranks: RankPool, strategy: str) -> None:
     expected = evaluation(tiny_run(LayoutSpec()))
@@ -195,11 +197,12 @@ def traced_step(run: ResolvedRun) -> Outcome | None:
         return one_step(run)
 
 
+@pytest.mark.every(3)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("layout", "recompute"),
-    [(LayoutSpec(), "none"), (LayoutSpec(dp_shard=2), "selective"), (LayoutSpec(dp_replicate=2), "full")],
-    ids=["single", "zero-3", "ddp"],
+    [(LayoutSpec(dp_shard=2), "selective"), (LayoutSpec(), "none"), (LayoutSpec(dp_replicate=2), "full")],
+    ids=["zero-3", "single", "ddp"],
 )
 def test_compiled_blocks_compute_the_same(ranks: RankPool, layout: LayoutSpec, recompute: str) -> None:
     """torch.compile may fuse and so reorder; fp32 sums over a block's width differ only by their rounding. Code is

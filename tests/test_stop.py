@@ -195,6 +195,7 @@ def train_and_signal(run: ResolvedRun, root: Path, phase: str) -> tuple[int, lis
     return number, [path.name for path in list_checkpoints(root / "checkpoints")], seen
 
 
+@pytest.mark.every(3)
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["single", "zero-3"])
 @pytest.mark.parametrize(

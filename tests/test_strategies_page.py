@@ -74,6 +74,7 @@ def value(formula: str, **letters: float) -> float:
     return result / letters[divisor] if divisor else result
 
 
+@pytest.mark.every(4)
 @pytest.mark.parametrize("strategy", ROWS)
 def test_a_rank_keeps_and_sends_what_the_page_says(ranks: RankPool, strategy: str) -> None:
     """Within 2 %: shards are padded if the ranks do not divide a tensor."""

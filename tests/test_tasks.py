@@ -241,6 +241,7 @@ def score(run) -> list[tuple[float, bool]]:
     return [(round(one.logprob, 4), one.greedy) for one in found]
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("name", LAYOUT_CASES)
 def test_every_kind_of_layout_finds_what_one_process_finds(ranks: RankPool, name: str) -> None:
     layout = (LAYOUTS | EXPERT_PARALLEL)[name]
@@ -323,7 +324,7 @@ def test_misuse_is_told_in_one_sentence(tmp_path, monkeypatch, capsys):
         assert message in capsys.readouterr().err
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_the_harness_measures_the_same_through_transformers(tmp_path):
     """Three offline tasks (choices, rolling perplexity, generated answers): every metric, and every answer."""
     pytest.importorskip("lm_eval", reason="lm-evaluation-harness is not installed")

@@ -46,6 +46,7 @@ SPLITS = {(layout.tp, layout.pp, layout.data_parallel, layout.zero_stage): name 
 """One layout for each set of degrees that the table reads."""
 
 
+@pytest.mark.every(4)
 @pytest.mark.parametrize("name", [name for name in SPLITS.values() if LAYOUTS[name].world_size < 8])
 def test_every_rank_keeps_exactly_what_the_table_says(ranks: RankPool, name: str) -> None:
     """For weights, gradients and both moments of AdamW, all with the same number of bytes per element."""

@@ -84,6 +84,7 @@ def assert_same(ours: Trainer, theirs: Trainer) -> None:
     assert all(map(torch.equal, ours.model.parameters(), theirs.model.parameters()))
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(
     ("offload", "options"),
     [
@@ -173,6 +174,7 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize(
     ("layouts", "offload", "options"),
     [
@@ -244,6 +246,7 @@ def of_rank(
     return found
 
 
+@pytest.mark.slow
 def test_from_disk_to_other_tiers_and_layouts(ranks: RankPool, tmp_path: Path) -> None:
     """One process's state on disk continues in host memory, and sharded over two ranks, on disk and in memory."""
     stored = build_here(run(DISK, tmp_path, **TINY))
@@ -445,6 +448,7 @@ def test_a_plugged_optimizer_stays_in_memory(tmp_path: Path) -> None:
         TieredStore(trainer.model, rows, made.run.training, plugged, tier=tier)
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize(
     ("layout", "offload", "bytes_each"),
     [

@@ -65,6 +65,7 @@ def options_of(layout: LayoutSpec, families: tuple[str, ...], turn: int) -> dict
     }
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_what_is_counted_is_what_was_predicted(name: str) -> None:
     """(`test_rehearse.py` compares these counts with real ranks.)"""
@@ -74,6 +75,7 @@ def test_what_is_counted_is_what_was_predicted(name: str) -> None:
     assert counted == predicted, options
 
 
+@pytest.mark.every(3)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("schedule", "sharding", "tied"),
@@ -99,6 +101,7 @@ def test_ranks_with_several_stages(schedule: str, sharding: dict[str, int], tied
     assert counted == predicted
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("name", list(EXPERT_PARALLEL)[::3])
 def test_experts(ranks: RankPool, name: str) -> None:
     """Routing decides how much each rank sends, so the sums over a stage's ranks are compared."""
@@ -119,6 +122,7 @@ def test_experts(ranks: RankPool, name: str) -> None:
     assert counted == predicted, options
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(
     ("layout", "options"),
     [

@@ -101,6 +101,7 @@ def judged(ranks: RankPool, tmp_path: Path, layout: LayoutSpec, plant: Plant, op
     return verdict(replay, 0.0)
 
 
+@pytest.mark.every(4)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("layout", "options"),
@@ -182,7 +183,7 @@ def journal(root: Path, kind: str) -> list[dict[str, Any]]:
     return [record for record in read_journal(root / "metrics.jsonl") if record["kind"] == kind]
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_drift_ends_the_run_and_the_guard_changes_nothing(ranks: RankPool, tmp_path: Path) -> None:
     """A separate process recomputes step 5; the drift begins at step 4."""
     run = on_texts(tmp_path, LayoutSpec(dp_replicate=2), {"verify_every": 5})

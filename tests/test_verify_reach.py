@@ -150,6 +150,7 @@ def start_of_other_rows() -> Any:
 DP, MOE = LayoutSpec(dp_shard=2), {"family": "deepseek_v3"}
 
 
+@pytest.mark.every(4)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("layout", "options"),
@@ -173,6 +174,7 @@ def test_right_layouts_are_proved_equal(ranks: RankPool, tmp_path: Path, layout:
     assert all(comparison.state for comparison in proof.comparisons)
 
 
+@pytest.mark.every(3)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("plant", "layout", "options", "phase", "name", "wrong_ranks"),
