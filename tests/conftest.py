@@ -1,5 +1,6 @@
 """Fixtures and options for all tests: worker processes, started once, the choice of a tier, and the order of files."""
 
+import gc
 import os
 import sys
 
@@ -29,10 +30,14 @@ def compute_with_one_thread() -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     if runs_tests(config):
+        gc.disable()  # until the tests are collected
         compute_with_one_thread()  # before anything imports the function by name
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
+    if runs_tests(session.config):
+        gc.freeze()  # what was imported stays: no collection visits it again
+        gc.enable()
     modules = {item.module.__name__ for item in session.items if over_ranks(item)}
     if modules and runs_tests(session.config):
         from meshwright.testing import ranks

@@ -286,6 +286,7 @@ def compiler() -> None:
         pytest.skip("no C++ compiler")
 
 
+@pytest.mark.every(1)
 @torch.inference_mode()
 @pytest.mark.usefixtures("compiler")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

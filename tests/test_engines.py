@@ -310,6 +310,7 @@ def test_other_names_of_layouts_are_refused(name):
         layout_called(name)
 
 
+@pytest.mark.every(1)
 @pytest.mark.parametrize("module", ["no_such_module", "no_such.module", "json.no_such_module"])
 def test_unknown_engines_and_missing_packages_are_one_sentence(module):
     with pytest.raises(UserError, match=r"unknown engine 'acelerate'.*did you mean 'accelerate'"):

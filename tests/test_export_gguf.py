@@ -57,6 +57,7 @@ def test_every_family_is_read_with_its_own_numbers(tmp_path, family):
     assert {path.name for path in tmp_path.glob("*.gguf*")} == {"model.gguf"}
 
 
+@pytest.mark.every(1)
 @pytest.mark.parametrize("form", ["bf16", "q8_0"])
 def test_formats_round_as_the_receipt_says(tmp_path, capsys, form):
     trained = opened(tmp_path, "llama")

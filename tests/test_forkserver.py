@@ -62,6 +62,7 @@ def test_a_fork_has_what_a_fresh_process_has(tmp_path: Path, monkeypatch: pytest
     assert process.poll() == 7
 
 
+@pytest.mark.slow
 def test_descriptors_keep_their_numbers(tmp_path: Path) -> None:
     read, write = os.pipe()
     code = f"import os, sys; os.write({write}, b'through a pipe'); print('said', file=sys.stderr)"

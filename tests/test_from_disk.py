@@ -28,6 +28,7 @@ def answers_of(model: Any) -> list[Any]:
     return [answer.tokens for answer in Engine(model).run(requests)]
 
 
+@pytest.mark.every(1)
 @pytest.mark.parametrize("family", ["llama", "gpt2", "mixtral", "deepseek_v3"])
 def test_answers_and_losses_are_those_of_weights_in_memory(family: str, tmp_path: Path) -> None:
     tokenizer = tokenizer_of(CHATML)

@@ -70,6 +70,7 @@ def test_the_same_seed_repeats_and_another_differs(model):
     assert first != other
 
 
+@pytest.mark.every(1)
 @pytest.mark.parametrize(
     ("sampling", "kept"),
     [

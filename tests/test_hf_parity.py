@@ -191,6 +191,7 @@ def exact(monkeypatch):
         monkeypatch.setattr(norm, "forward", forward)
 
 
+@pytest.mark.every(1)
 @pytest.mark.parametrize("name", CASES)
 def test_our_export_computes_the_same_in_transformers_fp64(name, tmp_path, exact):
     spec = case_spec(name)
@@ -225,6 +226,7 @@ def test_their_model_computes_the_same_here_fp32(name, tmp_path):
         torch.testing.assert_close(logits_of(model, batch), expected, rtol=0, atol=1e-5 * expected.abs().max().item())
 
 
+@pytest.mark.every(1)
 @pytest.mark.parametrize("name", CASES)
 def test_gradients_equal_transformers(name, tmp_path, exact):
     spec = case_spec(name)
@@ -251,6 +253,7 @@ def test_gradients_equal_transformers(name, tmp_path, exact):
         torch.testing.assert_close(grad, part, rtol=0, atol=1e-13 * largest)
 
 
+@pytest.mark.every(1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", CASES)
 def test_a_round_trip_keeps_every_bit(name, dtype, tmp_path):

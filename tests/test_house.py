@@ -46,9 +46,16 @@ def tree_of(file: str) -> ast.Module:
     return ast.parse((SOURCE / file).read_text())
 
 
+@functools.cache
+def nodes(tree: ast.AST) -> tuple[ast.AST, ...]:
+    """Every node of a file: several tests look at each."""
+    return tuple(ast.walk(tree))
+
+
 @pytest.fixture(scope="module", autouse=True)
 def trees_are_dropped() -> Iterator[None]:
     yield
+    nodes.cache_clear()
     modules.cache_clear()
 
 
@@ -61,7 +68,7 @@ def rooms(*names: str) -> list[str]:
 
 def imports(node: ast.AST) -> Iterator[tuple[str, int]]:
     """(dotted name, line) of everything imported at or below a node: `from a.b import c` is `a.b.c`."""
-    for found in ast.walk(node):
+    for found in nodes(node):
         if isinstance(found, ast.Import):
             yield from ((alias.name, found.lineno) for alias in found.names)
         elif isinstance(found, ast.ImportFrom):
@@ -84,14 +91,14 @@ def users(dotted: str) -> set[str]:
     return {
         file
         for file, tree in modules().items()
-        for node in ast.walk(tree)
+        for node in nodes(tree)
         if isinstance(node, ast.Attribute) and dotted.endswith(node.attr) and ast.unparse(node) == dotted
     }
 
 
 def functions(file: str) -> Iterator[Function]:
     """Every function and method of a file."""
-    return (node for node in ast.walk(modules()[file]) if isinstance(node, Function))
+    return (node for node in nodes(modules()[file]) if isinstance(node, Function))
 
 
 def public(node: ast.AST) -> Iterator[Function | ast.ClassDef]:
@@ -115,7 +122,7 @@ def test_tensors_are_sent_from_one_file() -> None:
     found = {
         f"{file}:{node.lineno} {ast.unparse(node)}"
         for file, tree in modules().items()
-        for node in ast.walk(tree)
+        for node in nodes(tree)
         if isinstance(node, ast.Attribute)
         and node.attr.startswith(TENSOR_COLLECTIVES)
         and ast.unparse(node.value) in ("dist", "torch.distributed", "torch.ops", "funcol")
@@ -136,7 +143,7 @@ def test_private_torch_is_used_in_one_room() -> None:
 def private_parts(tree: ast.Module, ours: set[str]) -> Iterator[str]:
     """`line what` of every private part of torch, except names in `ours`."""
     from_torch = {"torch"}
-    for node in ast.walk(tree):
+    for node in nodes(tree):
         if isinstance(node, ast.Import | ast.ImportFrom):
             module = f"{node.module}." if isinstance(node, ast.ImportFrom) else ""
             for alias in node.names:
@@ -144,7 +151,7 @@ def private_parts(tree: ast.Module, ours: set[str]) -> Iterator[str]:
                     from_torch.add((alias.asname or alias.name).split(".")[0])
                     if "._" in f"{module}{alias.name}":
                         yield f"{node.lineno} imports {module}{alias.name}"
-    for node in ast.walk(tree):
+    for node in nodes(tree):
         if isinstance(node, ast.Attribute) and node.attr.startswith("_") and not node.attr.startswith("__"):
             root = ast.unparse(node).split(".")[0]
             if root in from_torch or node.attr not in ours:
@@ -153,7 +160,7 @@ def private_parts(tree: ast.Module, ours: set[str]) -> Iterator[str]:
 
 def given_names(tree: ast.Module) -> Iterator[str]:
     """Names that a file gives to functions, classes and attributes."""
-    for node in ast.walk(tree):
+    for node in nodes(tree):
         if isinstance(node, Function | ast.ClassDef):
             yield node.name
         elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
@@ -170,7 +177,7 @@ def test_nobody_replaces_a_method_of_the_model_its_head_its_objective_or_its_pas
     replaced = [
         f"{file}:{node.lineno} sets {ast.unparse(target)}"
         for file, tree in modules().items()
-        for node in ast.walk(tree)
+        for node in nodes(tree)
         if isinstance(node, ast.Assign)
         for listed in node.targets
         for target in (listed.elts if isinstance(listed, ast.Tuple) else [listed])
@@ -240,12 +247,12 @@ def overrides(tree: ast.AST) -> Iterator[str]:
     """
     imported = {
         alias.asname or alias.name.split(".")[0]
-        for node in ast.walk(tree)
+        for node in nodes(tree)
         if isinstance(node, ast.Import | ast.ImportFrom)
         for alias in node.names
     }
-    names = {node.name for node in ast.walk(tree) if isinstance(node, Function)}
-    for node in ast.walk(tree):
+    names = {node.name for node in nodes(tree) if isinstance(node, Function)}
+    for node in nodes(tree):
         if isinstance(node, ast.Call) and ast.unparse(node.func) in ("setattr", "object.__setattr__"):
             yield ast.unparse(node)
         for target, value in assignments(node):

@@ -64,6 +64,7 @@ def test_loss_is_the_cross_entropy_of_the_logits(family):
     torch.testing.assert_close(summed_loss(model, tokens, labels), expected, rtol=1e-12, atol=0)
 
 
+@pytest.mark.every(1)
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_model_in_parts_is_the_model(family, tied):
@@ -106,6 +107,7 @@ def continued(model, cache: Cache, new: list[tuple[int, torch.Tensor]]) -> list[
     return list(logits.split([len(tokens) for _, tokens in new]))
 
 
+@pytest.mark.every(1)
 @torch.no_grad()
 @pytest.mark.parametrize("pieces", [[12], [1] * 12, [5, 1, 1, 5], [3, 9]])
 @pytest.mark.parametrize("family", FAMILIES)

@@ -145,6 +145,7 @@ APPLIED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
+@pytest.mark.every(1)
 @pytest.mark.parametrize("name", APPLIED)
 def test_what_peft_made_computes_the_same_here(bases: Path, tmp_path: Path, name: str) -> None:
     theirs, finetune = APPLIED[name]

@@ -599,6 +599,7 @@ def test_the_page_is_whole_and_loads_nothing(recipe: Path, capsys: pytest.Captur
     assert capsys.readouterr().out
 
 
+@pytest.mark.every(1)
 @pytest.mark.parametrize(
     "words",
     [
