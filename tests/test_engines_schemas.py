@@ -2,8 +2,9 @@
 environment that has them. A system that is not installed is skipped.
 
     pip install --no-deps torchtitan && pip install tyro einops tensorboard triton torchdata spmd_types
-    git clone https://github.com/NVIDIA/Megatron-LM, and --megatron-lm with its folder
-    git clone https://github.com/NVIDIA-NeMo/Megatron-Bridge, and --megatron-bridge with its folder
+    git clone https://github.com/NVIDIA/Megatron-LM (Python 3.12), and --megatron-lm with its folder
+    git clone https://github.com/NVIDIA-NeMo/Megatron-Bridge (pip install "transformers>=5.8,<=5.12.1"), and
+    --megatron-bridge with its folder
     git clone into one folder, and --checkouts with it: huggingface/nanotron (pip install dacite datasets triton),
     NVIDIA-NeMo/Automodel (pip install torchdata, without triton), axolotl-ai-cloud/axolotl (pip install pillow),
     hiyouga/LLaMA-Factory (pip install omegaconf), mosaicml/llm-foundry and mosaicml/composer (pip install omegaconf)
