@@ -209,8 +209,8 @@ def _unusable(path: Path, size: int, error: OSError) -> OffloadError:
     free = ""
     with contextlib.suppress(OSError):
         stat = os.statvfs(path.parent)
-        free = f", {stat.f_bavail * stat.f_frsize / GB:.2f} GB are free"
+        free = f", {stat.f_bavail * stat.f_frsize / GB:.3g} GB are free"
     return OffloadError(
-        f"{path}: {(error.strerror or 'cannot be made').lower()}: state on disk needs {size / GB:.2f} GB in this "
+        f"{path}: {(error.strerror or 'cannot be made').lower()}: state on disk needs {size / GB:.3g} GB in this "
         f"file{free}; free space, or use another layout.offload.directory"
     )
