@@ -26,7 +26,9 @@ device: cpu
 SETTINGS: dict[str, list[str]] = {
     "precision: fp32": ["training.precision=fp32"],
     "precision: fp8 (tensorwise)": ["training.precision=fp8"],
+    "precision: fp8 (rowwise)": ["training.precision=fp8", "training.low_precision.recipe=rowwise"],
     "precision: fp8 (blockwise)": ["training.precision=fp8", "training.low_precision.recipe=blockwise"],
+    "precision: fp8 (delayed)": ["training.precision=fp8", "training.low_precision.recipe=delayed"],
     "precision: mxfp8": ["training.precision=mxfp8"],
     "precision: nvfp4": ["training.precision=nvfp4"],
     "reduce_dtype: bf16": ["training.reduce_dtype=bf16"],

@@ -15,7 +15,15 @@ from meshwright.models.cpu_kernels import linear
 from meshwright.models.dropout import Draws
 from meshwright.models.grouped_low_precision import GroupedLowPrecision
 from meshwright.models.linear import Linear
-from meshwright.models.low_precision import RECIPES, AmaxHistory, LastEncoded, LowPrecision, Past, everywhere
+from meshwright.models.low_precision import (
+    RECIPES,
+    AmaxHistory,
+    LastEncoded,
+    LowPrecision,
+    Past,
+    everywhere,
+    has_kernel,
+)
 from meshwright.models.moe import ExpertLinear, Rows
 from meshwright.models.scaling import E2M1, E4M3, E5M2, Scaling, encode, hadamard, round_e2m1
 from meshwright.parallel.recompute import KEPT, PRODUCTS
@@ -290,8 +298,14 @@ def test_selective_recomputation_keeps_what_kernels_return(recipe: str) -> None:
     assert not seen.ops & set(PRODUCTS)
 
 
-def test_plans_know_which_recipes_have_kernels() -> None:
-    assert set(KERNELS) == {name for name, recipe in RECIPES.items() if recipe.kernel is not None}
+@pytest.mark.parametrize(("capability", "names"), [((8, 6), set()), ((8, 9), set(KERNELS)), ((9, 0), set(KERNELS))])
+def test_kernels_are_used_from_ada_on(
+    capability: tuple[int, int], names: set[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    gpu = torch.device("cuda")
+    assert {name for name, recipe in RECIPES.items() if has_kernel(recipe, gpu, torch.bfloat16)} == names
+    assert not any(has_kernel(recipe, gpu, torch.float32) for recipe in RECIPES.values())
 
 
 def test_a_rehearsal_takes_kernels_only_where_the_gpu_multiplies_fp8() -> None:

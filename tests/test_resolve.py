@@ -62,6 +62,20 @@ def test_where_no_microbatch_fits_the_least_recomputation_that_would_is_taken() 
     assert RecomputeSpec.model_validate(yaml.safe_load(advice)) == taken.run.training.recompute
 
 
+def test_recomputation_is_chosen_for_products_as_this_gpu_computes_them() -> None:
+    """Selective recomputation keeps the results of products, in fp32 where a GPU without fp8 emulates them."""
+    training = {"global_batch": 128, "precision": "fp8"}
+    layout = {"dp_shard": 8, "offload": "none"}
+    recipe = run(data={"sequence_length": 1024}, layout=layout, training=training)
+    machines = [Machine("cuda", name, 8, 34 * 2**30) for name in ("NVIDIA H100 80GB HBM3", "NVIDIA A100-SXM4-80GB")]
+    hopper, ampere = (resolve_run(recipe, base_dir=Path(), machine=machine).run.training for machine in machines)
+    assert isinstance(hopper.recompute, RecomputeSpec)
+    assert isinstance(ampere.recompute, RecomputeSpec)
+    assert hopper.recompute.selective
+    assert not hopper.recompute.full
+    assert ampere.recompute.full
+
+
 def test_where_recomputation_may_not_help_activations_move_to_the_host() -> None:
     recipe = run(**LONG, training={"global_batch": 16, "recompute": "none"})
     taken = resolve_run(recipe, base_dir=Path(), machine=SMALL)

@@ -30,6 +30,7 @@ from meshwright.models.dropout import Draws, drawn_bits
 from meshwright.models.linear import Kept, Product
 from meshwright.models.scaling import E2M1, E4M3, E5M2, Encoded, Scaling, Spread, delayed_scale, encode, hadamard
 from meshwright.models.slots import Weights
+from meshwright.spec.low_precision import KERNELS
 from meshwright.torch_internals import version_of
 
 Dim = Literal["tokens", "in", "out"]
@@ -39,6 +40,8 @@ T = TypeVar("T")
 Pair = tuple[Scaling, Scaling]
 """The scalings of a product's operands, the one with the result's rows first."""
 
+KERNEL_CAPABILITY = (8, 9)
+"""The lowest compute capability with kernels in fp8; PyTorch's pull request 144348 brought them for rowwise scales."""
 KERNEL_SIZES = 16
 """K and S must be multiples of these for a kernel."""
 
@@ -56,8 +59,6 @@ class Recipe:
     """The scalings of gradient and input; None: this product is in the layer's dtype."""
     four_bits: bool = False
     """Weight gradients' operands go through a random Hadamard transform, and gradients are rounded stochastically."""
-    kernel: tuple[int, int] | None = None
-    """The lowest compute capability with kernels; None: no kernel is used."""
 
     @property
     def reads_codes(self) -> bool:
@@ -74,9 +75,9 @@ class Recipe:
         return self.forward[0].scale == "delayed"
 
 
-def _alike(name: str, one: Scaling, weight: Scaling, kernel: tuple[int, int] | None = None) -> Recipe:
+def _alike(name: str, one: Scaling, weight: Scaling) -> Recipe:
     """A recipe with the same scaling for inputs and gradients."""
-    return Recipe(name, (one, weight), (one, weight), (one, one), kernel=kernel)
+    return Recipe(name, (one, weight), (one, weight), (one, one))
 
 
 _TENSOR, _GRADIENTS = Scaling(E4M3, None, None), Scaling(E5M2, None, None)
@@ -89,11 +90,11 @@ _MX, _FOUR = Scaling(E4M3, 1, 32, "e8m0"), Scaling(E2M1, 1, 16, "nvfp4")
 RECIPES: Mapping[str, Recipe] = {
     recipe.name: recipe
     for recipe in (
-        Recipe("tensorwise", (_TENSOR, _TENSOR), (_GRADIENTS, _TENSOR), (_GRADIENTS, _TENSOR), kernel=(8, 9)),
-        _alike("rowwise", _ROWS, _ROWS, kernel=(9, 0)),
+        Recipe("tensorwise", (_TENSOR, _TENSOR), (_GRADIENTS, _TENSOR), (_GRADIENTS, _TENSOR)),
+        _alike("rowwise", _ROWS, _ROWS),
         Recipe("rowwise_with_gw_hp", (_ROWS, _ROWS), (_ROWS, replace(_TENSOR, scale="power_of_two")), None),
         _alike("blockwise", _TILES, _BLOCK),
-        Recipe("delayed", (_PAST, _PAST), (_PAST_GRADIENTS, _PAST), (_PAST_GRADIENTS, _PAST), kernel=(8, 9)),
+        Recipe("delayed", (_PAST, _PAST), (_PAST_GRADIENTS, _PAST), (_PAST_GRADIENTS, _PAST)),
         _alike("mxfp8", _MX, _MX),
         replace(_alike("nvfp4", _FOUR, replace(_FOUR, rows=16)), four_bits=True),
     )
@@ -333,9 +334,9 @@ class LowPrecision(Product):
 
 def has_kernel(recipe: Recipe, device: torch.device, dtype: torch.dtype) -> bool:
     """Whether a kernel, not emulation, computes products of this recipe on this device."""
-    if device.type != "cuda" or dtype != torch.bfloat16 or recipe.kernel is None:
+    if device.type != "cuda" or dtype != torch.bfloat16 or recipe.name not in KERNELS:
         return False
-    return torch.cuda.get_device_capability(device) >= recipe.kernel
+    return torch.cuda.get_device_capability(device) >= KERNEL_CAPABILITY
 
 
 def _by_kernel(left: Encoded, right: Encoded, dtype: torch.dtype) -> torch.Tensor:

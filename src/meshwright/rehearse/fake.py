@@ -17,6 +17,7 @@ from meshwright.models.norm import RMSNorm
 from meshwright.models.slots import Wrapped
 from meshwright.parallel.expert import Exchange
 from meshwright.parallel.offload import HostCopy, Offloaded
+from meshwright.spec.low_precision import KERNELS
 from meshwright.spec.run import ResolvedRun
 from meshwright.state import Home, Tier
 
@@ -77,7 +78,7 @@ def fill_slots(model: nn.Module, resolved: ResolvedRun, *, on_gpu: bool, fp8: bo
             module.kernel = FusedNorm()
         if on_gpu and fp8:
             for product in _low_precision(module):
-                product.kernel = product.recipe.kernel is not None
+                product.kernel = product.recipe.name in KERNELS
 
 
 def _low_precision(module: nn.Module) -> Sequence[LowPrecision]:
