@@ -191,8 +191,7 @@ def job_of(place: Any, recompute: str = "none", **layout: Any) -> tuple[Resolved
     return resolved, engine_job(resolved.run, blueprint(resolved.model), global_batch=batch, micro_batch=micro)
 
 
-@pytest.mark.every(2)
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("recompute", ["none", "full"])
 def test_the_planner_and_a_rehearsal_agree(recompute: str) -> None:
     found = []

@@ -42,6 +42,7 @@ def attacker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ProcessPoolEx
         yield pool
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("kind", [target.attack for target in TARGETS])
 def test_damaged_files_are_survived_or_named(attacker: ProcessPoolExecutor, kind: str) -> None:
     trials = attacker.submit(attack, kind, ROUND).result()

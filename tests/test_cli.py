@@ -47,7 +47,7 @@ def test_help_names_every_verb_and_loads_nothing_heavy():
     assert not modules & {"torch", "pydantic", "yaml", "numpy", "tokenizers"}
 
 
-@pytest.mark.every(1)
+@pytest.mark.every(2)
 @pytest.mark.parametrize("verb", VERBS)
 def test_help_of_a_verb_has_an_example_and_never_loads_torch(verb):
     text, modules = loaded_modules(verb, "--help")

@@ -75,7 +75,7 @@ def theirs(tmp_path_factory):
         yield transformers.AutoTokenizer.from_pretrained(folder)
 
 
-@pytest.mark.every(1)
+@pytest.mark.every(2)
 @pytest.mark.parametrize("name", SOURCES)
 def test_tokens_are_those_of_transformers_and_answers_are_trained(name, theirs):
     """Every conversation that the template supports; others are refused."""

@@ -28,7 +28,7 @@ def rival(module: str = "tiny_rival") -> Any:
     return type("Rival", (type(ENGINES["bare"]),), {"name": "rival", "packages": {module: "rival"}})()
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_an_environment_is_made_once_and_found_again_without_pip(tmp_path, monkeypatch):
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setattr(environments, "requirements", lambda engine: [str(wheel(tmp_path))])

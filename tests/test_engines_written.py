@@ -285,7 +285,7 @@ def resolved(name: str, *overrides: str) -> ResolvedRun:
     return resolve_run(parse_spec(RECIPES[name], Run, overrides), base_dir=Path())
 
 
-@pytest.mark.every(1)
+@pytest.mark.every(2)
 @pytest.mark.parametrize("name", VARIANTS)
 def test_every_exported_configuration_imports_as_the_same_recipe(folder, name):
     for overrides in VARIANTS[name]:

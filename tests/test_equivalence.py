@@ -96,10 +96,10 @@ def test_strategies_for_every_family(ranks: RankPool, family: str, strategy: str
 
 
 def layouts_that_split_the_model() -> Iterator[Any]:
-    """(layout, family, its place in an order of all), each layout with several families, all but one exhaustive.
+    """(layout, family, its place in an order of all), each layout with several families.
 
     More ranks cost more: two ranks are tested with every third family, four with every sixth, more with every eighth;
-    each layout begins with another family.
+    each layout begins with another family, the one of `make test`.
     """
     for turn, name in enumerate(MODEL_PARALLEL):
         layout = LAYOUTS[name]

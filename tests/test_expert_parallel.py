@@ -200,7 +200,7 @@ def saved_run(layout: LayoutSpec) -> ResolvedRun:
     return tiny_run(layout, **options)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_checkpoints_are_of_no_layout(ranks: RankPool, tmp_path: Path) -> None:
     """Saved with shared experts, continued with different sharing and by one process; and the reverse."""
     layouts = EXPERT_PARALLEL | {"alone": LayoutSpec()}

@@ -40,6 +40,7 @@ def opened(folder: Path, family: str, tokenizer: TextTokenizer | None = None, **
     return open_trained(directory, device="cpu", dtype="fp32")
 
 
+@pytest.mark.every(3)
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["gpt2", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe"])
 def test_every_family_is_read_with_its_own_numbers(tmp_path, family):

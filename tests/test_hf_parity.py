@@ -253,7 +253,7 @@ def test_gradients_equal_transformers(name, tmp_path, exact):
         torch.testing.assert_close(grad, part, rtol=0, atol=1e-13 * largest)
 
 
-@pytest.mark.every(1)
+@pytest.mark.every(3)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", CASES)
 def test_a_round_trip_keeps_every_bit(name, dtype, tmp_path):

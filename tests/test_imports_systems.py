@@ -485,6 +485,7 @@ device: cpu
 """
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("layout", ["single", "ddp", "zero3"])
 @pytest.mark.parametrize("engine", [name for name in ENGINES if name != "meshwright"])
 def test_an_exported_program_is_the_same_recipe_again(tmp_path, engine, layout):

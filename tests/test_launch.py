@@ -332,6 +332,7 @@ def test_torchrun_passes_signals_on(here: Path, losses: list[float]) -> None:
     assert newest(run) == first
 
 
+@pytest.mark.every(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 def test_programs_end_with_the_process_that_started_them(tmp_path: Path, number: signal.Signals) -> None:

@@ -431,6 +431,7 @@ def test_settings_that_say_nothing_are_refused(training: dict[str, Any], why: st
         TrainingSpec.model_validate(training)
 
 
+@pytest.mark.every(2)
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # torch's compiler asks for it
 @pytest.mark.filterwarnings("ignore:.*Function.* should not be instantiated:DeprecationWarning")

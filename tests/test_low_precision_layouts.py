@@ -180,7 +180,7 @@ def assert_equal(ours: Outcome, other: Outcome) -> None:
     assert difference <= tolerance * largest * LR / EPS + 4 * torch.finfo(torch.float64).eps, name
 
 
-@pytest.mark.every(5)
+@pytest.mark.every(8)
 @pytest.mark.slow
 @pytest.mark.parametrize(("layout", "recipe"), [(layout, recipe) for layout in LAYOUTS for recipe in RECIPES])
 def test_every_recipe_on_every_kind_of_layout(ranks: RankPool, layout: str, recipe: str) -> None:
@@ -197,7 +197,7 @@ def test_some_recipes_on_layouts_like_those(ranks: RankPool, layout: str) -> Non
         assert_equal(ranks.run(2, one_step, run)[0], expected(run))
 
 
-@pytest.mark.every(3)
+@pytest.mark.every(5)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", EXPERTS)
 def test_experts_in_few_bits(ranks: RankPool, name: str) -> None:

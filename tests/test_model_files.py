@@ -89,7 +89,7 @@ def ours(directory: Path, family: str | None = None) -> Any:
     return model.eval()
 
 
-@pytest.mark.every(1)
+@pytest.mark.every(3)
 @torch.no_grad()
 @pytest.mark.parametrize("name", MODELS)
 def test_what_stands_beside_parameters_is_read_and_written(directories: Path, tmp_path: Path, name: str) -> None:

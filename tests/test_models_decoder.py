@@ -44,7 +44,7 @@ def test_table_is_the_module(family, tied):
     assert bool(state) == (family == "deepseek_v3")
 
 
-@pytest.mark.every(1)
+@pytest.mark.every(3)
 @pytest.mark.parametrize("name", PRESETS)
 def test_table_is_the_module_for_every_preset(name):
     spec = resolve_model(ModelFields(name=name), base_dir=Path())
@@ -64,7 +64,7 @@ def test_loss_is_the_cross_entropy_of_the_logits(family):
     torch.testing.assert_close(summed_loss(model, tokens, labels), expected, rtol=1e-12, atol=0)
 
 
-@pytest.mark.every(1)
+@pytest.mark.every(3)
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_model_in_parts_is_the_model(family, tied):

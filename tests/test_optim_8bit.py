@@ -108,7 +108,7 @@ def test_blocks_that_tensor_parallelism_would_cut_stay_in_fp32(ranks: RankPool) 
     assert kinds["layers.0.attention.wo.weight"] == torch.float32
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_run_continues_bit_for_bit_from_every_step(ranks: RankPool, tmp_path: Path) -> None:
     run = tiny("zero-3", optimizer=OPTIMIZER, width=WIDE, num_layers=1)
     assert not any(on_ranks(ranks, differences, run, tmp_path))

@@ -144,7 +144,7 @@ def test_gradients_are_added_up_in_what_they_are_reduced_in(ranks: RankPool, lay
     }
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_run_continues_bit_for_bit_and_elsewhere(ranks: RankPool, tmp_path: Path) -> None:
     options = pure("kahan")
     assert not any(on_ranks(ranks, differences, tiny("zero-3", **options), tmp_path, [2]))

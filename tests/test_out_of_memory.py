@@ -291,7 +291,7 @@ def rehearsed_apart(runs: list[tuple[ResolvedRun, bool]]) -> list[dict[str, Any]
     return reports
 
 
-@pytest.mark.every(5)
+@pytest.mark.every(7)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SITUATIONS)
 def test_the_first_remedy_of_each_situation_fits_when_it_is_rehearsed(

@@ -212,7 +212,7 @@ def test_reasons_name_the_memory_that_lacks_or_the_time_that_is_lost() -> None:
     assert why_not(best, best) == "chosen"
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_no_reason_contradicts_itself() -> None:
     """The cost that a slower layout is said to have is larger than in the other layout, in the displayed figures, for
     any pair of layouts."""

@@ -76,7 +76,7 @@ def evenly(router: Router, scores_BTE: torch.Tensor) -> torch.Tensor:
 LORA = {"method": "lora", "rank": 4}
 
 
-@pytest.mark.every(3)
+@pytest.mark.every(4)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "finetune"), [*((name, None) for name in (DENSE + " " + SPARSE).split()), ("zero-3-tp", LORA)]

@@ -71,7 +71,7 @@ EXTREME = {
 }  # fmt: skip
 
 
-@pytest.mark.every(1)
+@pytest.mark.every(2)
 @pytest.mark.parametrize("name", EXTREME)
 def test_extreme_requests_end_alone(server: Running, name: str) -> None:
     """Another client's answer in progress continues."""

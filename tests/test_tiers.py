@@ -309,7 +309,7 @@ print(own() - before)
 """
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads /proc")
 def test_what_moves_to_disk_leaves_no_memory_behind(tmp_path: Path) -> None:
     """In a separate process: in one that has run tests, the C library's heap already has free memory."""

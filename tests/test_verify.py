@@ -190,7 +190,7 @@ EXPERTS, EXPERT = LayoutSpec(dp_shard=2, ep=2), "layers.1.feed_forward.experts.w
 RING = LayoutSpec(dp_replicate=2, cp=2, cp_method="ring")
 
 
-@pytest.mark.every(2)
+@pytest.mark.every(4)
 @pytest.mark.parametrize(
     ("plant", "layout", "options", "phase", "name", "factor"),
     [

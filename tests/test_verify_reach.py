@@ -208,7 +208,7 @@ def test_faults_are_named(
         assert location.ranks == wrong_ranks
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_fault_that_begins_at_step_11_is_found(ranks: RankPool, tmp_path: Path) -> None:
     run = tiny_run(LayoutSpec(dp_replicate=2), num_layers=1, steps=16)
     proof = prove(ranks, tmp_path, run, wrong_from_step_11, steps=16)
