@@ -213,6 +213,27 @@ def test_reports_show_every_engine_and_need_no_other_file(folder):
     assert "href=" not in page
 
 
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        ([], "Every engine trained the same tokens in the same order"),
+        (["layout.dp_replicate=2"], "Every engine trained the same tokens in the same order"),
+        (
+            ["data.sequence_length=16", "training.optimizer.lr=0.1", "model.hidden=64"],
+            "The recipes differ in model.hidden, data.sequence_length, training.optimizer; ",
+        ),
+    ],
+)
+def test_reports_say_what_was_the_same(overrides: list[str], said: str, tmp_path: Path) -> None:
+    runs = [resolve_run(parse_spec(RECIPE, Run, words), base_dir=tmp_path) for words in ([], overrides)]
+    entered = [Contestant(name=str(number), engine=Fake(), resolved=run) for number, run in enumerate(runs)]
+    about = describe(Pace(), "", entered)
+    rows = [Row(name=one.name, engine="e1", strategy="", error="ended") for one in entered]
+    for report in (markdown(rows, about), comparison_page(rows, about)):
+        assert said in report
+        assert report.count(said) == 1
+
+
 def test_where_every_engine_fails_no_round_begins(folder):
     said: list[str] = []
     rows, _ = contest(folder, Fake("step < 3 or sys.exit('broken')"), said=said)
@@ -228,6 +249,7 @@ def test_where_every_engine_fails_no_round_begins(folder):
 
 def test_a_comparison_longer_than_the_recipe_is_refused(folder, capsys):
     assert main(["compare", "run.yaml", "--rounds", "5", "--engines", "meshwright"]) == 2
+    assert not list(Path("runs").glob("compare*"))
     assert "set training.steps=23" in capsys.readouterr().err
 
 

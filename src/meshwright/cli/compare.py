@@ -1,9 +1,11 @@
 """The verb `compare`: measures a recipe in several engines or layouts, or several recipes, alternating."""
 
 import argparse
+import contextlib
 import json
 import shlex
 import sys
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
@@ -86,7 +88,7 @@ def run(arguments: argparse.Namespace) -> int:
             places["pythons"] = installed(names, places["pythons"], say)
         entered = contestants(recipes, engines=names, layouts=layouts, **places)
         folder = _new_folder(arguments.out or Path("runs/compare"), given=arguments.out is not None)
-        with stoppable("the comparison"):
+        with stoppable("the comparison"), removed_if_empty(folder):
             rows = compare(entered, folder, pace=pace, patience=arguments.patience, say=say)
     about = describe(pace, shlex.join(["meshwright", *sys.argv[1:]]), entered)
     (folder / "compare.json").write_text(json.dumps(as_data(rows, about), indent=1) + "\n")
@@ -111,6 +113,17 @@ def read_recipes(arguments: argparse.Namespace) -> dict[Path, Run]:
         arguments.recipe = path
         found[path] = read_recipe(arguments)
     return found
+
+
+@contextlib.contextmanager
+def removed_if_empty(folder: Path) -> Iterator[None]:
+    """A folder of which nothing stays if an error ended its use before anything was written."""
+    try:
+        yield
+    except UserError:
+        with contextlib.suppress(OSError):
+            folder.rmdir()
+        raise
 
 
 def _new_folder(wanted: Path, *, given: bool) -> Path:

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from html import escape
 
 from meshwright.engines.compare import Row
-from meshwright.engines.report import ABOUT, left_out, ran, reference, table
+from meshwright.engines.report import introduction, left_out, made, ran, reference, table
 
 COLOURS = ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377", "#999999", "#ee8866")
 WIDTH, HEIGHT, LEFT, BOTTOM = 640, 260, 60, 24
@@ -24,7 +24,7 @@ def comparison_page(rows: Sequence[Row], about: dict[str, str]) -> str:
     """The page of a comparison."""
     first, measured = reference(rows), [row for row in rows if row.losses and not row.error]
     head, *body = table(rows)
-    parts = ["<h1>Engines side by side</h1>", f"<p>{escape(ABOUT.format(first=first.name))}</p>", "<table><tr>"]
+    parts = ["<h1>Engines side by side</h1>", f"<p>{escape(introduction(rows, about))}</p>", "<table><tr>"]
     parts += [f"<th>{escape(cell)}</th>" for cell in head]
     parts += ["</tr>", *("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in cells) + "</tr>" for cells in body)]
     parts.append("</table>")
@@ -41,7 +41,7 @@ def comparison_page(rows: Sequence[Row], about: dict[str, str]) -> str:
     parts.append("<h2>What ran, what is left out, and the programs</h2>")
     parts += [_engine(row) for row in rows]
     parts += ["<h2>How it was made</h2><ul>"]
-    parts += [f"<li>{escape(key)}: <code>{escape(value)}</code></li>" for key, value in about.items()]
+    parts += [f"<li>{escape(key)}: <code>{escape(value)}</code></li>" for key, value in made(about).items()]
     return HEAD + "\n".join(parts) + "</ul></body></html>\n"
 
 

@@ -26,8 +26,9 @@ for name in sys.argv[1:]:
         pass
 print(json.dumps(installed))
 """
+SAME = """\
+Every engine trained the same tokens in the same order, from the same weights, with the same optimizer and schedule."""
 ABOUT = """\
-Every engine trained the same tokens in the same order, from the same weights, with the same optimizer and schedule.
 The engines alternated on one machine. x: tokens per second relative to {first}, median of all timed steps; rounds: the
 lowest and highest ratio of single rounds. Differences: the largest of all steps, relative to {first}. Memory: the peak
 of one process. First step: from starting the processes to the end of the first step. Lines: program and configuration
@@ -83,12 +84,39 @@ def describe(pace: Pace, command: str, contestants: Sequence[Contestant] = ()) -
     names = [line for line in _lines(Path("/proc/cpuinfo")) if line.startswith("model name")]
     cpu = names[0].split(":")[1].strip() if names else platform.machine()
     return {
+        "compared": compared(contestants),
         "command": command,
         "date": datetime.now(UTC).date().isoformat(),
         "machine": f"{cpu}, {len(os.sched_getaffinity(0))} cores, load {os.getloadavg()[0]:.1f} at the end",
         "versions": _versions({one.engine.name: one.python for one in contestants}),
         "steps": f"{pace.rounds} rounds of {pace.turn} steps, after {pace.warm_up} of warm-up",
     }
+
+
+def compared(contestants: Sequence[Contestant]) -> str:
+    """What the rows have in common: everything except their layouts and engines, or not even that."""
+    runs = [contestant.resolved.run.model_dump(exclude={"layout", "run_dir"}) for contestant in contestants]
+    settings = {
+        f"{section}.{name}": [run[section][name] for run in runs]
+        for section, fields in (runs[0] if runs else {}).items()
+        if all(isinstance(run[section], dict) for run in runs)
+        for name in fields
+    } | {section: [run[section] for run in runs] for section in (runs[0] if runs else {})}
+    differing = [name for name, values in settings.items() if any(value != values[0] for value in values)]
+    named = [name for name in differing if not any(other.startswith(f"{name}.") for other in differing)]
+    if not named:
+        return SAME
+    return f"The recipes differ in {', '.join(named)}; ratios and differences include what this changes."
+
+
+def introduction(rows: Sequence[Row], about: Mapping[str, str]) -> str:
+    """What was compared, and the meaning of the columns."""
+    return f"{about.get('compared', SAME)}\n{ABOUT.format(first=reference(rows).name)}"
+
+
+def made(about: Mapping[str, str]) -> dict[str, str]:
+    """How a comparison was made, without what the introduction has said."""
+    return {key: value for key, value in about.items() if key != "compared"}
 
 
 def table(rows: Sequence[Row]) -> list[list[str]]:
@@ -133,7 +161,7 @@ def text(rows: Sequence[Row]) -> str:
 def markdown(rows: Sequence[Row], about: dict[str, str]) -> str:
     """The page `compare.md`."""
     head, *body = table(rows)
-    parts = ["# Engines side by side\n", ABOUT.format(first=reference(rows).name), ""]
+    parts = ["# Engines side by side\n", introduction(rows, about), ""]
     parts += [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
     parts += [f"| {' | '.join(cells)} |" for cells in body]
     parts.append("")
@@ -144,7 +172,7 @@ def markdown(rows: Sequence[Row], about: dict[str, str]) -> str:
         parts += ["", "Settings that a program leaves out, without effect on training:", ""]
         parts += [f"- **{row.name}**: {missing}" for row in rows if (missing := left_out(row))] or ["- nothing"]
         parts += ["", "Losses of each step:", "", _losses(rows)]
-    return "\n".join([*parts, "", *(f"- {key}: {value}" for key, value in about.items()), ""])
+    return "\n".join([*parts, "", *(f"- {key}: {value}" for key, value in made(about).items()), ""])
 
 
 def ran(row: Row) -> str:
