@@ -42,6 +42,13 @@ def megatron_cannot(resolved: ResolvedRun, where: str) -> dict[str, str]:
     return found
 
 
+PLACE = (
+    "# Data and tokenizer are named as in the recipe. Start this script in the recipe's folder, with pretrain_gpt.py's",
+    "# full path, or in Megatron-LM's folder, with full paths of data and tokenizer.",
+)
+"""The script's word about where it is started: no folder has both."""
+
+
 class MegatronLmFlags(WrittenEngine):
     """Megatron-LM's command line."""
 
@@ -63,7 +70,7 @@ class MegatronLmFlags(WrittenEngine):
         nodes = -(-ranks // 8)
         model = f"{resolved.model.family} of {resolved.model.num_layers} layers, {resolved.run.layout.strategy}"
         start = f"torchrun --nproc-per-node {ranks // nodes} --nnodes {nodes}"
-        lines = ["#!/bin/bash", f"# {model}", "# Start this script in Megatron-LM's folder."]
+        lines = ["#!/bin/bash", f"# {model}", *PLACE]
         if resolved.run.layout.zero_stage not in SHARDED:  # Megatron-FSDP wants it unset
             lines += ["export CUDA_DEVICE_MAX_CONNECTIONS=1"]
         lines += [f"{start} pretrain_gpt.py \\"]
