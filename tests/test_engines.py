@@ -5,6 +5,7 @@ import ast
 import contextlib
 import importlib.util
 import itertools
+import re
 import shutil
 import subprocess
 import sys
@@ -312,7 +313,7 @@ def test_other_names_of_layouts_are_refused(name):
 
 @pytest.mark.every(1)
 @pytest.mark.parametrize("module", ["no_such_module", "no_such.module", "json.no_such_module"])
-def test_unknown_engines_and_missing_packages_are_one_sentence(module):
+def test_unknown_engines_and_missing_packages_are_one_sentence(module, tmp_path):
     with pytest.raises(UserError, match=r"unknown engine 'acelerate'.*did you mean 'accelerate'"):
         find_engine("acelerate")
     missing = type("Missing", (type(ENGINES["bare"]),), {"packages": {module: "compare"}})()
@@ -320,6 +321,11 @@ def test_unknown_engines_and_missing_packages_are_one_sentence(module):
         check_installed(missing, Path(sys.executable))
     fields = {"name": "old", "packages": {"numpy": "x"}, "oldest": {"numpy": "99.10"}}
     old = type("Old", (type(ENGINES["bare"]),), fields)
+    link = tmp_path / "python"
+    link.symlink_to(sys.executable)
+    there = re.escape(f"{link} -m pip install 'meshwright[compare]'")
+    with pytest.raises(MissingPackageError, match=rf"is not installed in {re.escape(str(link))}; {there}"):
+        check_installed(missing, link)
     with pytest.raises(MissingPackageError, match=r"numpy \d.* is too old: old needs 99\.10 or later; pip install"):
         check_installed(old(), Path(sys.executable))
     new = type("New", (old,), {"oldest": {"numpy": "1.9"}})

@@ -3,6 +3,7 @@
 import json
 import re
 import subprocess
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -108,15 +109,17 @@ def check_installed(engine: Engine, python: Path, checkout: Path | None = None) 
     except (OSError, subprocess.SubprocessError) as error:
         raise UserError(f"{python} cannot run {engine.name}: {error}") from error
     lacking, versions = json.loads(found.stdout)
+    own = str(python) == sys.executable
+    there, install = ("", "pip install") if own else (f" in {python}", f"{python} -m pip install")
     for module in lacking:
         name, extra = re.sub(r"[._]", "-", module), engine.packages[module]
         raise MissingPackageError(
-            f"{name} is not installed; pip install 'meshwright[{extra}]', or run compare with --install"
+            f"{name} is not installed{there}; {install} 'meshwright[{extra}]', or run compare with --install"
         )
     for name, version in versions.items():
         if _parts(version) < _parts(engine.oldest[name]):
             raise MissingPackageError(
-                f"{name} {version} is too old: {engine.name} needs {engine.oldest[name]} or later; pip install "
+                f"{name} {version}{there} is too old: {engine.name} needs {engine.oldest[name]} or later; {install} "
                 f"'{name}>={engine.oldest[name]}', or, if another package holds it back, run compare with --install"
             )
 
