@@ -20,6 +20,8 @@ def _sharding(reading: Reading, value: Any, origin: str) -> None:
     word = {"1": "full_shard", "2": "shard_grad_op", "3": "no_shard"}.get(str(value), str(value).lower())
     if word in SHARDING:
         reading.fact("zero", SHARDING[word], origin)
+        if word.startswith("hybrid_shard"):
+            reading.fact("hybrid", True, origin)
     else:
         reading.give_up(origin, f"supported: {', '.join(SHARDING)}")
 
@@ -85,8 +87,18 @@ def is_accelerate(values: Mapping[str, Any]) -> bool:
     return "compute_environment" in values or ("distributed_type" in values and "num_processes" in values)
 
 
+def _settle_hybrid(reading: Reading, values: Mapping[str, Any]) -> None:
+    """Hybrid sharding, whose groups are the processes of a machine."""
+    if "hybrid" in reading.facts:
+        origin, machines = reading.facts["hybrid"][1], values.get("num_machines") or 1
+        processes = values.get("num_processes")
+        if isinstance(processes, int) and isinstance(machines, int) and machines > 1 and processes % machines == 0:
+            reading.fact("shard", processes // machines, f"{origin}; num_machines={machines}")
+
+
 def read_accelerate(reading: Reading, values: Mapping[str, Any], file: str) -> None:
     """Read an Accelerate configuration."""
     reading.take(flat(values), RULES, file)
+    _settle_hybrid(reading, values)
     if values.get("distributed_type") == "FSDP" and "zero" not in reading.facts:
         reading.fact("zero", 3, f"{file}: distributed_type=FSDP")

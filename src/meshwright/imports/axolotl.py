@@ -33,6 +33,8 @@ def _datasets(reading: Reading, value: Any, origin: str) -> None:
             reading.give_up(f"{origin.split('=')[0]}: type={kind}", f"supported: {', '.join(FORMATS)}")
         source |= {"split": dataset["split"]} if "split" in dataset else {}
         source |= {"subset": dataset["name"]} if "name" in dataset else {}
+        if (column := dataset.get("field_messages")) not in (None, "messages"):
+            source["columns"] = {"messages": column}
         sources.append(source)
     reading.set("data.sources", sources, f"{origin.split('=')[0]}")
 

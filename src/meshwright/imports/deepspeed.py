@@ -126,7 +126,9 @@ RULES: Mapping[str, Rule] = {
     "scheduler.params.total_num_steps": "training.steps",
     "scheduler.params.warmup_max_lr": "training.optimizer.lr",
     "scheduler.params.warmup_min_lr": nothing("warm-up always starts at 0"),
-    "scheduler.params.warmup_type": nothing("warm-up is always linear"),
+    "scheduler.params.warmup_type": lambda reading, value, origin: (
+        None if value == "linear" else reading.give_up(origin, "warm-up is always linear")
+    ),
     "scheduler.params.warmup_min_ratio": nothing("warm-up always starts at 0"),
     "scheduler.params.cos_min_ratio": "training.lr_schedule.final",
     "bf16.enabled": when("training.precision", "bf16"),
@@ -202,6 +204,30 @@ RULES: Mapping[str, Rule] = {
 }
 
 
+FINAL_RATES = {"WarmupDecayLR": 0.0, "WarmupCosineLR": 1e-4}
+"""The rate at the end of a schedule, relative to the peak, by its type."""
+LOGARITHMIC = ("WarmupLR", "WarmupDecayLR", "WarmupCosineLR")
+"""Schedules whose warm-up is logarithmic and 1,000 steps long unless the file says otherwise."""
+
+
+def _schedule_defaults(reading: Reading, scheduler: Any, file: str) -> None:
+    """What DeepSpeed's schedules do where the file is silent (`deepspeed/runtime/lr_schedules.py`)."""
+    given = scheduler if isinstance(scheduler, Mapping) else {}
+    kind, origin = given.get("type"), f"{file} (DeepSpeed's default)"
+    params = given.get("params") if isinstance(given.get("params"), Mapping) else {}
+    if not kind:
+        reading.notes.append(
+            f"{file} has no scheduler: unless the program that uses it has one, DeepSpeed's rate is constant; set "
+            "training.lr_schedule"
+        )
+    if kind in FINAL_RATES:
+        reading.default("training.lr_schedule.final", FINAL_RATES[kind], origin)
+    if kind in LOGARITHMIC:
+        reading.default("training.lr_schedule.warmup", 1000, origin)
+        if "warmup_type" not in params:
+            reading.notes.append(f"{file}: {kind} warms up logarithmically by default; a recipe's warm-up is linear")
+
+
 def is_deepspeed(values: Mapping[str, Any]) -> bool:
     """Whether these are the keys of a DeepSpeed configuration."""
     marks = ("zero_optimization", "train_micro_batch_size_per_gpu", "train_batch_size", "gradient_clipping")
@@ -213,6 +239,7 @@ def read_deepspeed(reading: Reading, values: Mapping[str, Any], file: str) -> No
     reading.take(flat(values), RULES, file)
     _settle_offload(reading)
     _settle_quantized(reading)
+    _schedule_defaults(reading, values.get("scheduler"), file)
     if "optimizer" in values:
         reading.default("training.optimizer.betas", [0.9, 0.999], f"{file} (DeepSpeed's default)")
         reading.default("training.optimizer.weight_decay", 0.0, f"{file} (DeepSpeed's default)")

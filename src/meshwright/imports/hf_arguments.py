@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
+from meshwright.imports.accelerate_yaml import RULES as ACCELERATE_RULES
 from meshwright.imports.hf_schedules import keep_options, keep_type, settle_schedule
 from meshwright.imports.reading import Reading, Rule, fact, nothing, positive, when, words
 
@@ -25,11 +26,19 @@ def _trackers(reading: Reading, value: Any, origin: str) -> None:
 
 
 def _sharding(reading: Reading, value: Any, origin: str) -> None:
+    if isinstance(value, bool):  # as `fsdp: true`, which fsdp_config completes
+        reading.fact("fsdp", value, origin)
+        return
     words = value.split() if isinstance(value, str) else [str(word) for word in value or []]
-    stages = {"full_shard": 3, "shard_grad_op": 2, "hybrid_shard": 3, "no_shard": 0}
+    stages = {"full_shard": 3, "shard_grad_op": 2, "hybrid_shard": 3, "hybrid_shard_zero2": 2, "no_shard": 0}
     for word in words:
         if word in stages:
             reading.fact("zero", stages[word], origin)
+            if word.startswith("hybrid_shard"):
+                reading.notes.append(
+                    f"{origin}: shards within a machine, whose number of GPUs is unknown; the recipe shards "
+                    "over all ranks; set layout.dp_shard and layout.dp_replicate"
+                )
         elif word == "offload":
             reading.set("layout.offload", "cpu", origin)
         elif word != "auto_wrap":
@@ -49,6 +58,30 @@ def _saves(reading: Reading, value: Any, origin: str) -> None:
         reading.give_up(origin, "intervals are in steps")
 
 
+def _settle_evaluation(reading: Reading, values: Mapping[str, Any]) -> None:
+    """The Trainer evaluates every `eval_steps` only under `eval_strategy: steps`; YAML reads `no` as false."""
+    strategy = values.get("eval_strategy", values.get("evaluation_strategy", "no"))
+    if strategy in ("no", False) and EVALUATES in reading.settings:
+        _, origin = reading.settings.pop(EVALUATES)
+        reading.give_up(origin, "without eval_strategy: steps, the Trainer does not evaluate")
+
+
+def _settle_fsdp(reading: Reading, values: Mapping[str, Any], file: str) -> None:
+    """`fsdp_config`, whose keys are Accelerate's, with or without their prefix; it has no effect without `fsdp`."""
+    config = values.get("fsdp_config")
+    if isinstance(config, Mapping) and values.get("fsdp"):
+        keys = {f"fsdp_config.{key if key.startswith('fsdp_') else f'fsdp_{key}'}": key for key in map(str, config)}
+        named = {key: config[short] for key, short in keys.items() if short in config}
+        if isinstance(named.get("fsdp_config.fsdp_reshard_after_forward"), bool):  # FSDP2's word, which counts
+            reading.facts.pop("zero", None)
+        reading.take(named, ACCELERATE_RULES, file)
+    elif config:
+        reading.give_up(f"{file}: fsdp_config={config}", "it has no effect without fsdp, or is a file: pass that too")
+    if reading.known("fsdp") and "zero" not in reading.facts:
+        reading.fact("zero", 3, reading.facts["fsdp"][1])
+
+
+EVALUATES = "training.evaluation.every"
 NOT_TIED_TO_NUMBERS = (
     *("logging_steps", "logging_dir", "logging_strategy", "logging_first_step", "run_name", "disable_tqdm"),
     *("dataloader_num_workers", "dataloader_pin_memory", "dataloader_prefetch_factor", "remove_unused_columns"),
@@ -85,7 +118,7 @@ RULES: Mapping[str, Rule] = {
     "evaluation_strategy": _saves,
     "eval_strategy": _saves,
     "save_total_limit": "checkpoint.keep_last",
-    "eval_steps": "training.evaluation.every",
+    "eval_steps": EVALUATES,
     "output_dir": "run_dir",
     "report_to": _trackers,
     "fsdp": _sharding,
@@ -104,7 +137,9 @@ def is_hf_arguments(values: Mapping[str, Any]) -> bool:
 
 def read_hf_arguments(reading: Reading, values: Mapping[str, Any], file: str) -> None:
     """Read TrainingArguments; omitted fields get the Trainer's defaults where those differ from ours."""
-    reading.take(values, RULES, file)
+    reading.take({key: value for key, value in values.items() if key != "fsdp_config"}, RULES, file)
+    _settle_evaluation(reading, values)
+    _settle_fsdp(reading, values, file)
     take_defaults(reading, values, f"{file} (the Trainer's default)", "linear")
     reading.default("training.precision", "fp32", f"{file} (neither bf16 nor fp16)")
 

@@ -38,9 +38,9 @@ def settle_schedule(reading: Reading, default: str, origin: str) -> None:
     kind, known, settle = SCHEDULES[name]
     use = reading.set if TYPE in reading.facts else reading.default
     use("training.lr_schedule.name", kind, where)
-    if kind != "constant":
-        use(FINAL, 0.0, where)
     settle(reading, options, given)
+    if kind != "constant" and FINAL not in reading.settings and "min_lr" not in reading.facts:
+        use(FINAL, 0.0, where)
     for key, value in options.items():
         if key not in known or known[key] not in (value, None):
             reading.give_up(f"{given}: {key}={value}", f"the schedule {kind} does not have this setting")
@@ -65,7 +65,6 @@ def _to_end(reading: Reading, options: Mapping[str, Any], origin: str) -> None:
 
 def _floor(reading: Reading, options: Mapping[str, Any], origin: str) -> None:
     """The least rate, as a share of the peak or by itself."""
-    reading.settings.pop(FINAL, None)
     if "min_lr_rate" in options:
         reading.set(FINAL, options["min_lr_rate"], origin)
     elif "min_lr" in options:
@@ -75,7 +74,6 @@ def _floor(reading: Reading, options: Mapping[str, Any], origin: str) -> None:
 def _stable(reading: Reading, options: Mapping[str, Any], origin: str) -> None:
     """Warm-up, a constant rate, decay."""
     floor = options.get("min_lr_ratio", 0.0)
-    reading.settings.pop(FINAL, None)
     reading.set(FINAL, floor, origin)
     if "num_decay_steps" in options:
         reading.set("training.lr_schedule.decay", options["num_decay_steps"], origin)

@@ -214,8 +214,8 @@ RULES: Mapping[str, Rule] = {
         "training.micro_batch is a stage's number of sequences per microbatch"
     ),
     "parallelism.pipeline_parallel_layers_per_stage": nothing("set layout.stage_layers"),
-    "parallelism.fsdp_reshard_after_forward": lambda reading, value, origin: reading.fact(
-        "zero", 2 if value == "never" else 3, origin
+    "parallelism.fsdp_reshard_after_forward": lambda reading, value, origin: (
+        reading.fact("zero", 2 if value == "never" else 3, origin) if value != "default" else None
     ),
     "parallelism.expert_tensor_parallel_degree": lambda reading, value, origin: (
         reading.give_up(origin, "tensor parallelism does not split experts") if value > 1 else None
@@ -267,13 +267,6 @@ def read_torchtitan(reading: Reading, values: Mapping[str, Any], file: str) -> N
 def read_torchtitan_python(reading: Reading, text: str, file: str) -> None:
     """Read a torchtitan configuration in Python; it keeps documents apart."""
     found = read_titan_python(text, file)
-    if found.get("parallelism.pipeline_parallel_degree", 1) != 1:  # the local batch is split into microbatches
-        key = "training.local_batch_size"
-        local, micro = found.get(key, 8), found.pop("parallelism.pipeline_parallel_microbatch_size", 1)
-        check_count(local, f"{file}: {key}={local}")
-        check_count(micro, f"{file}: pipeline_parallel_microbatch_size={micro}")
-        found[key] = micro
-        reading.fact("accumulation", local // micro, f"{file}: {key}={local}")
     if not found.get("validation.enable"):
         found = {key: value for key, value in found.items() if not key.startswith(("validation.", "profiler."))}
     last = ("dataset.table",)  # names are looked up in it
@@ -283,8 +276,27 @@ def read_torchtitan_python(reading: Reading, text: str, file: str) -> None:
     reading.default("data.separate_documents", True, f"{file} (torchtitan masks attention between documents)")
 
 
+def _in_microbatches(reading: Reading, found: Mapping[str, Any], file: str) -> dict[str, Any]:
+    """The keys where a pipeline splits the local batch into microbatches, of one sequence unless the file says more."""
+    if found.get("parallelism.pipeline_parallel_degree", 1) == 1:
+        return dict(found)
+    key, name = "training.local_batch_size", "pipeline_parallel_microbatch_size"
+    rest = {other: value for other, value in found.items() if other != f"parallelism.{name}"}
+    local, micro = found.get(key, 8), found.get(f"parallelism.{name}", 1)
+    check_count(local, f"{file}: {key}={local}")
+    check_count(micro, f"{file}: {name}={micro}")
+    reading.set("training.micro_batch", micro, f"{file}: {name}={micro}")
+    if found.get("training.global_batch_size", -1) < 0:  # else the accumulation follows from it
+        reading.fact("accumulation", max(1, local // micro), f"{file}: {key}={local}")
+    return {other: value for other, value in rest.items() if other != key}
+
+
 def _take(reading: Reading, found: Mapping[str, Any], file: str) -> None:
-    reading.take(found, RULES, file)
+    reading.take(_in_microbatches(reading, found, file), RULES, file)
+    if (steps := reading.settings.get("training.steps", (0, ""))[0]) and 0 < steps < DEFAULTS[
+        "training.lr_schedule.warmup"
+    ]:
+        reading.default("training.lr_schedule.warmup", steps, f"{file} (torchtitan's default, at most all steps)")
     for path, value in DEFAULTS.items():
         if path == "training.micro_batch" and path not in reading.settings:  # the global batch is worked out of it
             reading.set(path, value, f"{file} (torchtitan's default)")
@@ -370,7 +382,8 @@ def _ranks(reading: Reading, file: str) -> None:
     else:
         reading.fact("ranks", replicate * shard * split, "; ".join(part for part in (origin, where) if part))
     if (shard is None or shard > 1) and "zero" not in reading.facts:
-        reading.fact("zero", 3, reading.facts.get("all shard", (None, where))[1])
+        stages = reading.settings.get("layout.pp", (1, ""))[0]  # in a pipeline, weights stay gathered by default
+        reading.fact("zero", 2 if stages > 1 else 3, reading.facts.get("all shard", (None, where))[1])
     elif shard == 1 and "layout.cp" in reading.settings:  # FSDP is over the ranks that share a sequence, too
         reading.facts.setdefault("zero", (3, reading.settings["layout.cp"][1]))
     elif shard == 1 and "zero" in reading.facts:

@@ -1,0 +1,147 @@
+"""What other systems do where their file is silent, or says it in two places, is in the imported recipe or named."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from meshwright.imports.reading import Reading
+from meshwright.imports.recipe import import_files
+
+ARGUMENTS = {"output_dir": "out", "learning_rate": 1e-3, "per_device_train_batch_size": 2, "max_steps": 5000}
+COSINE = {"type": "WarmupCosineLR", "params": {"total_num_steps": 5000, "warmup_num_steps": 100, "cos_min_ratio": 0.02}}
+
+
+def imported(folder: Path, ranks: int = 8, **files: Any) -> tuple[dict[str, Any], Reading]:
+    """The recipe of these files (`s_json` is s.json; text is written as it is), and the reading."""
+    paths = []
+    for name, content in files.items():
+        paths.append(folder / name.replace("_", "."))
+        text = content if isinstance(content, str) else json.dumps(content)
+        paths[-1].write_text(text)
+    text, reading = import_files(paths, ranks=ranks, model="gpt2")
+    return yaml.safe_load(text), reading
+
+
+def deepspeed(**keys: Any) -> dict[str, Any]:
+    return {"train_batch_size": 8, "zero_optimization": {"stage": 2}, **keys}
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [
+        ("WarmupLR", {"name": "constant", "warmup": 1000}),
+        ("WarmupDecayLR", {"name": "linear", "warmup": 1000, "final": 0.0}),
+        ("WarmupCosineLR", {"name": "cosine", "warmup": 1000, "final": 1e-4}),
+    ],
+)
+def test_deepspeeds_schedules_have_deepspeeds_defaults(tmp_path: Path, kind: str, expected: dict[str, Any]) -> None:
+    params = {} if kind == "WarmupLR" else {"total_num_steps": 5000}
+    scheduler = {"type": kind, "params": {**params, "warmup_max_lr": 1e-3}}
+    recipe, reading = imported(tmp_path, s_json=deepspeed(scheduler=scheduler))
+    assert recipe["training"]["lr_schedule"] == expected
+    assert any("warms up logarithmically" in note for note in reading.notes)
+    scheduler["params"]["warmup_type"] = "linear"
+    _, reading = imported(tmp_path, s_json=deepspeed(scheduler=scheduler))
+    assert not any("logarithmically" in said for said in (*reading.notes, *(f"{pair}" for pair in reading.without)))
+
+
+def test_a_file_without_a_schedule_says_so(tmp_path: Path) -> None:
+    _, reading = imported(tmp_path, s_json=deepspeed())
+    assert any("has no scheduler" in note and "constant" in note for note in reading.notes)
+
+
+def test_of_two_final_rates_the_first_files_wins(tmp_path: Path) -> None:
+    arguments = ARGUMENTS | {"lr_scheduler_type": "cosine_with_min_lr", "lr_scheduler_kwargs": {"min_lr_rate": 0.1}}
+    zero = deepspeed(scheduler=COSINE, train_batch_size=16)
+    recipe, reading = imported(tmp_path, ds_json=zero, args_json=arguments)
+    assert recipe["training"]["lr_schedule"]["final"] == 0.02
+    assert [why for origin, why in reading.without if "min_lr_rate" in origin] == [
+        "ds.json: scheduler.params.cos_min_ratio=0.02 sets training.lr_schedule.final=0.02"
+    ]
+    recipe, _ = imported(tmp_path, args_json=arguments, ds_json=zero)
+    assert recipe["training"]["lr_schedule"]["final"] == 0.1
+
+
+@pytest.mark.parametrize(("machines", "layout"), [(2, {"dp_shard": 8, "dp_replicate": 2}), (1, {"dp_shard": 16})])
+def test_hybrid_sharding_is_within_machines(tmp_path: Path, machines: int, layout: dict[str, int]) -> None:
+    recipe, _ = imported(
+        tmp_path,
+        16,
+        a_yaml={
+            "compute_environment": "LOCAL_MACHINE",
+            "distributed_type": "FSDP",
+            "num_processes": 16,
+            "num_machines": machines,
+            "fsdp_config": {"fsdp_sharding_strategy": "HYBRID_SHARD"},
+        },
+    )
+    assert recipe["layout"] == {**layout, "zero": 3}
+
+
+def test_hybrid_sharding_over_unknown_machines_is_noted(tmp_path: Path) -> None:
+    recipe, reading = imported(tmp_path, args_yaml=ARGUMENTS | {"fsdp": "hybrid_shard auto_wrap"})
+    assert recipe["layout"] == {"dp_shard": 8, "zero": 3}
+    assert any("shards within a machine" in note for note in reading.notes)
+
+
+@pytest.mark.parametrize("strategy", [{}, {"eval_strategy": "no"}, {"eval_strategy": False}])
+def test_the_trainer_evaluates_only_where_it_is_told_to(tmp_path: Path, strategy: dict[str, Any]) -> None:
+    recipe, reading = imported(tmp_path, args_yaml=ARGUMENTS | {"eval_steps": 7} | strategy)
+    assert "evaluation" not in recipe["training"]
+    assert any("eval_steps=7" in origin for origin, _ in reading.without)
+    recipe, _ = imported(tmp_path, args_yaml=ARGUMENTS | {"eval_steps": 7, "eval_strategy": "steps"})
+    assert recipe["training"]["evaluation"] == {"every": 7}
+
+
+@pytest.mark.parametrize("prefix", ["", "fsdp_"])
+@pytest.mark.parametrize("fsdp", [True, "full_shard auto_wrap"])
+def test_the_trainers_fsdp_configuration_counts(tmp_path: Path, fsdp: bool | str, prefix: str) -> None:
+    keys = {f"{prefix}reshard_after_forward": False, f"{prefix}activation_checkpointing": True, "fsdp_version": 2}
+    recipe, _ = imported(tmp_path, args_json=ARGUMENTS | {"fsdp": fsdp, "fsdp_config": keys})
+    assert recipe["layout"] == {"dp_shard": 8, "zero": 2}
+    assert recipe["training"]["recompute"] == "full"
+    recipe, reading = imported(tmp_path, args_json=ARGUMENTS | {"fsdp_config": keys})
+    assert recipe["layout"] == {"dp_replicate": 8}
+    assert any("without fsdp" in why for _, why in reading.without)
+    recipe, _ = imported(tmp_path, args_json=ARGUMENTS | {"fsdp": True})
+    assert recipe["layout"] == {"dp_shard": 8, "zero": 3}
+
+
+TITAN = """
+[model]
+name = "llama3"
+flavor = "8B"
+[training]
+local_batch_size = 8
+steps = 100
+[parallelism]
+pipeline_parallel_degree = 2
+data_parallel_shard_degree = 4
+"""
+
+
+@pytest.mark.parametrize(
+    ("more", "micro", "zero"),
+    [
+        ("", 1, 2),
+        ("pipeline_parallel_microbatch_size = 4\n", 4, 2),
+        ('fsdp_reshard_after_forward = "default"\n', 1, 2),
+        ('fsdp_reshard_after_forward = "always"\n', 1, 3),
+    ],
+)
+def test_torchtitans_pipelines_split_batches_and_keep_weights(tmp_path: Path, more: str, micro: int, zero: int) -> None:
+    recipe, _ = imported(tmp_path, t_toml=TITAN + more)
+    assert recipe["layout"] == {"dp_shard": 4, "pp": 2, "zero": zero}
+    assert recipe["training"]["micro_batch"] == micro
+    assert recipe["training"]["global_batch"] == 32
+    assert recipe["training"]["lr_schedule"]["warmup"] == 100  # torchtitan's 200, but not more than all steps
+
+
+def test_axolotls_column_of_messages_is_kept(tmp_path: Path) -> None:
+    dataset = {"path": "d.jsonl", "type": "chat_template", "field_messages": "dialog"}
+    text = yaml.safe_dump({"base_model": "gpt2", "datasets": [dataset], "micro_batch_size": 1, "learning_rate": 1e-4})
+    recipe, _ = imported(tmp_path, 1, a_yml=text)
+    assert recipe["data"]["sources"] == [{"path": "d.jsonl", "format": "messages", "columns": {"messages": "dialog"}}]
