@@ -9,6 +9,7 @@ import yaml
 
 from meshwright.imports.reading import Reading
 from meshwright.imports.recipe import import_files
+from meshwright.spec.errors import UserError
 
 ARGUMENTS = {"output_dir": "out", "learning_rate": 1e-3, "per_device_train_batch_size": 2, "max_steps": 5000}
 COSINE = {"type": "WarmupCosineLR", "params": {"total_num_steps": 5000, "warmup_num_steps": 100, "cos_min_ratio": 0.02}}
@@ -145,3 +146,47 @@ def test_axolotls_column_of_messages_is_kept(tmp_path: Path) -> None:
     text = yaml.safe_dump({"base_model": "gpt2", "datasets": [dataset], "micro_batch_size": 1, "learning_rate": 1e-4})
     recipe, _ = imported(tmp_path, 1, a_yml=text)
     assert recipe["data"]["sources"] == [{"path": "d.jsonl", "format": "messages", "columns": {"messages": "dialog"}}]
+
+
+SCRIPT = r"""#!/bin/bash
+GPUS_PER_NODE=8
+DISTRIBUTED_ARGS="--nproc_per_node $GPUS_PER_NODE --nnodes 2"   # of every machine
+GPT_ARGS="
+    --num-layers 24 \
+    --hidden-size 1024 --num-attention-heads 16
+    --lr 0.00015 --fp16
+"
+GPT_ARGS="$GPT_ARGS --seq-length 512"
+GPT_ARGS+=" --clip-grad 0.5"
+DATA_ARGS='--data-path data/text_document --split 9,1,0'
+"""
+
+
+@pytest.mark.parametrize(
+    "use", ["$GPT_ARGS $DATA_ARGS", '"$GPT_ARGS" ${DATA_ARGS}', '\\\n  "${GPT_ARGS}" \\\n $DATA_ARGS']
+)
+def test_flags_in_quoted_variables_are_read(tmp_path: Path, use: str) -> None:
+    (tmp_path / "pretrain.sh").write_text(f"{SCRIPT}torchrun $DISTRIBUTED_ARGS pretrain_gpt.py {use}\n")
+    text, reading = import_files([tmp_path / "pretrain.sh"])
+    recipe = yaml.safe_load(text)
+    assert recipe["model"]["num_layers"] == 24
+    assert recipe["model"]["hidden"] == 1024
+    assert recipe["training"]["precision"] == "fp16"
+    assert recipe["training"]["clip"] == 0.5
+    assert recipe["data"]["sequence_length"] == 512
+    assert recipe["data"]["held_out"] == 0.1
+    assert recipe["layout"] == {"dp_replicate": 16}
+    assert not reading.without
+
+
+def test_a_variable_that_hides_flags_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "pretrain.sh").write_text(f"{SCRIPT}torchrun pretrain_gpt.py $GPT_ARGS $MOE_ARGS\n")
+    with pytest.raises(UserError, match=r"pretrain\.sh: \$MOE_ARGS holds flags, but the file does not set it"):
+        import_files([tmp_path / "pretrain.sh"])
+
+
+def test_a_variable_that_grows_without_end_is_refused(tmp_path: Path) -> None:
+    doubled = 'A="$A $A $A $A"\n' * 40
+    (tmp_path / "pretrain.sh").write_text(f'A="--num-layers 2"\n{doubled}torchrun pretrain_gpt.py $A\n')
+    with pytest.raises(UserError, match="is longer than 1048576 characters"):
+        import_files([tmp_path / "pretrain.sh"])

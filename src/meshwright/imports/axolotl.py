@@ -25,7 +25,7 @@ def _datasets(reading: Reading, value: Any, origin: str) -> None:
         files = dataset.get("data_files")
         path = files[0] if isinstance(files, list) and len(files) == 1 else files or dataset["path"]
         local = str(path).startswith((".", "/")) or "." in str(path).rsplit("/", 1)[-1]
-        source = {"path": str(path) if local else f"hub:{path}"}
+        source: dict[str, Any] = {"path": str(path) if local else f"hub:{path}"}
         kind = str(dataset.get("type", "")).split(":")[0]
         if kind in FORMATS:
             source["format"] = FORMATS[kind]

@@ -212,9 +212,8 @@ LOGARITHMIC = ("WarmupLR", "WarmupDecayLR", "WarmupCosineLR")
 
 def _schedule_defaults(reading: Reading, scheduler: Any, file: str) -> None:
     """What DeepSpeed's schedules do where the file is silent (`deepspeed/runtime/lr_schedules.py`)."""
-    given = scheduler if isinstance(scheduler, Mapping) else {}
+    given = flat(scheduler) if isinstance(scheduler, Mapping) else {}
     kind, origin = given.get("type"), f"{file} (DeepSpeed's default)"
-    params = given.get("params") if isinstance(given.get("params"), Mapping) else {}
     if not kind:
         reading.notes.append(
             f"{file} has no scheduler: unless the program that uses it has one, DeepSpeed's rate is constant; set "
@@ -224,7 +223,7 @@ def _schedule_defaults(reading: Reading, scheduler: Any, file: str) -> None:
         reading.default("training.lr_schedule.final", FINAL_RATES[kind], origin)
     if kind in LOGARITHMIC:
         reading.default("training.lr_schedule.warmup", 1000, origin)
-        if "warmup_type" not in params:
+        if "params.warmup_type" not in given:
             reading.notes.append(f"{file}: {kind} warms up logarithmically by default; a recipe's warm-up is linear")
 
 

@@ -166,8 +166,14 @@ RULES: Mapping[str, Rule] = {
 }
 
 
-VARIABLE = re.compile(r"^[ \t]*(?:export[ \t]+)?(\w+)=([\w./:,+-]{1,1000})[ \t]*$", flags=re.MULTILINE)
-"""A script's `NAME=word`."""
+VARIABLE = re.compile(
+    r"^[ \t]*(?:export[ \t]+)?(\w+)(\+?)=(?:([\w./:,+-]{1,1000})|\"([^\"]*)\"|'([^']*)')[ \t]*(?:#.*)?$",
+    flags=re.MULTILINE,
+)
+"""A script's `NAME=word` or `NAME="words"`, on several lines too; `+=` appends."""
+USED = re.compile(r"\"\$\{?(\w+)\}?\"|\$\{?(\w+)\}?")
+HIDES_FLAGS = re.compile(r"\$\{?\w*(ARGS|OPTS|OPTIONS|FLAGS)\}?")
+"""A word that stands for flags, of a variable that no line sets."""
 ASSIGNED = re.compile(r"[A-Z_][A-Z0-9_]*=")
 LONGEST = 2**20
 """Characters of a script with its variables put in."""
@@ -180,10 +186,7 @@ def is_flags(text: str) -> bool:
 
 def read_flags(text: str, file: str) -> dict[str, Any]:
     """Every `--flag value` of a script or command line; variables that the script sets to words are put in."""
-    variables = dict(VARIABLE.findall(text))
-    text = re.sub(r"\$\{?(\w+)\}?", lambda found: variables.get(found[1], found[0]), text)
-    if len(text) > LONGEST:
-        raise UserError(f"{file}: is longer than {LONGEST} characters once its variables are substituted")
+    text = _expanded(text, file)
     lines = [line for line in text.replace("\\\n", " ").splitlines() if not line.lstrip().startswith("#")]
     try:
         words = shlex.split(" ".join(lines).replace("(", " ").replace(")", " "), comments=False, posix=True)
@@ -195,6 +198,8 @@ def read_flags(text: str, file: str) -> dict[str, Any]:
         if re.fullmatch(r"--[a-z][\w-]*(=.*)?", word):
             name, equals, value = word[2:].partition("=")
             found[name] = [value] if equals else []
+        elif HIDES_FLAGS.fullmatch(word):
+            raise UserError(f"{file}: {word} holds flags, but the file does not set it; write them in the file")
         elif ASSIGNED.match(word):  # the next list of a script's arguments
             name = ""
         elif name:
@@ -203,6 +208,31 @@ def read_flags(text: str, file: str) -> dict[str, Any]:
             else:
                 name = ""
     return {name: _number(" ".join(given)) if given else True for name, given in found.items()}
+
+
+def _expanded(text: str, file: str) -> str:
+    """A script with its variables put in where it uses them; those that hold flags are not read a second time."""
+    variables: dict[str, str] = {}
+
+    def value(found: re.Match[str]) -> str:
+        known = variables.get(found[1] or found[2])
+        if known is None:
+            return found[0]
+        return known if found[2] or known.lstrip().startswith("--") else f'"{known}"'
+
+    def put_in(given: str) -> str:
+        given = USED.sub(value, given)
+        if len(given) > LONGEST:
+            raise UserError(f"{file}: is longer than {LONGEST} characters once its variables are substituted")
+        return given
+
+    def assign(found: re.Match[str]) -> str:
+        name, more, *given = found.groups()
+        said = put_in(next(part for part in given if part is not None).replace("\\\n", " "))
+        variables[name] = f"{variables.get(name, '')}{said}" if more else said
+        return "" if said.lstrip().startswith("--") else found[0]
+
+    return put_in(VARIABLE.sub(assign, text))
 
 
 def read_megatron(reading: Reading, values: Mapping[str, Any], file: str) -> None:
