@@ -49,6 +49,18 @@ def test_deepspeeds_schedules_have_deepspeeds_defaults(tmp_path: Path, kind: str
     assert not any("logarithmically" in said for said in (*reading.notes, *(f"{pair}" for pair in reading.without)))
 
 
+def test_a_warm_up_that_another_file_sets_or_no_run_has_is_not_deepspeeds_default(tmp_path: Path) -> None:
+    scheduler = {"type": "WarmupLR", "params": {"warmup_num_steps": "auto"}}
+    recipe, _ = imported(tmp_path, s_json=deepspeed(scheduler=scheduler), args_json=ARGUMENTS | {"warmup_steps": 3})
+    assert recipe["training"]["lr_schedule"]["warmup"] == 3
+    recipe, _ = imported(tmp_path, s_json=deepspeed(scheduler=scheduler, train_batch_size=16), args_json=ARGUMENTS)
+    assert recipe["training"]["lr_schedule"]["warmup"] == 0
+    short = {"type": "WarmupDecayLR", "params": {"total_num_steps": 500}}
+    recipe, reading = imported(tmp_path, s_json=deepspeed(scheduler=short))
+    assert "warmup" not in recipe["training"]["lr_schedule"]
+    assert any("a warm-up of 1000 steps" in origin and "exceeds the 500" in why for origin, why in reading.without)
+
+
 def test_a_file_without_a_schedule_says_so(tmp_path: Path) -> None:
     _, reading = imported(tmp_path, s_json=deepspeed())
     assert any("has no scheduler" in note and "constant" in note for note in reading.notes)
@@ -109,6 +121,12 @@ def test_the_trainers_fsdp_configuration_counts(tmp_path: Path, fsdp: bool | str
     assert any("without fsdp" in why for _, why in reading.without)
     recipe, _ = imported(tmp_path, args_json=ARGUMENTS | {"fsdp": True})
     assert recipe["layout"] == {"dp_shard": 8, "zero": 3}
+    recipe, _ = imported(tmp_path, args_json=ARGUMENTS | {"fsdp": True, "fsdp_config": {"cpu_offload": True}})
+    assert recipe["layout"] == {"dp_shard": 8, "zero": 3, "offload": "cpu"}
+    first = {"zero_optimization": {"stage": 1}, "train_batch_size": 16}
+    recipe, reading = imported(tmp_path, ds_json=first, args_json=ARGUMENTS | {"fsdp": fsdp, "fsdp_config": keys})
+    assert recipe["layout"] == {"dp_shard": 8, "zero": 1}
+    assert any("zero=1" in why for _, why in reading.without)
 
 
 TITAN = """

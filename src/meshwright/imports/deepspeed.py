@@ -222,7 +222,8 @@ def _schedule_defaults(reading: Reading, scheduler: Any, file: str) -> None:
     if kind in FINAL_RATES:
         reading.default("training.lr_schedule.final", FINAL_RATES[kind], origin)
     if kind in LOGARITHMIC:
-        reading.default("training.lr_schedule.warmup", 1000, origin)
+        if "params.warmup_num_steps" not in given:  # "auto" is another file's number
+            reading.default("training.lr_schedule.warmup", 1000, origin)
         if "params.warmup_type" not in given:
             reading.notes.append(f"{file}: {kind} warms up logarithmically by default; a recipe's warm-up is linear")
 

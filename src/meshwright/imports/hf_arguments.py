@@ -70,10 +70,13 @@ def _settle_fsdp(reading: Reading, values: Mapping[str, Any], file: str) -> None
     """`fsdp_config`, whose keys are Accelerate's, with or without their prefix; it has no effect without `fsdp`."""
     config = values.get("fsdp_config")
     if isinstance(config, Mapping) and values.get("fsdp"):
-        keys = {f"fsdp_config.{key if key.startswith('fsdp_') else f'fsdp_{key}'}": key for key in map(str, config)}
+        keys = {f"fsdp_config.fsdp_{key.removeprefix('fsdp_')}": key for key in map(str, config)}
+        if "fsdp_config.fsdp_cpu_offload" in keys:  # the Trainer's word
+            keys["fsdp_config.fsdp_offload_params"] = keys.pop("fsdp_config.fsdp_cpu_offload")
         named = {key: config[short] for key, short in keys.items() if short in config}
-        if isinstance(named.get("fsdp_config.fsdp_reshard_after_forward"), bool):  # FSDP2's word, which counts
-            reading.facts.pop("zero", None)
+        newer = isinstance(named.get("fsdp_config.fsdp_reshard_after_forward"), bool)  # FSDP2's word, which counts
+        if newer and reading.facts.get("zero", (0, ""))[1].startswith(f"{file}: fsdp="):
+            del reading.facts["zero"]
         reading.take(named, ACCELERATE_RULES, file)
     elif config:
         reading.give_up(f"{file}: fsdp_config={config}", "it has no effect without fsdp, or is a file: pass that too")

@@ -75,8 +75,11 @@ def import_files(paths: Sequence[Path], *, ranks: int | None = None, model: str 
     for path in paths:
         _read(reading, path)
     _finish(reading)
+    steps = reading.settings.get("training.steps", (None, ""))[0]
     for path, (value, origin) in reading.defaults.items():
-        if path not in reading.settings:
+        if path == "training.lr_schedule.warmup" and steps and value > steps:
+            reading.give_up(f"{origin}: a warm-up of {value} steps", f"exceeds the {steps} steps of training")
+        elif path not in reading.settings:
             reading.set(path, value, origin)
     text = _written(reading, paths)
     parse_spec(text, Run, source="the imported recipe")
