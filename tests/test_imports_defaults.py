@@ -197,6 +197,23 @@ def test_flags_in_quoted_variables_are_read(tmp_path: Path, use: str) -> None:
     assert not reading.without
 
 
+@pytest.mark.parametrize(
+    "command",
+    [
+        "--bf16 2>&1 | tee log",
+        "--bf16 > log",
+        "--bf16  # don't use fp16",
+        "${ARGS[@]}\nARGS=(\n  --bf16 # half\n  --seed 3\n)\n",
+    ],
+)
+def test_what_follows_a_switch_is_not_its_value(tmp_path: Path, command: str) -> None:
+    (tmp_path / "pretrain.sh").write_text(
+        f"{SCRIPT.replace(' --fp16', '')}torchrun pretrain_gpt.py $GPT_ARGS {command}\n"
+    )
+    text, _ = import_files([tmp_path / "pretrain.sh"])
+    assert yaml.safe_load(text)["training"]["precision"] == "bf16"
+
+
 def test_a_variable_that_hides_flags_is_refused(tmp_path: Path) -> None:
     (tmp_path / "pretrain.sh").write_text(f"{SCRIPT}torchrun pretrain_gpt.py $GPT_ARGS $MOE_ARGS\n")
     with pytest.raises(UserError, match=r"pretrain\.sh: \$MOE_ARGS holds flags, but the file does not set it"):

@@ -1,6 +1,5 @@
 """One owner at a time, whatever dies, stops or returns, even if file locks do not reach other machines."""
 
-import json
 import os
 import random
 import signal
@@ -177,4 +176,7 @@ def test_never_two(tmp_path: Path, start: Callable[..., subprocess.Popen[str]], 
             assert holder == pid
             holder = ""
     assert turns >= 20
-    assert not list((tmp_path / "run").iterdir()), json.dumps([str(path) for path in tmp_path.rglob("*")])
+    left = [path.name for path in (tmp_path / "run").iterdir()]
+    unfinished = [name for name in left if name.startswith("..lock-")]  # of a process killed while it wrote the file
+    assert left == unfinished
+    assert len(unfinished) <= 2

@@ -187,7 +187,8 @@ def is_flags(text: str) -> bool:
 def read_flags(text: str, file: str) -> dict[str, Any]:
     """Every `--flag value` of a script or command line; variables that the script sets to words are put in."""
     text = _expanded(text, file)
-    lines = [line for line in text.replace("\\\n", " ").splitlines() if not line.lstrip().startswith("#")]
+    lines = [_without_comment(line) for line in text.splitlines()]
+    lines = "\n".join(lines).replace("\\\n", " ").splitlines()
     try:
         words = shlex.split(" ".join(lines).replace("(", " ").replace(")", " "), comments=False, posix=True)
     except ValueError as error:
@@ -198,6 +199,8 @@ def read_flags(text: str, file: str) -> dict[str, Any]:
         if re.fullmatch(r"--[a-z][\w-]*(=.*)?", word):
             name, equals, value = word[2:].partition("=")
             found[name] = [value] if equals else []
+        elif re.match(r"\d*[<>|&;]", word):  # what follows is not the flag's value
+            name = ""
         elif HIDES_FLAGS.fullmatch(word):
             raise UserError(f"{file}: {word} holds flags, but the file does not set it; write them in the file")
         elif ASSIGNED.match(word):  # the next list of a script's arguments
@@ -208,6 +211,15 @@ def read_flags(text: str, file: str) -> dict[str, Any]:
             else:
                 name = ""
     return {name: _number(" ".join(given)) if given else True for name, given in found.items()}
+
+
+def _without_comment(line: str) -> str:
+    """A line up to its comment, which begins with a # at the start of a word outside quotes."""
+    for found in re.finditer(r"(?:^|(?<=\s))#", line):
+        before = line[: found.start()]
+        if before.count('"') % 2 == 0 and before.count("'") % 2 == 0:
+            return before
+    return line
 
 
 def _expanded(text: str, file: str) -> str:
