@@ -1,4 +1,4 @@
-"""What other systems do where their file is silent, or says it in two places, is in the imported recipe or named."""
+"""Defaults of other systems, and settings that stand in two places: imported, or named in the report."""
 
 import json
 from pathlib import Path
@@ -92,6 +92,14 @@ def test_hybrid_sharding_is_within_machines(tmp_path: Path, machines: int, layou
         },
     )
     assert recipe["layout"] == {**layout, "zero": 3}
+
+
+def test_hybrid_sharding_over_machines_of_different_sizes_is_named(tmp_path: Path) -> None:
+    config = {"fsdp_config": {"fsdp_sharding_strategy": "HYBRID_SHARD"}, "distributed_type": "FSDP"}
+    accelerate = {"compute_environment": "LOCAL_MACHINE", "num_processes": 16, "num_machines": 3, **config}
+    recipe, reading = imported(tmp_path, 16, a_yaml=accelerate)
+    assert recipe["layout"] == {"dp_shard": 16, "zero": 3}
+    assert any("3 machines do not divide 16 processes" in why for _, why in reading.without)
 
 
 def test_hybrid_sharding_over_unknown_machines_is_noted(tmp_path: Path) -> None:
@@ -225,3 +233,36 @@ def test_a_variable_that_grows_without_end_is_refused(tmp_path: Path) -> None:
     (tmp_path / "pretrain.sh").write_text(f'A="--num-layers 2"\n{doubled}torchrun pretrain_gpt.py $A\n')
     with pytest.raises(UserError, match="is longer than 1048576 characters"):
         import_files([tmp_path / "pretrain.sh"])
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        'ALL_ARGS="$EXTRA --num-layers 3 --hidden-size 64 --num-attention-heads 4"\ntorchrun p.py "$ALL_ARGS"',
+        'MODEL="--num-layers 3 --hidden-size 64 --num-attention-heads 4"',  # another script runs with it
+        'MODEL="--num-layers 3"\nMODEL="$MODEL --hidden-size 64 --num-attention-heads 4"',
+    ],
+)
+def test_flags_in_strings_are_never_lost(tmp_path: Path, line: str) -> None:
+    (tmp_path / "pretrain.sh").write_text(f"#!/bin/bash\n{line}\n")
+    text, _ = import_files([tmp_path / "pretrain.sh"])
+    model = yaml.safe_load(text)["model"]
+    assert (model["num_layers"], model["hidden"], model["num_heads"]) == (3, 64, 4)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("t.toml", TITAN.replace("steps = 100", 'steps = "abc"'), r"t\.toml: training\.steps=abc: must be a whole"),
+        ("t.toml", TITAN.replace("steps", 'global_batch_size = "x"\nsteps'), r"t\.toml: training\.global_batch_size=x"),
+        ("s.json", json.dumps(deepspeed(scheduler={"type": ["a"]})), None),
+    ],
+)
+def test_a_value_of_another_kind_is_named(tmp_path: Path, name: str, content: str, message: str | None) -> None:
+    (tmp_path / name).write_text(content)
+    if message:
+        with pytest.raises(UserError, match=message):
+            import_files([tmp_path / name])
+    else:
+        _, reading = import_files([tmp_path / name], ranks=8, model="gpt2")
+        assert any("scheduler.type=['a']" in origin for origin, _ in reading.without)

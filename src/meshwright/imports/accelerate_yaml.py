@@ -89,11 +89,15 @@ def is_accelerate(values: Mapping[str, Any]) -> bool:
 
 def _settle_hybrid(reading: Reading, values: Mapping[str, Any]) -> None:
     """Hybrid sharding, whose groups are the processes of a machine."""
-    if "hybrid" in reading.facts:
-        origin, machines = reading.facts["hybrid"][1], values.get("num_machines") or 1
-        processes = values.get("num_processes")
-        if isinstance(processes, int) and isinstance(machines, int) and machines > 1 and processes % machines == 0:
-            reading.fact("shard", processes // machines, f"{origin}; num_machines={machines}")
+    if "hybrid" not in reading.facts:
+        return
+    origin, machines, processes = reading.facts["hybrid"][1], values.get("num_machines", 1), values.get("num_processes")
+    if isinstance(processes, int) and isinstance(machines, int) and machines > 0 and processes % machines == 0:
+        reading.fact("shard", processes // machines, f"{origin}; num_machines={machines}")
+    else:
+        reading.give_up(
+            origin, f"{machines} machines do not divide {processes} processes; the recipe shards over all ranks"
+        )
 
 
 def read_accelerate(reading: Reading, values: Mapping[str, Any], file: str) -> None:

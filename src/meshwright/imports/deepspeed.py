@@ -211,9 +211,9 @@ LOGARITHMIC = ("WarmupLR", "WarmupDecayLR", "WarmupCosineLR")
 
 
 def _schedule_defaults(reading: Reading, scheduler: Any, file: str) -> None:
-    """What DeepSpeed's schedules do where the file is silent (`deepspeed/runtime/lr_schedules.py`)."""
+    """Set the defaults of DeepSpeed's schedules (`deepspeed/runtime/lr_schedules.py`)."""
     given = flat(scheduler) if isinstance(scheduler, Mapping) else {}
-    kind, origin = given.get("type"), f"{file} (DeepSpeed's default)"
+    kind, origin = str(given.get("type", "")), f"{file} (DeepSpeed's default)"
     if not kind:
         reading.notes.append(
             f"{file} has no scheduler: unless the program that uses it has one, DeepSpeed's rate is constant; set "

@@ -70,10 +70,9 @@ def _settle_fsdp(reading: Reading, values: Mapping[str, Any], file: str) -> None
     """`fsdp_config`, whose keys are Accelerate's, with or without their prefix; it has no effect without `fsdp`."""
     config = values.get("fsdp_config")
     if isinstance(config, Mapping) and values.get("fsdp"):
-        keys = {f"fsdp_config.fsdp_{key.removeprefix('fsdp_')}": key for key in map(str, config)}
-        if "fsdp_config.fsdp_cpu_offload" in keys:  # the Trainer's word
-            keys["fsdp_config.fsdp_offload_params"] = keys.pop("fsdp_config.fsdp_cpu_offload")
-        named = {key: config[short] for key, short in keys.items() if short in config}
+        named = {f"fsdp_config.fsdp_{str(key).removeprefix('fsdp_')}": said for key, said in config.items()}
+        if "fsdp_config.fsdp_cpu_offload" in named:  # the Trainer's word
+            named["fsdp_config.fsdp_offload_params"] = named.pop("fsdp_config.fsdp_cpu_offload")
         newer = isinstance(named.get("fsdp_config.fsdp_reshard_after_forward"), bool)  # FSDP2's word, which counts
         if newer and reading.facts.get("zero", (0, ""))[1].startswith(f"{file}: fsdp="):
             del reading.facts["zero"]

@@ -172,6 +172,7 @@ VARIABLE = re.compile(
 )
 """A script's `NAME=word` or `NAME="words"`, on several lines too; `+=` appends."""
 USED = re.compile(r"\"\$\{?(\w+)\}?\"|\$\{?(\w+)\}?")
+HOLDS_FLAG = re.compile(r"(?:^|\s)--[a-z]")
 HIDES_FLAGS = re.compile(r"\$\{?\w*(ARGS|OPTS|OPTIONS|FLAGS)\}?")
 """A word that stands for flags, of a variable that no line sets."""
 ASSIGNED = re.compile(r"[A-Z_][A-Z0-9_]*=")
@@ -223,14 +224,17 @@ def _without_comment(line: str) -> str:
 
 
 def _expanded(text: str, file: str) -> str:
-    """A script with its variables put in where it uses them; those that hold flags are not read a second time."""
+    """A script with its variables put in where it uses them.
+
+    The flags of a string are read where the script uses it, or where it is set if only another script uses it.
+    """
     variables: dict[str, str] = {}
 
     def value(found: re.Match[str]) -> str:
         known = variables.get(found[1] or found[2])
         if known is None:
             return found[0]
-        return known if found[2] or known.lstrip().startswith("--") else f'"{known}"'
+        return known if found[2] or HOLDS_FLAG.search(known) else f'"{known}"'
 
     def put_in(given: str) -> str:
         given = USED.sub(value, given)
@@ -242,8 +246,19 @@ def _expanded(text: str, file: str) -> str:
         name, more, *given = found.groups()
         said = put_in(next(part for part in given if part is not None).replace("\\\n", " "))
         variables[name] = f"{variables.get(name, '')}{said}" if more else said
-        return "" if said.lstrip().startswith("--") else found[0]
+        if not HOLDS_FLAG.search(said):
+            return found[0]
+        return "" if name in used else said
 
+    others = "".join(VARIABLE.split(text)[:: VARIABLE.groups + 1])  # the script without its assignments
+    used = {name for pair in USED.findall(others) for name in pair}
+    used |= {
+        name
+        for found in VARIABLE.finditer(text)
+        for pair in USED.findall(found[0])
+        for name in pair
+        if name != found[1]
+    }
     return put_in(VARIABLE.sub(assign, text))
 
 

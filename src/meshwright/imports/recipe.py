@@ -75,12 +75,10 @@ def import_files(paths: Sequence[Path], *, ranks: int | None = None, model: str 
     for path in paths:
         _read(reading, path)
     _finish(reading)
-    steps = reading.settings.get("training.steps", (None, ""))[0]
     for path, (value, origin) in reading.defaults.items():
-        if path == "training.lr_schedule.warmup" and steps and value > steps:
-            reading.give_up(f"{origin}: a warm-up of {value} steps", f"exceeds the {steps} steps of training")
-        elif path not in reading.settings:
+        if path not in reading.settings:
             reading.set(path, value, origin)
+    _check_warmup(reading)
     text = _written(reading, paths)
     parse_spec(text, Run, source="the imported recipe")
     return text, reading
@@ -135,10 +133,6 @@ def _finish(reading: Reading) -> None:
             reading.set("training.lr_schedule.warmup", int(ratio * steps), origin)
         else:
             reading.give_up(origin, "the number of steps is unknown; set training.lr_schedule.warmup")
-    warmup, origin = settings.get("training.lr_schedule.warmup", (0, ""))
-    if steps and isinstance(warmup, int) and warmup > steps:
-        del settings["training.lr_schedule.warmup"]
-        reading.give_up(origin, f"exceeds the {steps} steps of training; set training.lr_schedule.warmup")
     if "min_lr" in reading.facts and (lr := settings.get("training.optimizer.lr", (None, ""))[0]):
         floor, origin = reading.facts["min_lr"]
         reading.set("training.lr_schedule.final", float(f"{floor / lr:.6g}"), f"{origin}, relative to the peak {lr}")
@@ -148,6 +142,18 @@ def _finish(reading: Reading) -> None:
         reading.give_up(reading.facts["samples"][1], "set training.steps to the samples divided by the global batch")
     if "epochs" in reading.facts and not steps:
         reading.give_up(reading.facts["epochs"][1], "runs have a number of steps; set training.steps")
+
+
+def _check_warmup(reading: Reading) -> None:
+    """Report a warm-up that is longer than the run, given or by default."""
+    path = "training.lr_schedule.warmup"
+    steps, (warmup, origin) = reading.settings.get("training.steps", (0, ""))[0], reading.settings.get(path, (0, ""))
+    if steps and isinstance(warmup, int) and warmup > steps:
+        del reading.settings[path]
+        reading.give_up(
+            origin if str(warmup) in origin else f"{origin}: a warm-up of {warmup} steps",
+            f"exceeds the {steps} steps of training; set {path}",
+        )
 
 
 def _data_parallel(reading: Reading, replicas: int, stage: int, origin: str) -> None:

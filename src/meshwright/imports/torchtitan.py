@@ -38,13 +38,14 @@ SCHEDULES = {
     "dualpipev": "dualpipev",
 }
 DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
+WARMUP = "training.lr_schedule.warmup"
 DEFAULTS = {
     "training.optimizer.lr": 8e-4,
     "training.optimizer.betas": [0.9, 0.95],
     "training.optimizer.weight_decay": 0.1,
     "training.lr_schedule.name": "linear",
     "training.lr_schedule.final": 0.0,
-    "training.lr_schedule.warmup": 200,
+    WARMUP: 200,
     "training.steps": 10000,
     "training.micro_batch": 8,
     "data.sequence_length": 2048,
@@ -277,7 +278,7 @@ def read_torchtitan_python(reading: Reading, text: str, file: str) -> None:
 
 
 def _in_microbatches(reading: Reading, found: Mapping[str, Any], file: str) -> dict[str, Any]:
-    """The keys where a pipeline splits the local batch into microbatches, of one sequence unless the file says more."""
+    """Read a pipeline's microbatch, one sequence by default, and return the other keys; all keys without a pipeline."""
     if found.get("parallelism.pipeline_parallel_degree", 1) == 1:
         return dict(found)
     key, name = "training.local_batch_size", "pipeline_parallel_microbatch_size"
@@ -286,17 +287,17 @@ def _in_microbatches(reading: Reading, found: Mapping[str, Any], file: str) -> d
     check_count(local, f"{file}: {key}={local}")
     check_count(micro, f"{file}: {name}={micro}")
     reading.set("training.micro_batch", micro, f"{file}: {name}={micro}")
-    if found.get("training.global_batch_size", -1) < 0:  # else the accumulation follows from it
+    if found.get("training.global_batch_size", -1) == -1:  # else the accumulation follows from it
         reading.fact("accumulation", max(1, local // micro), f"{file}: {key}={local}")
     return {other: value for other, value in rest.items() if other != key}
 
 
 def _take(reading: Reading, found: Mapping[str, Any], file: str) -> None:
     reading.take(_in_microbatches(reading, found, file), RULES, file)
-    if (steps := reading.settings.get("training.steps", (0, ""))[0]) and 0 < steps < DEFAULTS[
-        "training.lr_schedule.warmup"
-    ]:
-        reading.default("training.lr_schedule.warmup", steps, f"{file} (torchtitan's default, at most all steps)")
+    if "training.steps" in reading.settings:
+        steps, origin = reading.settings["training.steps"]
+        check_count(steps, origin)
+        reading.default(WARMUP, min(steps, DEFAULTS[WARMUP]), f"{file} (torchtitan's default, at most all steps)")
     for path, value in DEFAULTS.items():
         if path == "training.micro_batch" and path not in reading.settings:  # the global batch is worked out of it
             reading.set(path, value, f"{file} (torchtitan's default)")
