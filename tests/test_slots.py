@@ -218,7 +218,7 @@ compiled (`tests/test_pipeline.py`), and torch cannot compile full recomputation
 
 
 def marks_of(name: str) -> list[pytest.MarkDecorator]:
-    """Compiling a model that is split over ranks takes as long as all others together."""
+    """Markers of a composition; compiled ones are exhaustive, because they take as long as all others together."""
     marks = [NEEDS_SHARDED_INTEGERS] if "nf4" in name or "int8" in name else []
     return [*marks, pytest.mark.exhaustive] if "compile" in name else marks
 

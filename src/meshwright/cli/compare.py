@@ -88,7 +88,7 @@ def run(arguments: argparse.Namespace) -> int:
             places["pythons"] = installed(names, places["pythons"], say)
         entered = contestants(recipes, engines=names, layouts=layouts, **places)
         folder = _new_folder(arguments.out or Path("runs/compare"), given=arguments.out is not None)
-        with stoppable("the comparison"), removed_if_empty(folder):
+        with stoppable("the comparison"), _removed_if_empty(folder):
             rows = compare(entered, folder, pace=pace, patience=arguments.patience, say=say)
     about = describe(pace, shlex.join(["meshwright", *sys.argv[1:]]), entered)
     (folder / "compare.json").write_text(json.dumps(as_data(rows, about), indent=1) + "\n")
@@ -116,8 +116,8 @@ def read_recipes(arguments: argparse.Namespace) -> dict[Path, Run]:
 
 
 @contextlib.contextmanager
-def removed_if_empty(folder: Path) -> Iterator[None]:
-    """A folder of which nothing stays if an error ended its use before anything was written."""
+def _removed_if_empty(folder: Path) -> Iterator[None]:
+    """Remove `folder` if a user's error ends the block before anything is written."""
     try:
         yield
     except UserError:

@@ -46,7 +46,7 @@ PLACE = (
     "# Data and tokenizer are named as in the recipe. Start this script in the recipe's folder, with pretrain_gpt.py's",
     "# full path, or in Megatron-LM's folder, with full paths of data and tokenizer.",
 )
-"""The script's word about where it is started: no folder has both."""
+"""A comment about the working directory: data and Megatron-LM are in different folders."""
 
 
 class MegatronLmFlags(WrittenEngine):

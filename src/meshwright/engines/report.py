@@ -94,7 +94,7 @@ def describe(pace: Pace, command: str, contestants: Sequence[Contestant] = ()) -
 
 
 def compared(contestants: Sequence[Contestant]) -> str:
-    """What the rows have in common: everything except their layouts and engines, or not even that."""
+    """A sentence that names the settings, other than layouts, in which the recipes differ."""
     runs = [contestant.resolved.run.model_dump(exclude={"layout", "run_dir"}) for contestant in contestants]
     settings = {
         f"{section}.{name}": [run[section][name] for run in runs]
@@ -106,16 +106,16 @@ def compared(contestants: Sequence[Contestant]) -> str:
     named = [name for name in differing if not any(other.startswith(f"{name}.") for other in differing)]
     if not named:
         return SAME
-    return f"The recipes differ in {', '.join(named)}; ratios and differences include what this changes."
+    return f"The recipes differ in {', '.join(named)}; ratios and differences include the effect of these settings."
 
 
 def introduction(rows: Sequence[Row], about: Mapping[str, str]) -> str:
-    """What was compared, and the meaning of the columns."""
+    """The common settings of the rows, and the meaning of the columns."""
     return f"{about.get('compared', SAME)}\n{ABOUT.format(first=reference(rows).name)}"
 
 
 def made(about: Mapping[str, str]) -> dict[str, str]:
-    """How a comparison was made, without what the introduction has said."""
+    """The date, machine, command and versions of a comparison, without the introduction's sentence."""
     return {key: value for key, value in about.items() if key != "compared"}
 
 
