@@ -64,6 +64,8 @@ def test_a_warm_up_that_another_file_sets_or_no_run_has_is_not_deepspeeds_defaul
 def test_a_file_without_a_schedule_says_so(tmp_path: Path) -> None:
     _, reading = imported(tmp_path, s_json=deepspeed())
     assert any("has no scheduler" in note and "constant" in note for note in reading.notes)
+    _, reading = imported(tmp_path, s_json=deepspeed(train_batch_size=16), args_json=ARGUMENTS)  # which have one
+    assert not any("has no scheduler" in note for note in reading.notes)
 
 
 def test_of_two_final_rates_the_first_files_wins(tmp_path: Path) -> None:

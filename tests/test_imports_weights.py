@@ -101,3 +101,12 @@ def test_weights_need_a_checkpoint_and_a_folder(tmp_path, monkeypatch, capsys):
     (tmp_path / "train.py").write_text("n_layer = 2\n")
     assert main(["import", "train.py", "--weights", "mine"]) == 2
     assert "ckpt.pt" in capsys.readouterr().err
+
+
+def test_checkpoints_without_a_place_or_with_a_second_are_refused(tmp_path, capsys):
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+    assert main(["import", str(tmp_path / "one")]) == 2
+    assert "one: a folder, which is read as a checkpoint; give --weights DIR" in capsys.readouterr().err
+    assert main(["import", str(tmp_path / "one"), str(tmp_path / "two"), "--weights", str(tmp_path / "w")]) == 2
+    assert "two: a second checkpoint; give one" in capsys.readouterr().err

@@ -80,8 +80,13 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _convert(arguments: argparse.Namespace, checkpoints: list[Path]) -> None:
     """Write the weights. The recipe from the other files, if there are any, starts from them."""
-    if not arguments.weights or len(checkpoints) > 1:
-        raise UserError(f"{checkpoints[0]}: give one checkpoint, and --weights DIR for the directory to write")
+    if len(checkpoints) > 1:
+        raise UserError(f"{checkpoints[1]}: a second checkpoint; give one")
+    if not arguments.weights:
+        kind = "a folder, which is read as a checkpoint" if checkpoints[0].is_dir() else "a checkpoint"
+        raise UserError(
+            f"{checkpoints[0]}: {kind}; give --weights DIR for the directory to write, or name a configuration file"
+        )
     # Torch loads here, because configuration files do not need it.
     from meshwright.checkpoint.takeover.convert import convert
 

@@ -204,6 +204,8 @@ RULES: Mapping[str, Rule] = {
 }
 
 
+NO_SCHEDULER = "no scheduler"
+"""The fact that a DeepSpeed file has no scheduler; another file may have one."""
 FINAL_RATES = {"WarmupDecayLR": 0.0, "WarmupCosineLR": 1e-4}
 """The rate at the end of a schedule, relative to the peak, by its type."""
 LOGARITHMIC = ("WarmupLR", "WarmupDecayLR", "WarmupCosineLR")
@@ -215,10 +217,7 @@ def _schedule_defaults(reading: Reading, scheduler: Any, file: str) -> None:
     given = flat(scheduler) if isinstance(scheduler, Mapping) else {}
     kind, origin = str(given.get("type", "")), f"{file} (DeepSpeed's default)"
     if not kind:
-        reading.notes.append(
-            f"{file} has no scheduler: unless the program that uses it has one, DeepSpeed's rate is constant; set "
-            "training.lr_schedule"
-        )
+        reading.fact(NO_SCHEDULER, True, file)
     if kind in FINAL_RATES:
         reading.default("training.lr_schedule.final", FINAL_RATES[kind], origin)
     if kind in LOGARITHMIC:

@@ -8,7 +8,7 @@ from typing import Any
 from meshwright.imports.accelerate_yaml import is_accelerate, read_accelerate
 from meshwright.imports.automodel import is_automodel, read_automodel
 from meshwright.imports.axolotl import is_axolotl, read_axolotl
-from meshwright.imports.deepspeed import is_deepspeed, read_deepspeed
+from meshwright.imports.deepspeed import NO_SCHEDULER, is_deepspeed, read_deepspeed
 from meshwright.imports.foundry import is_foundry, read_foundry
 from meshwright.imports.hf_arguments import is_hf_arguments, read_hf_arguments
 from meshwright.imports.llama_factory import (
@@ -79,6 +79,11 @@ def import_files(paths: Sequence[Path], *, ranks: int | None = None, model: str 
         if path not in reading.settings:
             reading.set(path, value, origin)
     _check_warmup(reading)
+    if NO_SCHEDULER in reading.facts and "training.lr_schedule.name" not in reading.settings:
+        reading.notes.append(
+            f"{reading.facts[NO_SCHEDULER][1]} has no scheduler: unless the program that uses it has one, DeepSpeed's "
+            "rate is constant; set training.lr_schedule"
+        )
     text = _written(reading, paths)
     parse_spec(text, Run, source="the imported recipe")
     return text, reading
