@@ -62,6 +62,7 @@ def test_the_named_kernel_computes(name: AttentionName, operation: str, mask: st
 
 @pytest.mark.parametrize("mask", ["causal", "window", "documents and window"])
 @pytest.mark.filterwarnings("ignore:flex_attention called without")
+@pytest.mark.slow
 def test_flex(mask: str) -> None:
     """Its forward pass; a CPU has no other."""
     with torch.no_grad():

@@ -136,6 +136,7 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("what", FAULTS)
+@pytest.mark.every(1)
 def test_an_engine_that_fails_is_a_row_that_says_why_and_the_others_go_on(folder, what):
     rows, _ = contest(folder, Fake(), Fake(what), Fake(), patience=1)
     assert rows[0].error is None

@@ -10,6 +10,7 @@ from meshwright.data.order import permuted, sample_at
 
 
 @pytest.mark.parametrize("size", [*range(1, 70), 97, 255, 256, 257, 1009, 4096, 5003])
+@pytest.mark.every(1)
 def test_every_index_once(size):
     for seed in (0, 1, 2**40):
         assert sorted(permuted(i, size, seed) for i in range(size)) == list(range(size))
@@ -32,6 +33,7 @@ def test_only_indices_of_the_range():
 
 @pytest.mark.parametrize("size", [2, 3, 5, 10, 17])
 @pytest.mark.parametrize("index", [0, -1])
+@pytest.mark.every(1)
 def test_every_image_is_equally_likely(size, index):
     seeds = 2000
     counts = Counter(permuted(index % size, size, seed) for seed in range(seeds))

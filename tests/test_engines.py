@@ -120,6 +120,7 @@ OWN = {
 
 @pytest.mark.parametrize("engine", OTHERS)
 @pytest.mark.parametrize("path", REFUSED)
+@pytest.mark.every(1)
 def test_what_would_be_another_training_is_refused_by_name(engine, path):
     if (engine, path) in EXPRESSED:
         more = LORA if engine == "peft" else []
@@ -131,6 +132,7 @@ def test_what_would_be_another_training_is_refused_by_name(engine, path):
 
 
 @pytest.mark.parametrize(("engine", "path"), OWN)
+@pytest.mark.every(1)
 def test_what_one_engine_lacks_is_refused_by_name(engine, path):
     layout, overrides = OWN[engine, path]
     run = parse_spec(RECIPE, Run, overrides)
@@ -144,6 +146,7 @@ def test_what_one_engine_lacks_is_refused_by_name(engine, path):
 
 @pytest.mark.parametrize("engine", OTHERS)
 @pytest.mark.parametrize("layout", ["tp2", "pp2", "cp2"])
+@pytest.mark.every(1)
 def test_layouts_that_an_engine_does_not_split_are_refused(engine, layout):
     if layout[:2] in ENGINES[engine].axes:
         assert ENGINES[engine].translate(resolved("model.tied_embeddings=false", layout=layout)).program

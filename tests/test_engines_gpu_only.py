@@ -57,6 +57,7 @@ def call(text: str, name: str, **known: Any) -> Any:
 
 
 @pytest.mark.parametrize(("name", "number"), ALL)
+@pytest.mark.every(1)
 def test_a_program_imports_as_its_recipe_and_says_that_it_needs_gpus(tmp_path, name, number):
     run = resolved(*VARIANTS[name][number])
     translation = engine_of(name).translate(run)

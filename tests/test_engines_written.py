@@ -304,6 +304,7 @@ def test_every_exported_configuration_imports_as_the_same_recipe(folder, name):
 
 
 @pytest.mark.parametrize(("name", "path"), [(name, path) for name, paths in REFUSED.items() for path in paths])
+@pytest.mark.every(1)
 def test_what_a_system_does_not_say_is_refused_by_name(folder, name, path):
     with pytest.raises(InexpressibleError, match=re.escape(path)):
         WRITTEN[name].translate(resolved(name, REFUSED[name][path]))

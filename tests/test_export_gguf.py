@@ -73,6 +73,7 @@ def test_formats_round_as_the_receipt_says(tmp_path, capsys, form):
     assert "already exists" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_wrong_tensor_is_refused_with_the_block_and_nothing_is_written(tmp_path, monkeypatch):
     trained = opened(tmp_path, "llama")
     right = StoredModel._named

@@ -44,6 +44,7 @@ def continued_without_cache(model, prompt, max_tokens):
     return tokens[len(prompt) :]
 
 
+@pytest.mark.every(1)
 def test_greedy_generation_equals_the_model_run_anew_for_every_token(model):
     expected = [continued_without_cache(model, prompt, 12) for prompt in PROMPTS]
     assert generate(model, PROMPTS, max_tokens=12, eos_id=EOS, sampling=GREEDY) == expected

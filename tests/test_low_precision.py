@@ -520,6 +520,7 @@ def saved_bytes(run: ResolvedRun) -> int:
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "delayed"])
 @pytest.mark.parametrize("make", [narrow_run, run_of_experts])
+@pytest.mark.every(1)
 def test_codes_that_are_kept_take_the_bytes_that_the_plan_says(recipe: str, make: Any) -> None:
     measured, planned = [], []
     for saved in ("full", "codes"):

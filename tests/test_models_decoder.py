@@ -167,6 +167,7 @@ def test_no_token_sees_what_it_must_not(family):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.every(1)
 def test_low_precision_stays_near_fp64(family, dtype):
     spec, tokens = windowed(family), random_tokens(2, 12)
     exact, model = built(spec), built(spec, dtype)

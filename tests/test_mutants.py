@@ -19,6 +19,7 @@ def test_there_are_many_and_none_twice() -> None:
 
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.fault)
+@pytest.mark.every(1)
 def test_a_mutant_changes_one_place(mutant: Mutant) -> None:
     """If the source has changed, change the mutant with it."""
     text = (SOURCE / "meshwright" / mutant.file).read_text()

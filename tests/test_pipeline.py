@@ -126,6 +126,7 @@ RESUMED = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.every(3)
 @pytest.mark.parametrize("saver", RESUMED)
 def test_stages_in_any_order_continue_what_any_layout_saved(ranks: RankPool, tmp_path: Path, saver: str) -> None:

@@ -34,6 +34,7 @@ def recipe(tmp_path: Path) -> Path:
     [("2xh100", "precision=fp8", False), ("2xa100", "precision=fp8", True), ("2xb200", "precision=nvfp4", True),
      ("2xh100", "low_precision={recipe: blockwise} training.precision=fp8", True)],
 )  # fmt: skip
+@pytest.mark.every(1)
 def test_an_emulated_precision_is_not_predicted_as_native(
     recipe: Path, capsys: pytest.CaptureFixture, cluster: str, precision: str, emulated: bool
 ) -> None:

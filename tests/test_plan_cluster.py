@@ -100,6 +100,7 @@ OWN = (
         ("tflops: {bf16: 70}, achievable_tflops: {bf16: 60}", "bf16", ""),
     ],
 )
+@pytest.mark.every(1)
 def test_rates_that_a_cluster_file_lacks_are_named(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,

@@ -551,6 +551,7 @@ def test_a_model_trains_under_every_layout_as_in_one_process(ranks: RankPool, tm
     assert "layers.1.feed_forward.w3.weight" not in table
 
 
+@pytest.mark.slow
 def test_layers_of_torch_s_own_train_where_nothing_splits_them(ranks: RankPool, tmp_path: Path) -> None:
     plugins = Plugins(model=Scaled)
     as_one_process(ranks, tmp_path, plugins, ["zero-3"])

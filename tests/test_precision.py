@@ -56,6 +56,7 @@ def test_torch_agrees_about_bytes_and_rounding(name: str) -> None:
     assert ours.epsilon == (torch.finfo(torchs).eps if torchs.is_floating_point else 0)
 
 
+@pytest.mark.slow
 def test_no_other_file_says_what_a_dtypes_name_means() -> None:
     """No table by dtype, no comparison with a dtype's name; a recipe's field may have one as its default."""
     found = []

@@ -8,6 +8,7 @@ import pytest
 import yaml
 
 import meshwright
+from meshwright.spec import document
 from meshwright.spec.document import Place, dotted, read_yaml, write_yaml
 from meshwright.spec.model import ModelFields
 from meshwright.spec.problems import _all_paths
@@ -427,6 +428,7 @@ def test_a_dumped_recipe_loads_back_to_an_equal_run(overrides, expanded):
 
 @pytest.mark.parametrize("expanded", [False, True])
 @pytest.mark.parametrize("path", PRESETS, ids=[path.stem for path in PRESETS])
+@pytest.mark.every(1)
 def test_every_preset_survives_being_written_and_read(path, expanded):
     run = load_recipe(path)
     assert parse(dump_recipe(run, expanded=expanded)) == run
@@ -465,3 +467,15 @@ def test_what_is_written_means_the_same_to_readers_of_yaml_1_1():
     text = write_yaml(value)
     assert yaml.safe_load(text) == value
     assert read_yaml(text, lambda line: Place(line, "")).value == value
+
+
+@pytest.mark.parametrize("around", ["model: {}gpt2", "- {}a\n- b", "a: |{}\n  text\nb: 1", "a: 1\n{}b: [2, 'c']"])
+def test_libyaml_and_the_loader_in_python_read_the_same(monkeypatch, around):
+    for inside in ["", "\t", "\ufeff", "#", " #", "&", "'", "<<: ", "\x85", "\u2028"]:
+        text = around.format(inside)
+        found = []
+        for loader in (yaml.CSafeLoader, yaml.SafeLoader):
+            monkeypatch.setattr(document, "_FAST", loader)
+            read = read_yaml(text, lambda line: Place(line, f"line {line}"))
+            found.append((read.value, read.places, read.problems))
+        assert found[0] == found[1], text

@@ -251,6 +251,7 @@ def test_every_kind_of_layout_finds_what_one_process_finds(ranks: RankPool, name
         assert found == [(pytest.approx(logprob, abs=2e-4), greedy) for logprob, greedy in one]
 
 
+@pytest.mark.slow
 def test_a_run_is_asked_as_it_trains(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     write_rows(tmp_path / "verbs.jsonl", MMLU, MMLU | {"answer": 1})

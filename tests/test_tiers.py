@@ -174,6 +174,7 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
+@pytest.mark.slow
 @pytest.mark.every(3)
 @pytest.mark.parametrize(
     ("layouts", "offload", "options"),
@@ -448,6 +449,7 @@ def test_a_plugged_optimizer_stays_in_memory(tmp_path: Path) -> None:
         TieredStore(trainer.model, rows, made.run.training, plugged, tier=tier)
 
 
+@pytest.mark.slow
 @pytest.mark.every(3)
 @pytest.mark.parametrize(
     ("layout", "offload", "bytes_each"),

@@ -14,6 +14,10 @@ import yaml
 KeyPath = tuple[str | int, ...]
 """The path of a value in the document: keys of mappings and indices of lists, outermost first."""
 
+_FAST = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+"""libyaml, six times as fast, where PyYAML was built with it."""
+_READ_OTHERWISE = re.compile(r"[\t\ufeff]|[|>][-+0-9]*#")
+"""Texts that may not be YAML and that libyaml accepts all the same: tabs, marks of byte order, `|#`."""
 _INTEGER = re.compile(r"[-+]?[0-9]{1,300}|0o[0-7]+|0x[0-9a-fA-F]+")
 _FLOAT = re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?")
 _WORDS = {"": None, "~": None, "null": None, "Null": None, "NULL": None}
@@ -92,11 +96,12 @@ def read_yaml(text: str, place_of_line: Callable[[int], Place]) -> Document:
     """
     document = Document(value=None, places={(): place_of_line(1)})
     try:
-        refusals = list(_refusals(text))
-        if not refusals:
-            node = yaml.compose(text, Loader=yaml.SafeLoader)
-            if node is not None:
-                document.value = _construct(node, (), document, place_of_line)
+        try:
+            refusals, node = _nodes(text, yaml.SafeLoader if _READ_OTHERWISE.search(text) else _FAST)
+        except yaml.YAMLError:  # again, for the messages that `_syntax` knows
+            refusals, node = _nodes(text, yaml.SafeLoader)
+        if node is not None:
+            document.value = _construct(node, (), document, place_of_line)
     except yaml.MarkedYAMLError as error:
         refusals = [_syntax(error)]
     except yaml.reader.ReaderError as error:
@@ -109,10 +114,16 @@ def read_yaml(text: str, place_of_line: Callable[[int], Place]) -> Document:
     return document
 
 
-def _refusals(text: str) -> Iterator[tuple[int, str]]:
+def _nodes(text: str, loader: Any) -> tuple[list[tuple[int, str]], yaml.Node | None]:
+    """The forbidden features of a text, and its nodes if there are none; raises `yaml.YAMLError`."""
+    refusals = list(_refusals(text, loader))
+    return refusals, None if refusals else yaml.compose(text, Loader=loader)
+
+
+def _refusals(text: str, loader: Any) -> Iterator[tuple[int, str]]:
     """The forbidden YAML features in a text, as (line, message)."""
     documents = 0
-    for event in yaml.parse(text, Loader=yaml.SafeLoader):
+    for event in yaml.parse(text, Loader=loader):
         line = event.start_mark.line + 1
         if isinstance(event, yaml.DocumentStartEvent):
             documents += 1
@@ -135,7 +146,7 @@ def _construct(node: yaml.Node, path: KeyPath, document: Document, place_of_line
             place = place_of_line(key_node.start_mark.line + 1)
             if not isinstance(key_node, yaml.ScalarNode):
                 document.refuse(path, "a key is a single word", place)
-            elif key_node.value == "<<" and key_node.style is None:
+            elif key_node.value == "<<" and not key_node.style:
                 document.refuse(path, "merge keys ('<<') are not supported; write the values out", place)
             elif key_node.value in mapping:
                 first = document.places[(*path, key_node.value)].text
@@ -148,7 +159,7 @@ def _construct(node: yaml.Node, path: KeyPath, document: Document, place_of_line
     if isinstance(node, yaml.SequenceNode):
         return [_construct(item, (*path, index), document, place_of_line) for index, item in enumerate(node.value)]
     assert isinstance(node, yaml.ScalarNode)
-    return scalar(node.value) if node.style is None else node.value
+    return node.value if node.style else scalar(node.value)
 
 
 def _syntax(error: yaml.MarkedYAMLError) -> tuple[int, str]:
