@@ -8,6 +8,7 @@ from typing import Any
 from meshwright.imports.accelerate_yaml import is_accelerate, read_accelerate
 from meshwright.imports.automodel import is_automodel, read_automodel
 from meshwright.imports.axolotl import is_axolotl, read_axolotl
+from meshwright.imports.checking import check_recipe
 from meshwright.imports.deepspeed import NO_SCHEDULER, is_deepspeed, read_deepspeed
 from meshwright.imports.foundry import is_foundry, read_foundry
 from meshwright.imports.hf_arguments import is_hf_arguments, read_hf_arguments
@@ -18,7 +19,7 @@ from meshwright.imports.llama_factory import (
     read_dataset_info,
     read_llama_factory,
 )
-from meshwright.imports.megatron import is_flags, read_flags, read_megatron
+from meshwright.imports.megatron import is_flags, read_script
 from meshwright.imports.nanogpt import read_assignments, read_nanogpt
 from meshwright.imports.nanotron import is_nanotron, read_nanotron
 from meshwright.imports.nemo import is_nemo, read_nemo
@@ -29,7 +30,6 @@ from meshwright.imports.titan_python import is_titan_python
 from meshwright.imports.torchtitan import is_torchtitan, read_torchtitan, read_torchtitan_python
 from meshwright.spec.document import write_yaml
 from meshwright.spec.errors import UserError
-from meshwright.spec.recipe import parse_spec
 from meshwright.spec.run import Run
 from meshwright.terminal import printable
 
@@ -85,7 +85,7 @@ def import_files(paths: Sequence[Path], *, ranks: int | None = None, model: str 
             "rate is constant; set training.lr_schedule"
         )
     text = _written(reading, paths)
-    parse_spec(text, Run, source="the imported recipe")
+    check_recipe(text, reading.settings, ", ".join(path.name for path in paths))
     return text, reading
 
 
@@ -98,7 +98,7 @@ def _read(reading: Reading, path: Path) -> None:
     if path.suffix == ".py":
         return read_nanogpt(reading, read_assignments(text, path.name), path.name)
     if path.suffix not in (".json", ".yaml", ".yml", ".toml") and is_flags(text):
-        return read_megatron(reading, read_flags(text, path.name), path.name)
+        return read_script(reading, text, path.name)
     values = read_data(path, text)
     if isinstance(values, Mapping):
         for known, read in KINDS:
