@@ -267,3 +267,54 @@ def test_hostile_scripts_end_at_once(tmp_path: Path, bad: str) -> None:
     (tmp_path / "s.sh").write_text(f"python p.py {MODEL} --swiglu {bad}\n")
     with contextlib.suppress(UserError):  # never a stack trace, nor minutes
         import_files([tmp_path / "s.sh"])
+
+
+def test_lists_in_quoted_commands_keep_their_spaces(tmp_path: Path) -> None:
+    script = f'ARGS=({MODEL}\n --seed 5 "--split \'99,1,0\'")\nif x; then ARGS=("${{ARGS[@]}}" --bf16); fi\n'
+    run = 'CMD="cd x;\n python p.py ${ARGS[@]}"\nsbatch <<EOF\nsrun bash -c "${CMD}"\nEOF\n'
+    recipe, reading = imported(tmp_path, script + run)
+    assert (recipe["model"]["num_layers"], recipe["training"]["seed"], recipe["data"]["held_out"]) == (2, 5, 0.01)
+    assert recipe["training"]["precision"] == "bf16"
+    assert [note for note in reading.notes if "branch" in note] == [
+        "s.sh: every branch of an if or a case is taken; they give --bf16"
+    ]
+
+
+def test_a_flag_without_its_value_is_named(tmp_path: Path) -> None:
+    recipe, reading = imported(tmp_path, f"DATA=<path to data>\npython p.py {MODEL} --data-path $DATA --seed --bf16\n")
+    assert told(reading, "data-path") == told(reading, "seed") == "the file gives it no value"
+    assert "data" not in recipe
+    assert (recipe["training"]["seed"], recipe["training"]["precision"]) == (1234, "bf16")
+
+
+def test_printed_flags_are_text(tmp_path: Path) -> None:
+    usage = 'echo "Don\'t use --seed 7 (see below"\nARGS="--clip-grad 0.5"\necho $ARGS\n'
+    recipe, reading = imported(tmp_path, f"{usage}python p.py {MODEL}\nlog 'it isn\"t --seed 8'\n")
+    assert recipe["training"]["seed"] == 1234
+    assert recipe["training"]["clip"] == 0.5  # of a variable that is only printed here
+    assert "s.sh: flags that it only prints are not read: --seed" in reading.notes
+    assert any("not a command, so not read" in note and "--seed 8" in note for note in reading.notes)
+
+
+def test_what_a_family_lacks_is_named(tmp_path: Path) -> None:
+    _, reading = flags(tmp_path, "--swiglu --num-experts 4 --moe-aux-loss-coeff 0.1 --qk-layernorm --add-qkv-bias")
+    assert "mixtral has none" in told(reading, "qk-layernorm")
+    assert "mixtral has none" in told(reading, "add-qkv-bias")
+    _, reading = flags(tmp_path, "--qk-layernorm --normalization RMSNorm")
+    assert "gpt2 has none" in told(reading, "qk-layernorm")
+    assert "gpt2 has LayerNorm" in told(reading, "normalization")
+    _, reading = imported(tmp_path, "python pretrain_mamba.py --hidden-size 64 --num-attention-heads 4\n")
+    assert "another model than GPT" in told(reading, "pretrain_mamba.py")
+    assert told(reading, "no --num-layers") == "Megatron has no default; set model.num_layers"
+
+
+def test_a_script_without_flags_is_no_yaml(tmp_path: Path) -> None:
+    (tmp_path / "s.sh").write_text("while true; do x; done\n")
+    with pytest.raises(UserError, match=r"s\.sh: has none of Megatron-LM's flags"):
+        import_files([tmp_path / "s.sh"])
+
+
+def test_a_distributed_optimizer_of_one_replica_shards_nothing(tmp_path: Path) -> None:
+    layout = "--tensor-model-parallel-size 4 --pipeline-model-parallel-size 2 --context-parallel-size 1"
+    recipe, _ = flags(tmp_path, f"{layout} --use-distributed-optimizer")
+    assert recipe["layout"] == {"tp": 4, "pp": 2, "cp": 1}

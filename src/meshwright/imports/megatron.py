@@ -154,6 +154,7 @@ RULES: Mapping[str, Rule] = {
     "recompute-modules": nothing(
         "selective recomputation keeps matrix products and attention, and recomputes the rest"
     ),
+    **dict.fromkeys(("train-data-path", "valid-data-path", "test-data-path"), nothing("set data.sources and held_out")),
     "data-path": _data,
     "split": _split,
     "tokenizer-model": "data.tokenizer",
@@ -172,9 +173,14 @@ RULES: Mapping[str, Rule] = {
 }
 
 
+FAMILY_OF = {"qk norm": "qwen3", "qkv bias": "qwen2"}
+OTHER_MODELS = re.compile(r"\bpretrain_(?:bert|t5|ict|mamba|hybrid|vlm|mimo|retro|vision)\w*\.py\b")
+"""Megatron's programs for models that are no GPT."""
+
+
 def is_flags(text: str) -> bool:
     """Whether a text holds Megatron's flags."""
-    return bool(re.search(r"--(num-layers|hidden-size|tensor-model-parallel-size)\b", text))
+    return bool(re.search(r"--(num-layers|hidden-size|tensor-model-parallel-size)(?![\w-])", text))
 
 
 def read_script(reading: Reading, text: str, file: str) -> None:
@@ -187,6 +193,8 @@ def read_script(reading: Reading, text: str, file: str) -> None:
             f"{file}: {' '.join(word.split())}", "the file does not set it; flags that it holds are missing"
         )
     reading.notes += flags.notes
+    for program in dict.fromkeys(OTHER_MODELS.findall(text)):
+        reading.give_up(f"{file}: {program}", "it trains another model than GPT; only the flags are imported")
     read_megatron(reading, flags.values, file)
 
 
@@ -195,7 +203,11 @@ def read_megatron(reading: Reading, values: Mapping[str, Any], file: str) -> Non
     open_ones = {flag: value for flag, value in values.items() if re.search(r"\$[\w{(@*]|`", str(value))}
     for flag, value in open_ones.items():
         reading.give_up(f"{file}: {flag}={value}", "a shell variable that the file does not set")
-    reading.take({flag: value for flag, value in values.items() if flag not in open_ones}, RULES, file)
+    empty = [flag for flag in RULES.keys() & values.keys() - SWITCHES if values[flag] is True]
+    for flag in sorted(empty):
+        reading.give_up(f"{file}: {flag}", "the file gives it no value")
+    left = values.keys() - open_ones.keys() - set(empty)
+    reading.take({flag: value for flag, value in values.items() if flag in left}, RULES, file)
     said = f"{file} (Megatron's default)"
     defaults: dict[str, Any] = {
         "training.optimizer.weight_decay": 0.01,
@@ -265,6 +277,11 @@ def _family(reading: Reading, values: Mapping[str, Any], file: str) -> None:
         kind = "qwen2"
     if kind == "mixtral" and "model.expert_ffn" in reading.settings:
         reading.settings["model.ffn"] = reading.settings.pop("model.expert_ffn")
+    for name in ("qk norm", "qkv bias"):
+        if name in reading.facts and FAMILY_OF[name] != kind:
+            reading.give_up(reading.facts[name][1], f"{kind} has none; {FAMILY_OF[name]} has, without experts")
+    if kind == "gpt2" and reading.known("normalization", "LayerNorm") != "LayerNorm":
+        reading.give_up(reading.facts["normalization"][1], "gpt2 has LayerNorm")
     told = ("swiglu", "positions", "normalization", "qk norm", "qkv bias")
     origins = [reading.facts[name][1] for name in told if name in reading.facts]
     reading.set("model.family", kind, "; ".join(origins) or f"{file} (no flag sets another activation)")

@@ -52,6 +52,7 @@ COMBINED = {
     "recompute-num-layers": "recompute layers",
 }
 """Flag -> the fact that it states."""
+REQUIRED = {"num-layers": "model.num_layers", "hidden-size": "model.hidden", "num-attention-heads": "model.num_heads"}
 FORMATS = {"hybrid": ("tensorwise", "delayed"), "e4m3": ("blockwise", "mxfp8")}
 """Format of fp8's numbers -> our recipes that use it. hybrid: gradients are in e5m2."""
 
@@ -80,6 +81,9 @@ def model_defaults(reading: Reading, values: Mapping[str, Any], file: str) -> No
     if family == "mixtral":
         reading.default("model.balance_loss", 0.0, said)
         reading.default("model.experts_per_token", 2, said)
+    for flag, path in REQUIRED.items():
+        if flag not in values and "model.name" not in settings:
+            reading.give_up(f"{file} (no --{flag})", f"Megatron has no default; set {path}")
     _key_value_heads(reading, values, file)
     lacks = {"normalization": "RMSNorm", "position-embedding-type": "rope", "swiglu": "SwiGLU"}
     if values.get("use-rotary-position-embeddings"):

@@ -99,6 +99,8 @@ def _read(reading: Reading, path: Path) -> None:
         return read_nanogpt(reading, read_assignments(text, path.name), path.name)
     if path.suffix not in (".json", ".yaml", ".yml", ".toml") and is_flags(text):
         return read_script(reading, text, path.name)
+    if path.suffix in (".sh", ".bash", ".sbatch", ".slurm"):
+        raise UserError(f"{path}: has none of Megatron-LM's flags (--num-layers, ...); supported are {FORMATS}")
     values = read_data(path, text)
     if isinstance(values, Mapping):
         for known, read in KINDS:
@@ -123,7 +125,7 @@ def _finish(reading: Reading) -> None:
         reading.give_up(why, "the number of ranks is unknown; give --ranks N")
     elif ranks is not None:
         if ranks % split:
-            raise UserError(f"tp x pp x cp = {split} does not divide {ranks} ranks; give another --ranks")
+            raise UserError(f"{origin}: tp x pp x cp = {split} does not divide {ranks} ranks; give another --ranks")
         _data_parallel(reading, ranks // split, stage, f"{origin}; {why}" if why != origin else origin)
     replicas = (ranks or split) // split
     _batch(reading, replicas)
@@ -164,7 +166,9 @@ def _check_warmup(reading: Reading) -> None:
 def _data_parallel(reading: Reading, replicas: int, stage: int, origin: str) -> None:
     shard = reading.known("shard") or replicas
     if replicas == 1:
-        if stage and "layout.cp" in reading.settings:  # state is sharded over the ranks that share a sequence, too
+        if (
+            stage and reading.settings.get("layout.cp", (1, ""))[0] > 1
+        ):  # state is sharded over the ranks that share a sequence, too
             reading.set("layout.zero", stage, origin)
         return
     if not stage:

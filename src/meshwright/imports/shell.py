@@ -15,6 +15,7 @@ from meshwright.spec.errors import UserError
 
 FLAG = re.compile(r"--[a-z][\w-]*(=.*)?", flags=re.DOTALL)
 HOLDS_FLAG = re.compile(r"(?:^|\s)[\"']?--[a-z]")
+LONG = re.compile(r"(?<!\S)--[a-z][\w-]*")
 HIDES_FLAGS = re.compile(r"\$\{?\w*(?:ARGS|OPTS|OPTIONS|FLAGS)(?:\[[@*]\])?\}?")
 """A variable whose name says that it holds flags."""
 ASSIGNED = re.compile(r"(\w+)(\+?)=(.*)", flags=re.DOTALL)
@@ -73,6 +74,7 @@ class _Reader:
         self._flags = Flags()
         self._branches = 0
         self._in_branches: list[str] = []
+        self._printed: list[str] = []
         self._depth = 0
 
     def run(self, commands: list[Command]) -> None:
@@ -89,7 +91,9 @@ class _Reader:
             while words and ASSIGNED.fullmatch(words[0].text):
                 self._assign(words.pop(0))
             pattern = command.end == ")" and len(words) == 1 and words[0].text.startswith("-")  # of a case
-            if words and words[0].text not in TESTS and not pattern:
+            if words and words[0].text in ("echo", "printf"):
+                self._printed += [flag for word in words for flag in LONG.findall(word.text)]
+            elif words and words[0].text not in TESTS and not pattern:
                 self.arguments([one for word in words for one in self.values.fields(word)])
 
     def arguments(self, fields: list[str]) -> None:
@@ -101,9 +105,7 @@ class _Reader:
                 self._keep(name, [value] if equals else [])
                 name, read = "" if equals else name, True
             elif any(space in one for space in " \t\n") and HOLDS_FLAG.search(one) and self._depth < DEEPEST:
-                self._depth += 1
-                self.run(list(read_commands(one, self.file)))
-                self._depth -= 1
+                self._inner(one)
                 name, read = "", True
             elif name and self._takes(name, one) and not HIDES_FLAGS.fullmatch(one):
                 self._found[name].append(one)
@@ -113,6 +115,17 @@ class _Reader:
                     unset.append(one)
         if read:
             self._flags.unset += unset
+
+    def _inner(self, text: str) -> None:
+        """Read a command in quotes."""
+        try:
+            commands = list(read_commands(text, self.file))
+        except UserError:
+            self._flags.notes.append(f"{self.file}: not a command, so not read: {' '.join(text.split())[:80]}")
+            return
+        self._depth += 1
+        self.run(commands)
+        self._depth -= 1
 
     def result(self) -> Flags:
         """What was found."""
@@ -129,6 +142,8 @@ class _Reader:
             flags.notes.append(
                 f"{self.file}: every branch of an if or a case is taken; they give {', '.join(branches)}"
             )
+        if printed := list(dict.fromkeys(self._printed)):
+            flags.notes.append(f"{self.file}: flags that it only prints are not read: {', '.join(printed)}")
         return flags
 
     def _after_keywords(self, words: list[Word]) -> list[Word]:
@@ -151,9 +166,10 @@ class _Reader:
         self.values.assign(name, word, more=more)
         now = self.values.known(name)
         if self._branches > 0 and name in self.used:
-            self._in_branches += [f"--{flag}" for flag in re.findall(r"(?:^|\s)--([a-z][\w-]*)", now or "")
-                                  if not more or f"--{flag}" not in (before or "")]  # fmt: skip
-            if before is not None and not more and before != now and not HOLDS_FLAG.search(now or ""):
+            old = LONG.findall(before or "")
+            self._in_branches += [flag for flag in LONG.findall(now or "") if flag not in old]
+            short = not any(HOLDS_FLAG.search(value) or " " in value for value in (before or "", now or ""))
+            if before and now and not more and before != now and short:
                 self._flags.notes.append(f"{self.file}: {name} is {before} or {now}, by a branch; {now} is taken")
 
     def _keep(self, name: str, value: list[str]) -> None:
@@ -171,7 +187,10 @@ class _Reader:
 
 
 def _value(given: list[str]) -> Any:
-    return _number(" ".join(given)) if given else True
+    text = " ".join(given)
+    if text[:1] in "\"'" and text[-1:] == text[:1] and len(text) > 1:  # quoted in a list that the shell splits
+        text = text[1:-1]
+    return _number(text) if given else True
 
 
 def _number(word: str) -> Any:

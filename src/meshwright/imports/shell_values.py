@@ -61,7 +61,7 @@ class Values:
             return
         first, *rest = word.pieces
         pieces = [Piece(first.text.partition("=")[2], first.quote), *rest]
-        text = "".join(part.text for piece in pieces for part in self._parts(piece) if part is not None)
+        text = self._joined([part for piece in pieces for part in self._parts(piece)])
         before, *others = self._values.get(name) or [""]
         self._values[name] = [before + text, *others] if more else [text]
         self.put_in.discard(name)
@@ -127,7 +127,7 @@ class Values:
         if operator and (known is None or (empty and ":" in operator)):
             parts = self._default(word, quoted=quoted)
             if "=" in operator:
-                self._values[name] = ["".join(part.text for part in parts if part)]
+                self._values[name] = [self._joined(parts)]
             return parts
         if known is None:
             return [_Part(use)]
@@ -138,6 +138,11 @@ class Values:
                 between += [None, _Part(one)] if between else [_Part(one)]
             return between
         return [_Part(" ".join(known), splits=not quoted)]
+
+    @staticmethod
+    def _joined(parts: list[_Part | None]) -> str:
+        """The text of a value: items of a list have a space between them."""
+        return "".join(" " if part is None else part.text for part in parts)
 
     def _default(self, word: str, *, quoted: bool) -> list[_Part | None]:
         parts = [part for piece in read_word(word, self._file).pieces for part in self._parts(piece)]
