@@ -1,4 +1,5 @@
-"""Megatron-LM's scripts: what a shell would do with them, and what several flags say together."""
+"""Megatron-LM's scripts: what a shell would do with them, and what several flags say together. Exported programs that
+were edited."""
 
 import contextlib
 import re
@@ -8,9 +9,13 @@ from typing import Any
 import pytest
 import yaml
 
+from meshwright.engines.registry import ENGINES
 from meshwright.imports.reading import Reading
 from meshwright.imports.recipe import import_files
 from meshwright.spec.errors import UserError
+from meshwright.spec.recipe import parse_spec
+from meshwright.spec.run import Run
+from meshwright.trainer.resolve import resolve_run
 
 MODEL = "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --micro-batch-size 1 --global-batch-size 16 --lr 1e-3"
 QUIET = "--hidden-dropout 0 --attention-dropout 0"
@@ -318,3 +323,136 @@ def test_a_distributed_optimizer_of_one_replica_shards_nothing(tmp_path: Path) -
     layout = "--tensor-model-parallel-size 4 --pipeline-model-parallel-size 2 --context-parallel-size 1"
     recipe, _ = flags(tmp_path, f"{layout} --use-distributed-optimizer")
     assert recipe["layout"] == {"tp": 4, "pp": 2, "cp": 1}
+
+
+RECIPE = "model: {family: gpt2, vocab: 256, hidden: 32, num_layers: 2, num_heads: 2, max_positions: 64}\n"
+RECIPE += "data: {sequence_length: 32}\ndevice: cpu\ntraining: {steps: 40, global_batch_tokens: 256, seed: 3}\n"
+
+
+@pytest.fixture(scope="module")
+def program(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A program that was exported."""
+    run = resolve_run(parse_spec(RECIPE, Run), base_dir=tmp_path_factory.mktemp("run"))
+    return ENGINES["bare"].translate(run).files["run_bare_standalone.py"]
+
+
+def edited(program: str, before: str, after: str) -> str:
+    assert program.count(before) == 1, before
+    return program.replace(before, after)
+
+
+@pytest.mark.parametrize("change", [str, lambda text: text.replace("\n", "\r\n"), lambda text: f"{text}\n\n"])
+def test_a_program_that_nobody_edited_is_its_recipe(tmp_path: Path, program: str, change: Any) -> None:
+    recipe, reading = imported(tmp_path, change(program), "p.py")
+    assert recipe == yaml.safe_load(RECIPE)
+    assert not reading.notes
+    assert not reading.without
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "path", "value"),
+    [
+        ("(0.9, 0.95)", "(0.8, 0.95)", "optimizer.betas", [0.8, 0.95]),
+        ("1e-08", "1e-06", "optimizer.eps", 1e-6),
+        ("1e-08, 0.1", "1e-08, 0.3", "optimizer.weight_decay", 0.3),
+        ("CLIP = 1.0", "CLIP = math.inf", "clip", None),
+        ("LENGTH = 40,", "LENGTH = 50,", "steps", 50),
+        ("CLIP = 1.0", "CLIP = 1.0\nCLIP = 0.5", "clip", 0.5),
+    ],
+)
+def test_an_edited_constant_is_imported_and_told(
+    tmp_path: Path, program: str, before: str, after: str, path: str, value: Any
+) -> None:
+    recipe, reading = imported(tmp_path, edited(program, before, after), "p.py")
+    found: Any = recipe["training"]
+    for part in path.split("."):
+        found = found[part]
+    assert found == value
+    assert any("the program was edited; its recipe has" in note for note in reading.notes)
+    assert not reading.without
+
+
+@pytest.mark.parametrize(
+    ("batch", "before", "after", "expected"),
+    [
+        ("global_batch_tokens: 256", "40, 8, 8, 32", "40, 16, 8, 32", {"global_batch": 16, "micro_batch": 8}),
+        ("global_batch_tokens: 256", "40, 8, 8, 32", "40, 8, 8, 16", {"global_batch": 8, "micro_batch": 8}),
+        ("micro_batch: 2", "40, 64, 2, 32", "40, 64, 2, 32", {"global_batch": 64, "micro_batch": 2}),
+        ("micro_batch: 2, global_batch_tokens: 256", "", "", {"global_batch_tokens": 256, "micro_batch": 2}),
+    ],
+)
+def test_the_batch_is_the_programs(
+    tmp_path: Path, batch: str, before: str, after: str, expected: dict[str, int]
+) -> None:
+    run = resolve_run(parse_spec(RECIPE.replace("global_batch_tokens: 256", batch), Run), base_dir=tmp_path)
+    text = ENGINES["bare"].translate(run).files["run_bare_standalone.py"]
+    recipe, _ = imported(tmp_path, edited(text, before, after) if before else text, "p.py")
+    keys = ("global_batch", "global_batch_tokens", "micro_batch")
+    assert {key: value for key, value in recipe["training"].items() if key in keys} == expected
+
+
+def test_other_edits_are_named_with_their_lines(tmp_path: Path, program: str) -> None:
+    text = edited(program, "step / 4", "step / 5")
+    text = edited(text, "torch.manual_seed(3)", "torch.manual_seed(7)")
+    text = edited(text, "        optimizer.zero_grad(set_to_none=True)\n", "")
+    text = edited(text, "import math\n", "import math\n# a comment\n\nimport random\n")
+    recipe, reading = imported(tmp_path, f"{text}print('more')\n", "p.py")
+    lines = text.split("\n")
+    assert recipe == yaml.safe_load(RECIPE)
+    named = [origin for origin, why in reading.without if why == "edited by hand, not imported"]
+    removed = next(number for number, line in enumerate(lines, 1) if "if step == 1:" in line)
+    assert named == [
+        f"p.py:{lines.index('import random') + 1}: import random",
+        f"p.py:{lines.index('        return step / 5') + 1}: return step / 5",
+        f"p.py:{lines.index('    torch.manual_seed(7)') + 1}: torch.manual_seed(7)",
+        f"p.py:{removed}: lines before this one were removed",
+        f"p.py:{len(lines)}: print('more')",
+    ]
+
+
+def test_a_program_that_differs_everywhere_says_so_once(tmp_path: Path, program: str) -> None:
+    text = re.sub(r"^(    .*)$", r"\1  # mine", program, flags=re.MULTILINE)
+    _, reading = imported(tmp_path, text, "p.py")
+    assert len(reading.without) == 1
+    assert re.match(r"p\.py:\d+$", reading.without[0][0])
+    assert re.match(r"\d\d\d? places from here on were edited by hand", reading.without[0][1])
+
+
+def test_a_program_without_a_record_says_that_edits_are_unseen(tmp_path: Path, program: str) -> None:
+    start = program.index("# Its lines as they were written")
+    text = program[:start] + program[program.index("# The recipe of this program") :]
+    recipe, reading = imported(tmp_path, edited(text, "1e-08", "1e-06"), "p.py")
+    assert recipe["training"]["optimizer"]["eps"] == 1e-6
+    assert any("EPS=1e-06" in note for note in reading.notes)
+    assert any("has no record of its lines" in note for note in reading.notes)
+
+
+def test_an_edited_recipe_or_a_lost_constant_is_told(tmp_path: Path, program: str) -> None:
+    recipe, reading = imported(tmp_path, edited(program, "#     steps: 40", "#     steps: 60"), "p.py")
+    assert recipe["training"]["steps"] == 40
+    assert any("the recipe at its end was edited; its recipe has 60" in note for note in reading.notes)
+    _, reading = imported(tmp_path, edited(program, "CLIP = 1.0\n", "CLIP: float = 2.0\n"), "p.py")
+    assert told(reading, "p.py: CLIP").endswith("its recipe's value is taken")
+    assert told(reading, "CLIP: float = 2.0") == "edited by hand, not imported"
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "message"),
+    [
+        ("STEPS, GLOBAL_BATCH", "STEPS GLOBAL_BATCH", r"p\.py: cannot be read as Python"),
+        ("CLIP = 1.0", "CLIP = float(x)", r"p\.py:\d+: CLIP is not a number"),
+        ("CLIP = 1.0", "CLIP = 'x'", r"p\.py: CLIP=x: training\.clip: 'x' is not allowed"),
+        ("# The recipe of this program", "# A recipe", r"p\.py: contains no recipe"),
+        (
+            "finds edited ones:\n",
+            "finds edited ones:\n#   zz\n",
+            r"p\.py: the record of the program's lines is damaged",
+        ),
+        ("#   training:", "#   training: 5\n#   more:", r"p\.py: training: sets a section that has settings"),
+    ],
+)
+def test_a_broken_program_is_one_error(tmp_path: Path, program: str, before: str, after: str, message: str) -> None:
+    (tmp_path / "p.py").write_text(edited(program, before, after))
+    with pytest.raises(UserError) as found:
+        import_files([tmp_path / "p.py"])
+    assert re.search(message, str(found.value)), found.value

@@ -191,12 +191,12 @@ def _batch(reading: Reading, replicas: int) -> None:
             reading.give_up(why, f"{replicas} data-parallel ranks do not divide {whole} microbatches")
             return
         accumulation = whole // replicas
-    if micro is not None and "training.global_batch" not in settings:
+    if micro is not None and not settings.keys() & {"training.global_batch", "training.global_batch_tokens"}:
         made = micro * (accumulation or 1) * replicas
         reading.set(
             "training.global_batch", made, f"{origin}; {why or 'no accumulation'}; {replicas} data-parallel ranks"
         )
-    elif micro is not None and accumulation is not None:
+    elif micro is not None and accumulation is not None and "training.global_batch" in settings:
         batch = settings["training.global_batch"]
         if batch[0] != micro * accumulation * replicas:
             reading.give_up(
@@ -215,6 +215,10 @@ def _written(reading: Reading, paths: Sequence[Path]) -> str:
         place = tree
         for part in around:
             place = place.setdefault(part, {})
+            if not isinstance(place, dict):
+                raise UserError(f"{origin}: {part} is not a section, because {place[1]} sets it")
+        if last in place:
+            raise UserError(f"{origin}: sets a section that has settings")
         place[last] = (value, origin)
     comments = [f"Imported from {', '.join(path.name for path in paths)}"]
     comments += [f"assumed: {note}" for note in reading.notes]
