@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Literal
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from meshwright.engines.settings import Rule, Setting, settings_of
-from meshwright.imports.program import as_comment
+from meshwright.imports.program import with_recipe
 from meshwright.launch.launcher import threads_per_rank
 from meshwright.launch.programs import NoStepError
 from meshwright.spec.data import DataSpec
@@ -203,7 +203,7 @@ class TemplateEngine(Engine):
         """The template, rendered, and `more_files`."""
         name = f"run_{self.name}_standalone.py"
         text = templates().get_template(f"{self.template(resolved)}.py.jinja").render(**self.words(resolved, name))
-        text = f"{text.rstrip()}\n\n{as_comment(dump_recipe(resolved.run))}"
+        text = with_recipe(text, dump_recipe(resolved.run))
         return name, {name: text, **self.more_files(resolved)}
 
     def template(self, resolved: ResolvedRun) -> str:

@@ -1,12 +1,13 @@
 """Megatron-LM's command line, from a shell script or a file of flags."""
 
 import re
-import shlex
 from collections.abc import Mapping
 from typing import Any
 
+from meshwright.imports.megatron_combined import LISTS, SWITCHES, combine, model_defaults
+from meshwright.imports.megatron_combined import RULES as COMBINED_RULES
 from meshwright.imports.reading import Reading, Rule, fact, nothing, positive, when, words
-from meshwright.spec.errors import UserError
+from meshwright.imports.shell import read_flags
 
 DECIDED_BY_US = (
     *("overlap-grad-reduce", "overlap-param-gather", "use-flash-attn", "transformer-impl", "use-mcore-models"),
@@ -31,7 +32,10 @@ def _data(reading: Reading, value: Any, origin: str) -> None:
 
 
 def _recompute(reading: Reading, value: Any, origin: str) -> None:
-    reading.set("training.recompute", {"full": "full", "selective": "selective"}.get(value, "full"), origin)
+    if value in ("full", "selective"):
+        reading.set("training.recompute", value, origin)
+    else:
+        reading.give_up(origin, "supported: full, selective")
 
 
 def _split(reading: Reading, value: Any, origin: str) -> None:
@@ -68,6 +72,7 @@ def _last_step(path: str) -> Rule:
 
 
 RULES: Mapping[str, Rule] = {
+    **COMBINED_RULES,
     "nproc_per_node": fact("ranks of a node"),
     "nproc-per-node": fact("ranks of a node"),
     "nnodes": fact("nodes"),
@@ -146,8 +151,10 @@ RULES: Mapping[str, Rule] = {
     "use-torch-fsdp2": lambda reading, value, origin: reading.fact("zero", 3, origin),
     "recompute-activations": when("training.recompute", "selective"),
     "recompute-granularity": _recompute,
-    "recompute-method": nothing("set training.recompute to {full: LAYERS} instead"),
-    "recompute-num-layers": nothing("set training.recompute to {full: LAYERS} instead"),
+    "recompute-modules": nothing(
+        "selective recomputation keeps matrix products and attention, and recomputes the rest"
+    ),
+    **dict.fromkeys(("train-data-path", "valid-data-path", "test-data-path"), nothing("set data.sources and held_out")),
     "data-path": _data,
     "split": _split,
     "tokenizer-model": "data.tokenizer",
@@ -166,114 +173,58 @@ RULES: Mapping[str, Rule] = {
 }
 
 
-VARIABLE = re.compile(
-    r"^[ \t]*(?:export[ \t]+)?(\w+)(\+?)=(?:([\w./:,+-]{1,1000})|\"([^\"]*)\"|'([^']*)')[ \t]*(?:#.*)?$",
-    flags=re.MULTILINE,
-)
-"""A script's `NAME=word` or `NAME="words"`, on several lines too; `+=` appends."""
-USED = re.compile(r"\"\$\{?(\w+)\}?\"|\$\{?(\w+)\}?")
-HOLDS_FLAG = re.compile(r"(?:^|\s)--[a-z]")
-HIDES_FLAGS = re.compile(r"\$\{?\w*(ARGS|OPTS|OPTIONS|FLAGS)\}?")
-"""A word that stands for flags, of a variable that no line sets."""
-ASSIGNED = re.compile(r"[A-Z_][A-Z0-9_]*=")
-LONGEST = 2**20
-"""Characters of a script with its variables put in."""
+FAMILY_OF = {"qk norm": "qwen3", "qkv bias": "qwen2"}
+OTHER_MODELS = re.compile(r"\bpretrain_(?:bert|t5|ict|mamba|hybrid|vlm|mimo|retro|vision)\w*\.py\b")
+"""Megatron's programs for models that are no GPT."""
 
 
 def is_flags(text: str) -> bool:
     """Whether a text holds Megatron's flags."""
-    return bool(re.search(r"--(num-layers|hidden-size|tensor-model-parallel-size)\b", text))
+    return bool(re.search(r"--(num-layers|hidden-size|tensor-model-parallel-size)(?![\w-])", text))
 
 
-def read_flags(text: str, file: str) -> dict[str, Any]:
-    """Every `--flag value` of a script or command line; variables that the script sets to words are put in."""
-    text = _expanded(text, file)
-    lines = [_without_comment(line) for line in text.splitlines()]
-    lines = "\n".join(lines).replace("\\\n", " ").splitlines()
-    try:
-        words = shlex.split(" ".join(lines).replace("(", " ").replace(")", " "), comments=False, posix=True)
-    except ValueError as error:
-        raise UserError(f"{file}: cannot be read as a shell script: {str(error).lower()}") from error
-    found: dict[str, list[str]] = {}
-    name = ""
-    for word in words:
-        if re.fullmatch(r"--[a-z][\w-]*(=.*)?", word):
-            name, equals, value = word[2:].partition("=")
-            found[name] = [value] if equals else []
-        elif re.match(r"\d*[<>|&;]", word):  # what follows is not the flag's value
-            name = ""
-        elif HIDES_FLAGS.fullmatch(word):
-            raise UserError(f"{file}: {word} holds flags, but the file does not set it; write them in the file")
-        elif ASSIGNED.match(word):  # the next list of a script's arguments
-            name = ""
-        elif name:
-            if not found[name] or name == "data-path" or not isinstance(_number(word), str):  # a batch that grows
-                found[name].append(word)
-            else:
-                name = ""
-    return {name: _number(" ".join(given)) if given else True for name, given in found.items()}
-
-
-def _without_comment(line: str) -> str:
-    """A line up to its comment, which begins with a # at the start of a word outside quotes."""
-    for found in re.finditer(r"(?:^|(?<=\s))#", line):
-        before = line[: found.start()]
-        if before.count('"') % 2 == 0 and before.count("'") % 2 == 0:
-            return before
-    return line
-
-
-def _expanded(text: str, file: str) -> str:
-    """A script with its variables put in where it uses them.
-
-    The flags of a string are read where the script uses it, or where it is set if only another script uses it.
-    """
-    variables: dict[str, str] = {}
-
-    def value(found: re.Match[str]) -> str:
-        known = variables.get(found[1] or found[2])
-        if known is None:
-            return found[0]
-        return known if found[2] or HOLDS_FLAG.search(known) else f'"{known}"'
-
-    def put_in(given: str) -> str:
-        given = USED.sub(value, given)
-        if len(given) > LONGEST:
-            raise UserError(f"{file}: is longer than {LONGEST} characters once its variables are substituted")
-        return given
-
-    def assign(found: re.Match[str]) -> str:
-        name, more, *given = found.groups()
-        said = put_in(next(part for part in given if part is not None).replace("\\\n", " "))
-        variables[name] = f"{variables.get(name, '')}{said}" if more else said
-        if not HOLDS_FLAG.search(said):
-            return found[0]
-        return "" if name in used else said
-
-    others = "".join(VARIABLE.split(text)[:: VARIABLE.groups + 1])  # the script without its assignments
-    used = {name for pair in USED.findall(others) for name in pair}
-    used |= {
-        name
-        for found in VARIABLE.finditer(text)
-        for pair in USED.findall(found[0])
-        for name in pair
-        if name != found[1]
-    }
-    return put_in(VARIABLE.sub(assign, text))
+def read_script(reading: Reading, text: str, file: str) -> None:
+    """Read a script, or a file of flags."""
+    flags = read_flags(text, file, SWITCHES, LISTS)
+    for name, value in flags.replaced:
+        reading.give_up(f"{file}: {name}={value}", f"the script gives it again: {flags.values[name]}, which is taken")
+    for word in dict.fromkeys(flags.unset):
+        reading.give_up(
+            f"{file}: {' '.join(word.split())}", "the file does not set it; flags that it holds are missing"
+        )
+    reading.notes += flags.notes
+    for program in dict.fromkeys(OTHER_MODELS.findall(text)):
+        reading.give_up(f"{file}: {program}", "it trains another model than GPT; only the flags are imported")
+    read_megatron(reading, flags.values, file)
 
 
 def read_megatron(reading: Reading, values: Mapping[str, Any], file: str) -> None:
     """Read Megatron's flags."""
-    open_ones = {flag: value for flag, value in values.items() if "$" in str(value)}
+    open_ones = {flag: value for flag, value in values.items() if re.search(r"\$[\w{(@*]|`", str(value))}
     for flag, value in open_ones.items():
         reading.give_up(f"{file}: {flag}={value}", "a shell variable that the file does not set")
-    reading.take({flag: value for flag, value in values.items() if flag not in open_ones}, RULES, file)
-    defaults = {"training.optimizer.betas": [0.9, 0.999], "training.optimizer.weight_decay": 0.01}
-    defaults |= {"training.precision": "fp32", "training.lr_schedule.final": 0.0, "training.lr_schedule.warmup": 0}
-    defaults |= {"training.lr_schedule.name": "linear", "training.seed": 1234}
-    for path, default in defaults.items():
-        reading.default(path, default, f"{file} (Megatron's default)")
+    empty = [flag for flag in RULES.keys() & values.keys() - SWITCHES if values[flag] is True]
+    for flag in sorted(empty):
+        reading.give_up(f"{file}: {flag}", "the file gives it no value")
+    left = values.keys() - open_ones.keys() - set(empty)
+    reading.take({flag: value for flag, value in values.items() if flag in left}, RULES, file)
+    said = f"{file} (Megatron's default)"
+    defaults: dict[str, Any] = {
+        "training.optimizer.weight_decay": 0.01,
+        "training.precision": "fp32",
+        "training.seed": 1234,
+    }
+    defaults |= {"training.lr_schedule.final": 0.0, "training.lr_schedule.warmup": 0}
+    if "lr-decay-style" not in values:
+        defaults["training.lr_schedule.name"] = "linear"
+    if "eval-interval" in values:
+        defaults["training.evaluation.batches"] = 100
+    defaults["training.optimizer.betas"] = [0.9, 0.999]
+    for name, beta in (("beta1", 0.9), ("beta2", 0.999)):
+        if {"beta1", "beta2"} & reading.facts.keys() and name not in reading.facts:
+            reading.fact(name, beta, said)
     _family(reading, values, file)
+    model_defaults(reading, values, file)
     rope_scaling(reading)
     if "Megatron-FSDP" in reading.facts:
         reading.facts["zero"] = reading.facts.get("sharding", (3, reading.facts["Megatron-FSDP"][1]))
@@ -281,6 +232,22 @@ def read_megatron(reading: Reading, values: Mapping[str, Any], file: str) -> Non
         nodes, where = reading.facts.get("nodes", (1, "one node"))
         reading.fact("ranks", ranks * nodes, f"{reading.facts['ranks of a node'][1]}; {where}")
     replicas(reading)
+    combine(reading, file)
+    for path, value in defaults.items():
+        reading.default(path, value, said)
+    _schedule_and_optimizer(reading, values, file)
+
+
+def _schedule_and_optimizer(reading: Reading, values: Mapping[str, Any], file: str) -> None:
+    """Name what Megatron's schedule and optimizer do by default, but ours do not."""
+    settings = reading.settings
+    if settings.get("training.lr_schedule.name", ("", ""))[0] == "wsd" and "lr-wsd-decay-style" not in values:
+        reading.give_up(f"{file} (no --lr-wsd-decay-style: exponential)", "wsd always decays linearly")
+    if settings.get("training.optimizer.name", ("", ""))[0] == "muon":
+        reading.notes.append(
+            f"{settings['training.optimizer.name'][1]}: Megatron's Muon takes --lr and scales its update otherwise; "
+            "set training.optimizer.muon_lr"
+        )
 
 
 def rope_scaling(reading: Reading) -> None:
@@ -310,6 +277,11 @@ def _family(reading: Reading, values: Mapping[str, Any], file: str) -> None:
         kind = "qwen2"
     if kind == "mixtral" and "model.expert_ffn" in reading.settings:
         reading.settings["model.ffn"] = reading.settings.pop("model.expert_ffn")
+    for name in ("qk norm", "qkv bias"):
+        if name in reading.facts and FAMILY_OF[name] != kind:
+            reading.give_up(reading.facts[name][1], f"{kind} has none; {FAMILY_OF[name]} has, without experts")
+    if kind == "gpt2" and reading.known("normalization", "LayerNorm") != "LayerNorm":
+        reading.give_up(reading.facts["normalization"][1], "gpt2 has LayerNorm")
     told = ("swiglu", "positions", "normalization", "qk norm", "qkv bias")
     origins = [reading.facts[name][1] for name in told if name in reading.facts]
     reading.set("model.family", kind, "; ".join(origins) or f"{file} (no flag sets another activation)")
@@ -317,12 +289,3 @@ def _family(reading: Reading, values: Mapping[str, Any], file: str) -> None:
         reading.default("model.tied_embeddings", True, f"{file} (Megatron's default)")
     if kind != "gpt2" and "disable-bias-linear" not in values:
         reading.give_up(f"{file} (no --disable-bias-linear)", f"{kind} has no such biases")
-
-
-def _number(word: str) -> Any:
-    for kind in (int, float):
-        try:
-            return kind(word)
-        except ValueError:
-            continue
-    return word

@@ -5,6 +5,7 @@ from typing import Any
 
 from meshwright.imports.megatron import RULES as FLAGS
 from meshwright.imports.megatron import replicas, rope_scaling
+from meshwright.imports.megatron_combined import recomputation
 from meshwright.imports.reading import Reading, Rule, apply, fact, flat, nothing, positive, words
 
 PRECISIONS = {
@@ -324,6 +325,7 @@ def read_nemo(reading: Reading, values: Mapping[str, Any], file: str) -> None:
         nodes, where = reading.facts.get("nodes", (1, "one node"))
         reading.fact("ranks", ranks * nodes, f"{reading.facts['ranks of a node'][1]}; {where}")
     replicas(reading)
+    recomputation(reading)
 
 
 def _family(reading: Reading, file: str) -> None:

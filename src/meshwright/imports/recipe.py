@@ -8,6 +8,7 @@ from typing import Any
 from meshwright.imports.accelerate_yaml import is_accelerate, read_accelerate
 from meshwright.imports.automodel import is_automodel, read_automodel
 from meshwright.imports.axolotl import is_axolotl, read_axolotl
+from meshwright.imports.checking import check_recipe
 from meshwright.imports.deepspeed import NO_SCHEDULER, is_deepspeed, read_deepspeed
 from meshwright.imports.foundry import is_foundry, read_foundry
 from meshwright.imports.hf_arguments import is_hf_arguments, read_hf_arguments
@@ -18,7 +19,7 @@ from meshwright.imports.llama_factory import (
     read_dataset_info,
     read_llama_factory,
 )
-from meshwright.imports.megatron import is_flags, read_flags, read_megatron
+from meshwright.imports.megatron import is_flags, read_script
 from meshwright.imports.nanogpt import read_assignments, read_nanogpt
 from meshwright.imports.nanotron import is_nanotron, read_nanotron
 from meshwright.imports.nemo import is_nemo, read_nemo
@@ -29,7 +30,6 @@ from meshwright.imports.titan_python import is_titan_python
 from meshwright.imports.torchtitan import is_torchtitan, read_torchtitan, read_torchtitan_python
 from meshwright.spec.document import write_yaml
 from meshwright.spec.errors import UserError
-from meshwright.spec.recipe import parse_spec
 from meshwright.spec.run import Run
 from meshwright.terminal import printable
 
@@ -85,7 +85,7 @@ def import_files(paths: Sequence[Path], *, ranks: int | None = None, model: str 
             "rate is constant; set training.lr_schedule"
         )
     text = _written(reading, paths)
-    parse_spec(text, Run, source="the imported recipe")
+    check_recipe(text, reading.settings, ", ".join(path.name for path in paths))
     return text, reading
 
 
@@ -98,7 +98,9 @@ def _read(reading: Reading, path: Path) -> None:
     if path.suffix == ".py":
         return read_nanogpt(reading, read_assignments(text, path.name), path.name)
     if path.suffix not in (".json", ".yaml", ".yml", ".toml") and is_flags(text):
-        return read_megatron(reading, read_flags(text, path.name), path.name)
+        return read_script(reading, text, path.name)
+    if path.suffix in (".sh", ".bash", ".sbatch", ".slurm"):
+        raise UserError(f"{path}: has none of Megatron-LM's flags (--num-layers, ...); supported are {FORMATS}")
     values = read_data(path, text)
     if isinstance(values, Mapping):
         for known, read in KINDS:
@@ -123,7 +125,7 @@ def _finish(reading: Reading) -> None:
         reading.give_up(why, "the number of ranks is unknown; give --ranks N")
     elif ranks is not None:
         if ranks % split:
-            raise UserError(f"tp x pp x cp = {split} does not divide {ranks} ranks; give another --ranks")
+            raise UserError(f"{origin}: tp x pp x cp = {split} does not divide {ranks} ranks; give another --ranks")
         _data_parallel(reading, ranks // split, stage, f"{origin}; {why}" if why != origin else origin)
     replicas = (ranks or split) // split
     _batch(reading, replicas)
@@ -164,7 +166,9 @@ def _check_warmup(reading: Reading) -> None:
 def _data_parallel(reading: Reading, replicas: int, stage: int, origin: str) -> None:
     shard = reading.known("shard") or replicas
     if replicas == 1:
-        if stage and "layout.cp" in reading.settings:  # state is sharded over the ranks that share a sequence, too
+        if (
+            stage and reading.settings.get("layout.cp", (1, ""))[0] > 1
+        ):  # state is sharded over the ranks that share a sequence, too
             reading.set("layout.zero", stage, origin)
         return
     if not stage:
@@ -187,12 +191,12 @@ def _batch(reading: Reading, replicas: int) -> None:
             reading.give_up(why, f"{replicas} data-parallel ranks do not divide {whole} microbatches")
             return
         accumulation = whole // replicas
-    if micro is not None and "training.global_batch" not in settings:
+    if micro is not None and not settings.keys() & {"training.global_batch", "training.global_batch_tokens"}:
         made = micro * (accumulation or 1) * replicas
         reading.set(
             "training.global_batch", made, f"{origin}; {why or 'no accumulation'}; {replicas} data-parallel ranks"
         )
-    elif micro is not None and accumulation is not None:
+    elif micro is not None and accumulation is not None and "training.global_batch" in settings:
         batch = settings["training.global_batch"]
         if batch[0] != micro * accumulation * replicas:
             reading.give_up(
@@ -211,6 +215,10 @@ def _written(reading: Reading, paths: Sequence[Path]) -> str:
         place = tree
         for part in around:
             place = place.setdefault(part, {})
+            if not isinstance(place, dict):
+                raise UserError(f"{origin}: {part} is not a section, because {place[1]} sets it")
+        if last in place:
+            raise UserError(f"{origin}: sets a section that has settings")
         place[last] = (value, origin)
     comments = [f"Imported from {', '.join(path.name for path in paths)}"]
     comments += [f"assumed: {note}" for note in reading.notes]

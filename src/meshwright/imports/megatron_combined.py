@@ -1,0 +1,272 @@
+"""Settings that follow from several of Megatron-LM's flags, and its defaults that a recipe lacks."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from meshwright.imports.reading import Reading, Rule, check_count, fact
+from meshwright.spec.errors import UserError
+
+SWITCHES = frozenset(
+    (
+        *("accumulate-allreduce-grads-in-fp32", "add-qkv-bias", "async-save", "attention-softmax-in-fp32", "bf16"),
+        *("deterministic-mode", "disable-bias-linear", "eod-mask-loss", "first-last-layers-bf16", "fp16"),
+        *("fp8-param-gather", "grad-reduce-in-bf16", "group-query-attention", "log-throughput", "moe-grouped-gemm"),
+        *("no-bias-gelu-fusion", "no-bias-swiglu-fusion", "no-gradient-accumulation-fusion", "no-rope-fusion"),
+        *("no-masked-softmax-fusion", "openai-gelu", "overlap-grad-reduce", "overlap-param-gather", "qk-layernorm"),
+        *("recompute-activations", "reset-attention-mask", "reset-position-ids", "sequence-parallel", "swiglu"),
+        *("untie-embeddings-and-output-weights", "use-distributed-optimizer", "use-flash-attn", "use-mcore-models"),
+        *("use-megatron-fsdp", "use-rope-scaling", "use-rotary-position-embeddings", "use-torch-fsdp2"),
+        *("fp4-param-gather", "no-fp8-wgrad", "mock-data", "tp-comm-overlap", "qk-clip", "manual-gc"),
+        *("tokenizer-hf-use-fast", "no-async-tensor-model-parallel-allreduce"),
+    )
+)
+"""Flags that have no value."""
+LISTS = frozenset(
+    (
+        *("data-path", "train-data-path", "valid-data-path", "test-data-path", "recompute-modules", "cp-comm-type"),
+        *("moe-router-load-balancing-type", "moe-aux-loss-coeff", "rampup-batch-size", "iterations-to-skip", "spec"),
+        *("cuda-graph-scope", "cuda-graph-modules", "offload-modules", "validation-set-names", "profile-ranks"),
+        *("ddp-param-name-patterns-for-fp32-local-accumulation", "tokenizer-special-tokens", "modules-to-filter"),
+        *("gtp-remat-opt-in-modules", "high-priority-stream-groups", "retriever-report-topk-accuracies"),
+        *("rl-inference-parsers", "mrope-section"),
+    )
+)
+"""Flags that have several values."""
+COMBINED = {
+    "fp8-format": "fp8 format",
+    "fp8-recipe": "fp8 recipe",
+    "fp8-margin": "fp8 margin",
+    "fp8-amax-history-len": "fp8 history",
+    "fp8-amax-compute-algo": "fp8 algorithm",
+    "fp8-param-gather": "fp8 weights",
+    "no-fp8-wgrad": "fp8 weight gradients",
+    "first-last-layers-bf16": "fp8 ends",
+    "num-layers-at-start-in-bf16": "fp8 first",
+    "num-layers-at-end-in-bf16": "fp8 last",
+    "fp4-format": "fp4 format",
+    "fp4-recipe": "fp4 recipe",
+    "lr-warmup-samples": "warmup samples",
+    "lr-decay-samples": "decay samples",
+    "lr-wsd-decay-samples": "wsd samples",
+    "recompute-method": "recompute method",
+    "recompute-num-layers": "recompute layers",
+}
+"""Flag -> the fact that it states."""
+REQUIRED = {"num-layers": "model.num_layers", "hidden-size": "model.hidden", "num-attention-heads": "model.num_heads"}
+FORMATS = {"hybrid": ("tensorwise", "delayed"), "e4m3": ("blockwise", "mxfp8")}
+"""Format of fp8's numbers -> our recipes that use it. hybrid: gradients are in e5m2."""
+
+RULES: Mapping[str, Rule] = {flag: fact(name) for flag, name in COMBINED.items()}
+
+
+def combine(reading: Reading, file: str) -> None:
+    """Set what several flags say together."""
+    _low_precision(reading, file)
+    _in_samples(reading)
+    recomputation(reading)
+
+
+def model_defaults(reading: Reading, values: Mapping[str, Any], file: str) -> None:
+    """Megatron's defaults of the model; those that no recipe can express are named."""
+    settings = reading.settings
+    family = settings["model.family"][0]
+    hidden, origin = settings.get("model.hidden", (None, ""))
+    said = f"{file} (Megatron's default)"
+    reading.default("model.norm_eps", 1e-5, said)
+    if family != "gpt2":
+        reading.default("model.rope_theta", 10000, said)
+        if hidden is not None and reading.known("swiglu"):
+            check_count(hidden, origin)
+            reading.default("model.ffn", int((4 * hidden * 2 / 3) / 64) * 64, f"{said} for {origin}")
+    if family == "mixtral":
+        reading.default("model.balance_loss", 0.0, said)
+        reading.default("model.experts_per_token", 2, said)
+    for flag, path in REQUIRED.items():
+        if flag not in values and "model.name" not in settings:
+            reading.give_up(f"{file} (no --{flag})", f"Megatron has no default; set {path}")
+    _key_value_heads(reading, values, file)
+    lacks = {"normalization": "RMSNorm", "position-embedding-type": "rope", "swiglu": "SwiGLU"}
+    if values.get("use-rotary-position-embeddings"):
+        lacks.pop("position-embedding-type")
+    for flag, ours in lacks.items() if family != "gpt2" else ():
+        if flag not in values:
+            reading.notes.append(f"{file} has no --{flag}, so Megatron has no {ours}; {family} has it")
+    for flag in ("hidden-dropout", "attention-dropout"):
+        if flag not in values:
+            reading.notes.append(f"{file} has no --{flag}: Megatron's default is 0.1; models have no dropout here")
+
+
+def _key_value_heads(reading: Reading, values: Mapping[str, Any], file: str) -> None:
+    """Megatron groups heads only where a flag says so."""
+    path, asked = "model.num_kv_heads", "group-query-attention" in values
+    if not asked and path in reading.settings:
+        _, origin = reading.settings.pop(path)
+        reading.give_up(origin, "without --group-query-attention it has no effect")
+    elif asked:
+        reading.default(path, 1, f"{file}: group-query-attention (Megatron's default)")
+
+
+def _low_precision(reading: Reading, file: str) -> None:
+    """The precision of matrix products, with its recipe."""
+    facts = {name: reading.facts[name] for name in COMBINED.values() if name in reading.facts}
+    eight, four = facts.pop("fp8 format", None), facts.pop("fp4 format", None)
+    facts = {name: found for name, found in facts.items() if name.startswith(("fp8", "fp4"))}
+    if four:
+        _narrow(reading, "nvfp4", four[1])
+        for name, (value, origin) in facts.items():
+            if (name, value) != ("fp4 recipe", "nvfp4"):
+                reading.give_up(origin, "unknown to nvfp4")
+    elif eight:
+        _eight_bits(reading, eight, facts, file)
+    else:
+        for _, origin in facts.values():
+            reading.give_up(origin, "without --fp8-format or --fp4-format it has no effect")
+
+
+def _eight_bits(reading: Reading, given: tuple[Any, str], facts: dict[str, tuple[Any, str]], file: str) -> None:
+    kind, origin = given
+    recipe, where = facts.pop("fp8 recipe", ("delayed", f"{file} (Megatron's default)"))
+    known = [one for recipes in FORMATS.values() for one in recipes]
+    if kind not in FORMATS or recipe not in known:
+        reading.give_up(origin, f"supported: {', '.join(FORMATS)}, with recipe {', '.join(known)}")
+        for why in (where, *(found[1] for found in facts.values())):
+            reading.give_up(why, "the format or the recipe is not supported")
+        return
+    if recipe not in FORMATS[kind]:
+        grads = "in e5m2" if recipe in FORMATS["hybrid"] else "in e4m3"
+        reading.give_up(origin, f"products are imported, but gradients of recipe {recipe} are {grads}")
+    _narrow(reading, "mxfp8" if recipe == "mxfp8" else "fp8", f"{origin}; {where}")
+    if recipe != "mxfp8":
+        reading.set("training.low_precision.recipe", recipe, where)
+    if recipe == "delayed":
+        _delayed(reading, facts, where)
+    else:
+        for name in (name for name in ("fp8 history", "fp8 margin", "fp8 algorithm") if name in facts):
+            reading.give_up(facts[name][1], f"recipe {recipe} takes no scales from previous steps")
+    _wide_layers(reading, facts)
+    if "fp8 weights" in facts:
+        reading.give_up(facts["fp8 weights"][1], "weights stay in bf16, and are rounded to fp8 for each product")
+    if "fp8 weight gradients" in facts:
+        reading.give_up(facts["fp8 weight gradients"][1], f"recipe {recipe} computes weight gradients in fp8, too")
+    if "fp4 recipe" in facts:
+        reading.give_up(facts["fp4 recipe"][1], "without --fp4-format it has no effect")
+
+
+def _delayed(reading: Reading, facts: dict[str, tuple[Any, str]], where: str) -> None:
+    """How scales follow from previous steps."""
+    length, origin = facts.get("fp8 history", (1, where))
+    algorithm, why = facts.get("fp8 algorithm", ("most_recent", where))
+    if algorithm not in ("most_recent", "max"):
+        reading.give_up(why, "supported: most_recent, max")
+    elif algorithm == "most_recent":  # of a history, however long
+        length = 1
+    origin = origin if why == origin else f"{why}; {origin}"
+    reading.set("training.low_precision.amax_history", length, origin)
+    if "fp8 margin" in facts:
+        reading.set("training.low_precision.margin", *facts["fp8 margin"])
+
+
+def _narrow(reading: Reading, precision: str, origin: str) -> None:
+    """Set the precision of products beside that of everything else, which another flag has set."""
+    path = "training.precision"
+    beside, where = reading.settings.pop(path, ("fp32", ""))
+    reading.set(path, precision, f"{origin}; {where}" if beside == "bf16" else origin)
+    if beside == "fp16":
+        reading.give_up(where, f"beside {precision} products everything is in bf16")
+    elif beside == "fp32":
+        reading.set("training.low_precision.compute", "fp32", "no --bf16")
+
+
+def _wide_layers(reading: Reading, facts: dict[str, tuple[Any, str]]) -> None:
+    """The first and last layers that stay in bf16."""
+    ends = [facts.get(f"fp8 {end}") for end in ("first", "last")]
+    if "fp8 ends" not in facts:
+        for found in filter(None, ends):
+            reading.give_up(found[1], "without --first-last-layers-bf16 it has no effect")
+        return
+    first, last = (found[0] if found else 1 for found in ends)
+    origins = [facts["fp8 ends"][1], *(found[1] for found in ends if found)]
+    for number, found in zip((first, last), ends, strict=True):
+        if not isinstance(number, int) or not 0 <= number <= 1000:
+            raise UserError(f"{found[1] if found else origins[0]}: must be a whole number of layers")
+    keep = [f"layers.{index}" for index in range(first)] + [f"layers.{-index}" for index in range(last, 0, -1)]
+    reading.set("training.low_precision.keep", keep, "; ".join(origins))
+
+
+def _in_samples(reading: Reading) -> None:
+    """Steps of a run whose length is given in samples."""
+    batch, origin = _global_batch(reading)
+    asked = {
+        "samples": "training.steps",
+        "warmup samples": "training.lr_schedule.warmup",
+        "wsd samples": "training.lr_schedule.decay",
+    }
+    for name, path in asked.items():
+        if name not in reading.facts:
+            continue
+        samples, where = reading.facts[name]
+        if samples == 0 and name == "warmup samples":  # Megatron's default
+            continue
+        check_count(samples, where)
+        if batch is None:
+            if name != "samples":  # which is named in any case
+                reading.give_up(where, f"set {path} to the samples divided by the global batch")
+            continue
+        reading.facts.pop(name)
+        steps = samples // batch if name == "samples" else round(samples / batch)
+        if name == "samples" and not steps:
+            raise UserError(f"{where}: is less than one batch ({origin})")
+        reading.set(path, max(1, steps), f"{where}; {origin}")
+    if "decay samples" in reading.facts:
+        samples, where = reading.facts["decay samples"]
+        check_count(samples, where)
+        if batch is None or samples // batch != reading.settings.get("training.steps", (None, ""))[0]:
+            reading.give_up(where, "schedules always end at the last step")
+    _share_of_the_decay(reading, batch)
+
+
+def _share_of_the_decay(reading: Reading, batch: int | None) -> None:
+    """Megatron's share of warm-up is one of the decay, not of the run."""
+    decay = reading.facts.get("decay steps")
+    if decay is None and batch and "decay samples" in reading.facts:
+        samples, where = reading.facts["decay samples"]
+        decay = samples // batch, where
+    if decay and "warmup_ratio" in reading.facts:
+        ratio, where = reading.facts.pop("warmup_ratio")
+        reading.set("training.lr_schedule.warmup", round(ratio * decay[0]), f"{where}; {decay[1]}")
+
+
+def _global_batch(reading: Reading) -> tuple[int | None, str]:
+    """Sequences of a step: given, or one micro batch of every data-parallel rank."""
+    settings = reading.settings
+    if "training.global_batch" in settings:
+        check_count(*settings["training.global_batch"])
+        return settings["training.global_batch"]
+    micro, ranks = settings.get("training.micro_batch"), reading.facts.get("ranks")
+    if micro is None or ranks is None:
+        return None, ""
+    check_count(*micro)
+    split = 1
+    for axis in ("tp", "pp", "cp"):
+        if f"layout.{axis}" in settings:
+            check_count(*settings[f"layout.{axis}"])
+            split *= settings[f"layout.{axis}"][0]
+    return (micro[0] * max(1, ranks[0] // split)), f"{micro[1]}; {ranks[1]}; no --global-batch-size"
+
+
+def recomputation(reading: Reading) -> None:
+    """How many layers recompute everything."""
+    method, where = reading.facts.get("recompute method", (None, ""))
+    layers, origin = reading.facts.get("recompute layers", (None, ""))
+    path = "training.recompute"
+    kind, said = reading.settings.get(path, ("none", ""))
+    if kind != "full":
+        for found in filter(None, (where, origin)):
+            reading.give_up(found, "it only applies to recompute granularity full")
+    elif method == "block" and layers is not None:
+        check_count(layers, origin)
+        reading.settings[path] = {"full": layers}, f"{said}; {where}; {origin}"
+    elif method not in (None, "uniform", "block"):
+        reading.give_up(where, "supported: uniform, block")
+    elif layers not in (None, 1):
+        reading.give_up(origin, "every layer keeps its input, not one layer of several")
