@@ -151,7 +151,7 @@ def take_defaults(reading: Reading, values: Mapping[str, Any], origin: str, sche
     one."""
     reading.default("training.optimizer.lr", 5e-5, origin)
     reading.default("training.optimizer.weight_decay", 0.0, origin)
-    if "adam_beta2" not in values:
+    if "adam_beta2" not in values and "training.optimizer.betas" not in reading.settings:
         reading.fact("beta2", 0.999, origin)
     settle_schedule(reading, schedule, origin)
     if "warmup_ratio" not in reading.facts:

@@ -1,0 +1,173 @@
+"""Files of DeepSpeed, transformers, Accelerate and LLaMA-Factory: the recipe trains as they do, or the report says why
+not."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from meshwright.imports.reading import Reading
+from meshwright.imports.recipe import import_files
+from meshwright.spec.errors import UserError
+
+ARGUMENTS = {"output_dir": "out", "learning_rate": 1e-3, "per_device_train_batch_size": 2, "max_steps": 5000}
+
+
+def imported(folder: Path, ranks: int | None = 8, **files: Any) -> tuple[dict[str, Any], Reading]:
+    """The recipe of these files (`ds_json` is ds.json), and the reading."""
+    paths = []
+    for name, content in files.items():
+        paths.append(folder / name.replace("_", "."))
+        paths[-1].write_text(content if isinstance(content, str) else json.dumps(content))
+    text, reading = import_files(paths, ranks=ranks, model="gpt2")
+    return yaml.safe_load(text), reading
+
+
+def told(reading: Reading, key: str) -> list[str]:
+    """The reasons why keys with this text have no counterpart."""
+    return [why for origin, why in reading.without if key in origin]
+
+
+def deepspeed(**keys: Any) -> dict[str, Any]:
+    return {"train_batch_size": 16, "gradient_clipping": 1.0, "zero_optimization": {"stage": 2}, **keys}
+
+
+def scheduler(kind: str, **params: Any) -> dict[str, Any]:
+    return {"type": kind, "params": {"warmup_type": "linear", "warmup_num_steps": 50, **params}}
+
+
+def test_without_a_scheduler_deepspeed_keeps_the_rate(tmp_path: Path) -> None:
+    adam = {"type": "AdamW", "params": {"lr": 2e-4}}
+    recipe, reading = imported(tmp_path, ds_json=deepspeed(optimizer=adam))
+    assert recipe["training"]["lr_schedule"] == {"name": "constant", "warmup": 0}
+    assert reading.settings["training.lr_schedule.name"][1] == "ds.json (DeepSpeed's default: no scheduler)"
+    assert not any("has no optimizer" in note for note in reading.notes)
+    for arguments in (ARGUMENTS, ARGUMENTS | {"lr_scheduler_type": "linear"}):
+        recipe, _ = imported(tmp_path, ds_json=deepspeed(optimizer=adam), args_json=arguments)
+        assert recipe["training"]["lr_schedule"] == {"name": "linear", "warmup": 0, "final": 0.0}
+
+
+def test_without_an_optimizer_a_note_says_that_the_program_has_one(tmp_path: Path) -> None:
+    recipe, reading = imported(tmp_path, ds_json=deepspeed())
+    assert "optimizer" not in recipe["training"]
+    assert any("ds.json has no optimizer" in note for note in reading.notes)
+    _, reading = imported(tmp_path, ds_json=deepspeed(), args_json=ARGUMENTS)
+    assert not any("has no optimizer" in note for note in reading.notes)
+
+
+@pytest.mark.parametrize("order", [("ds_json", "args_json"), ("args_json", "ds_json")])
+def test_what_deepspeeds_scheduler_omits_is_deepspeeds_default(tmp_path: Path, order: tuple[str, str]) -> None:
+    files = {
+        "ds_json": deepspeed(scheduler={"type": "WarmupDecayLR", "params": {"total_num_steps": 5000}}),
+        "args_json": ARGUMENTS | {"learning_rate": 2e-4, "warmup_steps": 10, "lr_scheduler_type": "cosine"},
+    }
+    recipe, reading = imported(tmp_path, **{name: files[name] for name in order})
+    assert recipe["training"]["lr_schedule"] == {"name": "linear", "warmup": 1000, "final": 0.0}
+    assert recipe["training"]["optimizer"]["lr"] == 0.001
+    assert told(reading, "learning_rate=0.0002") == ["ds.json (DeepSpeed's default) sets training.optimizer.lr=0.001"]
+    assert told(reading, "warmup_steps=10") == ["ds.json (DeepSpeed's default) sets training.lr_schedule.warmup=1000"]
+    assert told(reading, "lr_scheduler_type=cosine") == [
+        "DeepSpeed's schedule is used: ds.json: scheduler.type=WarmupDecayLR"
+    ]
+
+
+def test_what_deepspeeds_optimizer_omits_is_deepspeeds_default(tmp_path: Path) -> None:
+    arguments = ARGUMENTS | {"weight_decay": 0.1, "adam_beta2": 0.95, "adam_epsilon": 1e-6}
+    recipe, reading = imported(
+        tmp_path, args_json=arguments, ds_json=deepspeed(optimizer={"type": "AdamW", "params": {"lr": "auto"}})
+    )
+    assert recipe["training"]["optimizer"] == {
+        "name": "adamw",
+        "betas": [0.9, 0.999],
+        "eps": 1e-8,
+        "weight_decay": 0.0,
+        "lr": 1e-3,
+    }
+    assert all(told(reading, key) for key in ("weight_decay=0.1", "adam_beta2=0.95", "adam_epsilon=1e-06"))
+
+
+@pytest.mark.parametrize(
+    ("params", "decay", "lr"),
+    [
+        ({}, 0.0, 1e-3),
+        ({"torch_adam": True, "lr": 3e-4}, 0.01, 3e-4),
+        ({"torch_adam": True, "weight_decay": 0}, 0, 1e-3),
+    ],
+)
+def test_deepspeeds_adam_has_its_own_decay_and_rate(
+    tmp_path: Path, params: dict[str, Any], decay: float, lr: float
+) -> None:
+    recipe, reading = imported(tmp_path, ds_json=deepspeed(optimizer={"type": "AdamW", "params": params}))
+    assert recipe["training"]["optimizer"]["weight_decay"] == decay
+    assert recipe["training"]["optimizer"]["lr"] == lr
+    assert not reading.without
+
+
+@pytest.mark.parametrize(
+    ("kind", "params", "lr", "final"),
+    [
+        ("WarmupDecayLR", {"total_num_steps": 900}, 0.001, 0.0),
+        ("WarmupDecayLR", {"total_num_steps": 900, "warmup_max_lr": 4e-4}, 4e-4, 0.0),
+        ("WarmupDecayLR", {"total_num_steps": 900, "warmup_max_lr": 4e-4, "warmup_min_lr": 1e-4}, 4e-4, 0.25),
+        ("WarmupDecayLR", {"total_num_steps": 900, "warmup_max_lr": 4e-4, "warmup_min_lr": "auto"}, 4e-4, 0.0),
+        ("WarmupLR", {"warmup_max_lr": 4e-4, "warmup_min_lr": 1e-4}, 4e-4, None),
+        ("WarmupLR", {}, 2e-5, None),
+        ("WarmupCosineLR", {"total_num_steps": 900}, 2e-5, 1e-4),
+    ],
+)
+def test_deepspeeds_schedule_sets_the_peak(
+    tmp_path: Path, kind: str, params: dict[str, Any], lr: float, final: float | None
+) -> None:
+    adam = {"type": "AdamW", "params": {"lr": 2e-5}}
+    recipe, reading = imported(tmp_path, ds_json=deepspeed(optimizer=adam, scheduler=scheduler(kind, **params)))
+    assert recipe["training"]["optimizer"]["lr"] == lr
+    assert recipe["training"]["lr_schedule"].get("final") == final
+    assert bool(told(reading, "optimizer.params.lr=2e-05")) == (lr != 2e-5)
+    assert any("warm-up starts at 0" in note for note in reading.notes) == (params.get("warmup_min_lr") == 1e-4)
+
+
+def test_a_final_rate_without_a_peak_is_named(tmp_path: Path) -> None:
+    params = {"total_num_steps": 900, "warmup_max_lr": "auto", "warmup_min_lr": 1e-4}
+    _, reading = imported(tmp_path, ds_json=deepspeed(scheduler=scheduler("WarmupDecayLR", **params)))
+    assert told(reading, "warmup_min_lr") == ["the peak rate is unknown; set training.lr_schedule.final"]
+    arguments = {"per_device_train_batch_size": 2, "max_steps": 900}  # whose rate is 5e-5
+    options = {"lr_scheduler_type": "cosine_with_min_lr", "lr_scheduler_kwargs": {"min_lr": 1e-5}}
+    recipe, _ = imported(tmp_path, args_json=arguments | options)
+    assert recipe["training"]["lr_schedule"]["final"] == 0.2
+
+
+def test_empty_sections_are_settings_that_are_off(tmp_path: Path) -> None:
+    config = deepspeed(
+        scheduler={"type": "WarmupLR", "params": {}},
+        optimizer={"type": "Adam", "params": {}},
+        activation_checkpointing={},
+    )
+    _, reading = imported(tmp_path, ds_json=config)
+    assert not reading.without
+
+
+def test_deepspeeds_own_auto_is_not_another_files(tmp_path: Path) -> None:
+    zero = {"stage": 3, "reduce_bucket_size": "auto", "stage3_prefetch_bucket_size": "auto"}
+    _, reading = imported(tmp_path, ds_json=deepspeed(zero_optimization=zero))
+    assert told(reading, "reduce_bucket_size=auto") == ["PyTorch chooses buckets and overlap"]
+    assert not any("bucket_size" in note for note in reading.notes)
+
+
+def test_gradients_are_clipped_as_deepspeed_does(tmp_path: Path) -> None:
+    config = deepspeed()
+    del config["gradient_clipping"]
+    recipe, reading = imported(tmp_path, args_json=ARGUMENTS | {"max_grad_norm": 0.5}, ds_json=config)
+    assert recipe["training"]["clip"] == 1.0
+    assert told(reading, "max_grad_norm=0.5")
+
+
+@pytest.mark.parametrize("key", ["warmup_max_lr", "warmup_min_lr"])
+def test_a_rate_that_is_no_number_is_one_sentence(tmp_path: Path, key: str) -> None:
+    with pytest.raises(UserError, match=f"ds.json: scheduler.params.{key}=fast: must be a number"):
+        imported(tmp_path, ds_json=deepspeed(scheduler=scheduler("WarmupDecayLR", **{key: "fast"})))
+    with pytest.raises(UserError, match="a learning rate must be above 0"):
+        imported(
+            tmp_path, ds_json=deepspeed(scheduler=scheduler("WarmupDecayLR", warmup_min_lr=1e-5, warmup_max_lr=0.0))
+        )
