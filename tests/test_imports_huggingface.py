@@ -171,3 +171,55 @@ def test_a_rate_that_is_no_number_is_one_sentence(tmp_path: Path, key: str) -> N
         imported(
             tmp_path, ds_json=deepspeed(scheduler=scheduler("WarmupDecayLR", warmup_min_lr=1e-5, warmup_max_lr=0.0))
         )
+
+
+@pytest.mark.parametrize(
+    ("name", "note"),
+    [("configs/ds.json", None), ("other.json", "ds.json was taken for it")],
+)
+def test_a_named_deepspeed_file_is_asked_for_only_if_it_is_missing(tmp_path: Path, name: str, note: str | None) -> None:
+    arguments = ARGUMENTS | {"deepspeed": name}
+    _, reading = imported(tmp_path, args_json=arguments, ds_json=deepspeed())
+    assert [said for said in reading.notes if name in said] == (
+        [f"args.json: deepspeed={name}: {note}"] if note else []
+    )
+    _, reading = imported(tmp_path, args_json=arguments)
+    assert f"args.json: deepspeed={name}: pass that file too" in reading.notes
+
+
+def test_deepspeeds_configuration_within_the_arguments_is_read(tmp_path: Path) -> None:
+    zero = {"zero_optimization": {"stage": 3, "new_key": 1}, "gradient_clipping": 0.5}
+    recipe, reading = imported(tmp_path, args_json=ARGUMENTS | {"deepspeed": zero, "max_grad_norm": 2.0})
+    assert recipe["layout"] == {"dp_shard": 8, "zero": 3}
+    assert recipe["training"]["clip"] == 0.5
+    assert reading.settings["layout.zero"][1].endswith("args.json: deepspeed: zero_optimization.stage=3")
+    assert told(reading, "args.json: deepspeed: zero_optimization.new_key=1")
+    assert told(reading, "max_grad_norm=2.0")
+
+
+def test_the_trainers_batch_and_epochs_are_its_defaults(tmp_path: Path) -> None:
+    recipe, reading = imported(tmp_path, args_json={"output_dir": "out", "learning_rate": 1e-4})
+    assert recipe["training"]["micro_batch"] == 8
+    assert recipe["training"]["global_batch"] == 64
+    assert told(reading, "(the Trainer's default): num_train_epochs=3") == [
+        "runs have a number of steps; set training.steps"
+    ]
+    _, reading = imported(tmp_path, args_json=ARGUMENTS)
+    assert not told(reading, "epochs")
+
+
+def test_accumulation_without_a_micro_batch_is_used_or_named(tmp_path: Path) -> None:
+    config = {"train_batch_size": 64, "gradient_accumulation_steps": 2, "gradient_clipping": 1.0}
+    recipe, reading = imported(tmp_path, ds_json=config)
+    assert recipe["training"]["micro_batch"] == 4
+    del config["train_batch_size"]
+    _, reading = imported(tmp_path, ds_json=config)
+    assert told(reading, "gradient_accumulation_steps=2") == [
+        "the micro batch is unknown; set training.micro_batch and training.global_batch"
+    ]
+
+
+def test_shards_must_divide_the_ranks(tmp_path: Path) -> None:
+    zero = {"stage": 3, "mics_shard_size": 3}
+    with pytest.raises(UserError, match=r"mics_shard_size=3: 3 does not divide 8 data-parallel ranks"):
+        imported(tmp_path, ds_json=deepspeed(zero_optimization=zero))

@@ -8,8 +8,10 @@ from meshwright.imports.deepspeed_schedules import (
     OPTIMIZERS,
     PEAK,
     RATE,
+    READ,
     SCHEDULES,
     keep_least,
+    keep_named,
     keep_rate,
     settle_optimizer,
     settle_schedule,
@@ -37,8 +39,8 @@ def _betas(reading: Reading, value: Any, origin: str) -> None:
     reading.set("training.optimizer.betas", list(value), origin)
 
 
-def _offload(part: str) -> Rule:
-    """Keeps where a part of the state is, and on disk its folder, for `_settle_offload`."""
+def offload(part: str) -> Rule:
+    """Keeps where a part of the state is, and on disk its folder, for `settle_offload`."""
 
     def rule(reading: Reading, value: Any, origin: str) -> None:
         if value in PLACES:
@@ -49,7 +51,8 @@ def _offload(part: str) -> Rule:
     return rule
 
 
-def _folder(reading: Reading, value: Any, origin: str) -> None:
+def folder(reading: Reading, value: Any, origin: str) -> None:
+    """Keeps the folder of state on disk."""
     if "offload folder" not in reading.facts:
         reading.fact("offload folder", str(value), origin)
     elif reading.facts["offload folder"][0] != str(value):
@@ -66,7 +69,7 @@ def _share(reading: Reading, value: Any, origin: str) -> None:
         reading.fact("offloaded share", value, origin)
 
 
-def _settle_offload(reading: Reading) -> None:
+def settle_offload(reading: Reading) -> None:
     """Set the recipe's offloading: its parameters are outside the device only beside the optimizer's state."""
     kept = {part: reading.facts[f"offloaded {part}"] for part in PARTS.values() if f"offloaded {part}" in reading.facts}
     if not kept:
@@ -92,9 +95,9 @@ def _settle_offload(reading: Reading) -> None:
         else:
             found, origin = found | {"optimizer_share": share}, f"{origin}; {where}"
     if "offload folder" in reading.facts:
-        folder, where = reading.facts["offload folder"]
+        place, where = reading.facts["offload folder"]
         if found["optimizer"] == "disk":
-            found, origin = found | {"directory": folder}, f"{origin}; {where}"
+            found, origin = found | {"directory": place}, f"{origin}; {where}"
         else:
             reading.give_up(where, "no state is on disk")
     whole = found == {"optimizer": "host", "parameters": "host"}
@@ -164,8 +167,8 @@ KEYS: Mapping[str, Rule] = {
     "communication_data_type": words("training.reduce_dtype", {"fp32": "fp32", "bf16": "bf16", "bfp16": "bf16"}),
     "data_types.grad_accum_dtype": words("training.reduce_dtype", {"fp32": "fp32", "bf16": "bf16"}),
     "zero_optimization.stage": fact("zero"),
-    **{f"zero_optimization.{section}.device": _offload(part) for section, part in PARTS.items()},
-    **{f"zero_optimization.{section}.nvme_path": _folder for section in PARTS},
+    **{f"zero_optimization.{section}.device": offload(part) for section, part in PARTS.items()},
+    **{f"zero_optimization.{section}.nvme_path": folder for section in PARTS},
     **{
         f"zero_optimization.{section}.{key}": nothing("disk reads and writes always overlap the step")
         for section in PARTS
@@ -227,6 +230,15 @@ KEYS: Mapping[str, Rule] = {
 RULES: Mapping[str, Rule] = {**KEYS, **sections(KEYS)}
 
 
+def read_named(reading: Reading, value: Any, origin: str) -> None:
+    """Read the value of the Trainer's key `deepspeed`: a file's name, or the configuration itself."""
+    if isinstance(value, Mapping):
+        reading.seen.remove(origin)  # its keys are
+        read_deepspeed(reading, value, origin.partition("=")[0])
+    else:
+        keep_named(reading, value, origin)
+
+
 def is_deepspeed(values: Mapping[str, Any]) -> bool:
     """Whether these are the keys of a DeepSpeed configuration."""
     marks = ("zero_optimization", "train_micro_batch_size_per_gpu", "train_batch_size", "gradient_clipping")
@@ -235,10 +247,11 @@ def is_deepspeed(values: Mapping[str, Any]) -> bool:
 
 def read_deepspeed(reading: Reading, values: Mapping[str, Any], file: str) -> None:
     """Read a DeepSpeed configuration."""
+    reading.facts.setdefault(READ, (file, file))
     keys = flat(values)
     is_muon = str(keys.get("optimizer.type")).lower() == "muon"
     reading.take(keys, {**RULES, **MUON_RULES} if is_muon else RULES, file)
-    _settle_offload(reading)
+    settle_offload(reading)
     _settle_quantized(reading)
     settle_optimizer(reading, values, file)
     settle_schedule(reading, values, file)

@@ -5,6 +5,7 @@ say: only `auto` values come from the arguments.
 """
 
 from collections.abc import Mapping
+from pathlib import PurePath
 from typing import Any
 
 from meshwright.imports.reading import Reading, Rule, check_number, flat
@@ -15,6 +16,8 @@ NO_SCHEDULER, NO_OPTIMIZER = "no scheduler", "no optimizer"
 """The facts that a DeepSpeed file has no scheduler or optimizer; another file may have one."""
 SCHEDULE = "DeepSpeed's schedule"
 """The fact that a DeepSpeed file has a schedule; its value is the recipe's name for it."""
+READ, NAMED = "a DeepSpeed file", "the name of DeepSpeed's file"
+"""The facts that a DeepSpeed file was read, and that another file names one."""
 RATE, PEAK, LEAST = "the optimizer's rate", "the schedule's peak", "the schedule's least rate"
 NAME, WARMUP, FINAL = (f"training.lr_schedule.{key}" for key in ("name", "warmup", "final"))
 LR, MUON_LR = "training.optimizer.lr", "training.optimizer.muon_lr"
@@ -36,6 +39,11 @@ def _keep(reading: Reading, name: str, value: Any, origin: str) -> None:
     else:
         check_number(value, origin)
         reading.fact(name, value, origin)
+
+
+def keep_named(reading: Reading, value: Any, origin: str) -> None:
+    """Keeps the name of the DeepSpeed file that another file mentions."""
+    reading.fact(NAMED, PurePath(value).name, origin)
 
 
 def settle_optimizer(reading: Reading, values: Mapping[str, Any], file: str) -> None:
@@ -86,10 +94,16 @@ def settle_schedule(reading: Reading, values: Mapping[str, Any], file: str) -> N
 
 
 def settle_what_no_file_gives(reading: Reading) -> None:
-    """Tell what a DeepSpeed file leaves to the program that uses it, if no other file gives it.
+    """Tell what a DeepSpeed file leaves to the program that uses it, if no other file gives it, and which file is
+    missing.
 
     Without a scheduler, DeepSpeed keeps the rate as it is.
     """
+    if NAMED in reading.facts:
+        wanted, origin = reading.facts[NAMED]
+        read = reading.known(READ)
+        if read != wanted:
+            reading.notes.append(f"{origin}: " + (f"{read} was taken for it" if read else "pass that file too"))
     if NO_SCHEDULER in reading.facts and NAME not in reading.settings:
         file = reading.facts[NO_SCHEDULER][1]
         reading.set(NAME, "constant", f"{file} (DeepSpeed's default: no scheduler)")

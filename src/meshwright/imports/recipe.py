@@ -175,6 +175,9 @@ def _check_warmup(reading: Reading) -> None:
 
 def _data_parallel(reading: Reading, replicas: int, stage: int, origin: str) -> None:
     shard = reading.known("shard") or replicas
+    if stage and replicas % shard:
+        where = reading.facts["shard"][1]
+        raise UserError(f"{where}: {shard} does not divide {replicas} data-parallel ranks; give another --ranks")
     if replicas == 1:
         if stage and "layout.cp" in reading.settings:  # state is sharded over the ranks that share a sequence, too
             reading.set("layout.zero", stage, origin)
@@ -199,7 +202,9 @@ def _batch(reading: Reading, replicas: int) -> None:
             reading.give_up(why, f"{replicas} data-parallel ranks do not divide {whole} microbatches")
             return
         accumulation = whole // replicas
-    if micro is not None and "training.global_batch" not in settings:
+    if micro is None and accumulation is not None:
+        _micro_batch(reading, replicas, accumulation, why)
+    elif micro is not None and "training.global_batch" not in settings:
         made = micro * (accumulation or 1) * replicas
         reading.set(
             "training.global_batch", made, f"{origin}; {why or 'no accumulation'}; {replicas} data-parallel ranks"
@@ -211,6 +216,16 @@ def _batch(reading: Reading, replicas: int) -> None:
                 why,
                 (f"{batch[1]} with micro batch {micro} and {replicas} data-parallel ranks gives another accumulation"),
             )
+
+
+def _micro_batch(reading: Reading, replicas: int, accumulation: int, origin: str) -> None:
+    """The micro batch from the global batch and accumulation, if no file gives it."""
+    whole, where = reading.settings.get("training.global_batch", (None, ""))
+    if whole is not None and whole % (accumulation * replicas) == 0:
+        made = whole // (accumulation * replicas)
+        reading.set("training.micro_batch", made, f"{where}; {origin}; {replicas} data-parallel ranks")
+    elif accumulation > 1:
+        reading.give_up(origin, "the micro batch is unknown; set training.micro_batch and training.global_batch")
 
 
 def _written(reading: Reading, paths: Sequence[Path]) -> str:
