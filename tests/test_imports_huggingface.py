@@ -223,3 +223,139 @@ def test_shards_must_divide_the_ranks(tmp_path: Path) -> None:
     zero = {"stage": 3, "mics_shard_size": 3}
     with pytest.raises(UserError, match=r"mics_shard_size=3: 3 does not divide 8 data-parallel ranks"):
         imported(tmp_path, ds_json=deepspeed(zero_optimization=zero))
+
+
+def accelerate(**keys: Any) -> dict[str, Any]:
+    return {"compute_environment": "LOCAL_MACHINE", "distributed_type": "FSDP", "num_processes": 8, **keys}
+
+
+def parallel(**sizes: Any) -> dict[str, Any]:
+    return {f"parallelism_config_{name}": size for name, size in sizes.items()}
+
+
+FSDP2 = {"fsdp_version": 2, "fsdp_reshard_after_forward": True}
+AXES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "hybrid": ({"dp_replicate_size": 2, "dp_shard_size": 4}, {"dp_shard": 4, "dp_replicate": 2, "zero": 3}),
+    "tensor": ({"dp_shard_size": 4, "tp_size": 2, "cp_size": 1}, {"tp": 2, "dp_shard": 4, "zero": 3}),
+    "context": (
+        {"dp_shard_size": 4, "cp_size": 2, "sp_size": 1, "cp_comm_strategy": "allgather"},
+        {"cp": 2, "cp_method": "all_gather", "dp_shard": 4, "zero": 3},
+    ),
+    "context alone": (
+        {"cp_size": 8, "cp_comm_strategy": "alltoall"},
+        {"cp": 8, "cp_method": "ring", "zero": 3},
+    ),
+    "over heads": ({"sp_size": 2, "cp_size": 1}, {"cp": 2, "cp_method": "ulysses", "dp_shard": 4, "zero": 3}),
+    "nothing": ({"dp_shard_size": 1, "tp_size": 1}, {"dp_shard": 8, "zero": 3}),
+}
+
+
+@pytest.mark.parametrize("name", AXES)
+def test_accelerates_axes_are_the_layouts(tmp_path: Path, name: str) -> None:
+    sizes, layout = AXES[name]
+    config = accelerate(fsdp_config=FSDP2, parallelism_config=parallel(**sizes))
+    recipe, reading = imported(tmp_path, None, a_yaml=config, args_json=ARGUMENTS)
+    assert recipe["layout"] == layout
+    assert not told(reading, "parallelism_config")
+
+
+def test_axes_that_accelerate_refuses_are_refused(tmp_path: Path) -> None:
+    config = accelerate(fsdp_config=FSDP2, parallelism_config=parallel(dp_shard_size=2, tp_size=2))
+    with pytest.raises(UserError, match="dp_shard_size=2 x tp_size=2 is not num_processes=8; make them equal"):
+        imported(tmp_path, None, a_yaml=config)
+    config = accelerate(fsdp_config=FSDP2, parallelism_config=parallel(dp_shard_size="x"))
+    with pytest.raises(UserError, match="dp_shard_size=x: must be a whole number"):
+        imported(tmp_path, None, a_yaml=config)
+
+
+@pytest.mark.parametrize("prefix", ["dynamo_", ""])
+def test_dynamo_compiles(tmp_path: Path, prefix: str) -> None:
+    section = {f"{prefix}backend": "INDUCTOR", f"{prefix}mode": "max-autotune-no-cudagraphs"}
+    recipe, _ = imported(tmp_path, None, a_yaml=accelerate(dynamo_config=section))
+    assert recipe["training"]["compile"] is True
+    assert recipe["training"]["compile_mode"] == "max-autotune-no-cudagraphs"
+    section = {f"{prefix}backend": "EAGER", f"{prefix}mode": "reduce-overhead", f"{prefix}use_dynamic": True}
+    recipe, reading = imported(tmp_path, None, a_yaml=accelerate(dynamo_config=section))
+    assert "compile" not in recipe["training"]
+    assert all(told(reading, key) for key in ("backend=EAGER", "mode=reduce-overhead", "use_dynamic=True"))
+    recipe, reading = imported(tmp_path, None, a_yaml=accelerate(dynamo_backend="NO"))
+    assert "compile" not in recipe["training"]
+    assert not told(reading, "dynamo")
+
+
+@pytest.mark.parametrize(
+    ("section", "offload", "without"),
+    [
+        ({"offload_optimizer_device": "cpu", "offload_param_device": "none"}, {"optimizer": "host"}, []),
+        ({"offload_optimizer_device": "cpu", "offload_param_device": "cpu"}, "cpu", []),
+        (
+            {
+                "offload_optimizer_device": "nvme",
+                "offload_optimizer_nvme_path": "/fast",
+                "offload_param_device": "none",
+            },
+            {"optimizer": "disk", "directory": "/fast"},
+            [],
+        ),
+        ({"offload_param_device": "nvme", "offload_param_nvme_path": "/fast"}, "cpu", ["offload_param_device"]),
+    ],
+)
+def test_accelerates_offloading_is_deepspeeds(
+    tmp_path: Path, section: dict[str, Any], offload: Any, without: list[str]
+) -> None:
+    config = accelerate(distributed_type="DEEPSPEED", deepspeed_config={"zero_stage": 3, **section})
+    recipe, reading = imported(tmp_path, None, a_yaml=config)
+    assert recipe["layout"] == {"dp_shard": 8, "zero": 3, "offload": offload}
+    assert [origin.split("_config.")[1].split("=")[0] for origin, _ in reading.without] == without
+
+
+def test_accelerates_deepspeed_has_stage_2_and_its_accumulation(tmp_path: Path) -> None:
+    section = {"gradient_accumulation_steps": 4, "deepspeed_hostfile": "~/hosts"}
+    config = accelerate(distributed_type="DEEPSPEED", deepspeed_config=section)
+    recipe, reading = imported(tmp_path, None, a_yaml=config)
+    assert recipe["layout"] == {"dp_shard": 8, "zero": 2}
+    assert told(reading, "gradient_accumulation_steps=4")
+    assert not any("accumulation" in origin for origin in reading.already_so())
+    recipe, reading = imported(tmp_path, None, a_yaml=config, args_json=ARGUMENTS)
+    assert recipe["training"]["global_batch"] == 64
+    assert not told(reading, "accumulation")
+    named = accelerate(distributed_type="DEEPSPEED", deepspeed_config={"deepspeed_config_file": "ds.json"})
+    recipe, _ = imported(tmp_path, None, a_yaml=named, ds_json=deepspeed(zero_optimization={"stage": 1}))
+    assert recipe["layout"] == {"dp_shard": 8, "zero": 1}
+
+
+FP8: dict[str, tuple[dict[str, Any], dict[str, Any], list[str]]] = {
+    "torchao": ({"backend": "AO", "enable_fsdp_float8_all_gather": True}, {"recipe": "tensorwise"}, ["all_gather"]),
+    "of the last step": ({"fp8_backend": "TE", "margin": 2}, {"recipe": "delayed", "amax_history": 1, "margin": 2}, []),
+    "of several steps": (
+        {"backend": "TE", "amax_compute_algo": "max", "amax_history_len": 16, "fp8_format": "HYBRID"},
+        {"recipe": "delayed", "amax_history": 16},
+        [],
+    ),
+    "unread": (
+        {"backend": "TE", "amax_history_length": 16, "fp8_format": "E4M3"},
+        {"recipe": "delayed", "amax_history": 1},
+        ["amax_history_length=16", "fp8_format=E4M3"],
+    ),
+    "unnamed": ({}, {"recipe": "tensorwise"}, []),
+}
+
+
+@pytest.mark.parametrize("name", FP8)
+def test_accelerates_fp8_has_a_recipe(tmp_path: Path, name: str) -> None:
+    section, expected, without = FP8[name]
+    recipe, reading = imported(tmp_path, None, a_yaml=accelerate(mixed_precision="fp8", fp8_config=section))
+    assert recipe["training"]["precision"] == "fp8"
+    assert recipe["training"]["low_precision"] == expected
+    assert len(reading.without) == len(without)
+    assert all(told(reading, key) for key in without)
+    assert any("no backend is named" in note for note in reading.notes) == (not section)
+
+
+def test_without_mixed_precision_accelerate_computes_in_fp32(tmp_path: Path) -> None:
+    recipe, _ = imported(tmp_path, None, a_yaml=accelerate())
+    assert recipe["training"]["precision"] == "fp32"
+    recipe, _ = imported(tmp_path, None, a_yaml=accelerate(), args_json=ARGUMENTS | {"bf16": True})
+    assert recipe["training"]["precision"] == "bf16"
+    _, reading = imported(tmp_path, None, a_yaml=accelerate(mixed_precision="bf16"))
+    assert any("reduces gradients in bf16" in note for note in reading.notes)

@@ -53,6 +53,8 @@ def offload(part: str) -> Rule:
 
 def folder(reading: Reading, value: Any, origin: str) -> None:
     """Keeps the folder of state on disk."""
+    if value == "none":
+        return
     if "offload folder" not in reading.facts:
         reading.fact("offload folder", str(value), origin)
     elif reading.facts["offload folder"][0] != str(value):
