@@ -68,7 +68,7 @@ def test_a_file_without_a_schedule_says_so(tmp_path: Path) -> None:
     assert not any("has no scheduler" in note for note in reading.notes)
 
 
-def test_of_two_final_rates_the_first_files_wins(tmp_path: Path) -> None:
+def test_of_two_final_rates_deepspeeds_wins(tmp_path: Path) -> None:
     arguments = ARGUMENTS | {"lr_scheduler_type": "cosine_with_min_lr", "lr_scheduler_kwargs": {"min_lr_rate": 0.1}}
     zero = deepspeed(scheduler=COSINE, train_batch_size=16)
     recipe, reading = imported(tmp_path, ds_json=zero, args_json=arguments)
@@ -77,7 +77,7 @@ def test_of_two_final_rates_the_first_files_wins(tmp_path: Path) -> None:
         "ds.json: scheduler.params.cos_min_ratio=0.02 sets training.lr_schedule.final=0.02"
     ]
     recipe, _ = imported(tmp_path, args_json=arguments, ds_json=zero)
-    assert recipe["training"]["lr_schedule"]["final"] == 0.1
+    assert recipe["training"]["lr_schedule"]["final"] == 0.02
 
 
 @pytest.mark.parametrize(("machines", "layout"), [(2, {"dp_shard": 8, "dp_replicate": 2}), (1, {"dp_shard": 16})])

@@ -3,10 +3,32 @@
 from collections.abc import Mapping
 from typing import Any
 
-from meshwright.imports.reading import Reading, Rule, fact, flat, nothing, positive, when, words
+from meshwright.imports.deepspeed_schedules import (
+    MUON_LR,
+    OPTIMIZERS,
+    PEAK,
+    RATE,
+    READ,
+    SCHEDULES,
+    keep_least,
+    keep_named,
+    keep_rate,
+    settle_optimizer,
+    settle_schedule,
+)
+from meshwright.imports.reading import (
+    EvenAuto,
+    Reading,
+    Rule,
+    fact,
+    flat,
+    nothing,
+    positive,
+    sections,
+    when,
+    words,
+)
 
-OPTIMIZERS = {"adamw": "adamw", "adam": "adamw", "fusedadam": "adamw", "muon": "muon"}
-SCHEDULES = {"warmuplr": "constant", "warmupdecaylr": "linear", "warmupcosinelr": "cosine"}
 PLACES = {"cpu": "host", "nvme": "disk"}
 PARTS = {"offload_optimizer": "optimizer", "offload_param": "parameters"}
 """Sections of a configuration -> what of a rank's state they move."""
@@ -17,8 +39,8 @@ def _betas(reading: Reading, value: Any, origin: str) -> None:
     reading.set("training.optimizer.betas", list(value), origin)
 
 
-def _offload(part: str) -> Rule:
-    """Keeps where a part of the state is, and on disk its folder, for `_settle_offload`."""
+def offload(part: str) -> Rule:
+    """Keeps where a part of the state is, and on disk its folder, for `settle_offload`."""
 
     def rule(reading: Reading, value: Any, origin: str) -> None:
         if value in PLACES:
@@ -29,7 +51,10 @@ def _offload(part: str) -> Rule:
     return rule
 
 
-def _folder(reading: Reading, value: Any, origin: str) -> None:
+def folder(reading: Reading, value: Any, origin: str) -> None:
+    """Keeps the folder of state on disk."""
+    if value == "none":
+        return
     if "offload folder" not in reading.facts:
         reading.fact("offload folder", str(value), origin)
     elif reading.facts["offload folder"][0] != str(value):
@@ -46,7 +71,7 @@ def _share(reading: Reading, value: Any, origin: str) -> None:
         reading.fact("offloaded share", value, origin)
 
 
-def _settle_offload(reading: Reading) -> None:
+def settle_offload(reading: Reading) -> None:
     """Set the recipe's offloading: its parameters are outside the device only beside the optimizer's state."""
     kept = {part: reading.facts[f"offloaded {part}"] for part in PARTS.values() if f"offloaded {part}" in reading.facts}
     if not kept:
@@ -72,9 +97,9 @@ def _settle_offload(reading: Reading) -> None:
         else:
             found, origin = found | {"optimizer_share": share}, f"{origin}; {where}"
     if "offload folder" in reading.facts:
-        folder, where = reading.facts["offload folder"]
+        place, where = reading.facts["offload folder"]
         if found["optimizer"] == "disk":
-            found, origin = found | {"directory": folder}, f"{origin}; {where}"
+            found, origin = found | {"directory": place}, f"{origin}; {where}"
         else:
             reading.give_up(where, "no state is on disk")
     whole = found == {"optimizer": "host", "parameters": "host"}
@@ -107,25 +132,27 @@ def _settle_quantized(reading: Reading) -> None:
             reading.set(path, kind, origin)
 
 
-RULES: Mapping[str, Rule] = {
+MUON_RULES: Mapping[str, Rule] = {
+    "optimizer.params.muon_lr": MUON_LR,
+    "optimizer.params.momentum": "training.optimizer.muon_momentum",
+}
+KEYS: Mapping[str, Rule] = {
     "train_batch_size": "training.global_batch",
     "train_micro_batch_size_per_gpu": "training.micro_batch",
     "gradient_accumulation_steps": fact("accumulation"),
     "gradient_clipping": positive("training.clip"),
     "optimizer.type": words("training.optimizer.name", OPTIMIZERS),
-    "optimizer.params.lr": "training.optimizer.lr",
+    "optimizer.params.lr": keep_rate(RATE),
     "optimizer.params.betas": _betas,
     "optimizer.params.eps": "training.optimizer.eps",
     "optimizer.params.weight_decay": "training.optimizer.weight_decay",
-    "optimizer.params.adam_w_mode": lambda reading, value, origin: (
-        None if value else reading.give_up(origin, "weight decay is always decoupled (AdamW)")
-    ),
+    "optimizer.params.adam_w_mode": lambda reading, value, origin: None,  # `settle_optimizer` reads these two
     "optimizer.params.torch_adam": lambda reading, value, origin: None,
     "scheduler.type": words("training.lr_schedule.name", SCHEDULES),
     "scheduler.params.warmup_num_steps": "training.lr_schedule.warmup",
     "scheduler.params.total_num_steps": "training.steps",
-    "scheduler.params.warmup_max_lr": "training.optimizer.lr",
-    "scheduler.params.warmup_min_lr": nothing("warm-up always starts at 0"),
+    "scheduler.params.warmup_max_lr": keep_rate(PEAK),
+    "scheduler.params.warmup_min_lr": EvenAuto(keep_least),
     "scheduler.params.warmup_type": lambda reading, value, origin: (
         None if value == "linear" else reading.give_up(origin, "warm-up is always linear")
     ),
@@ -142,8 +169,8 @@ RULES: Mapping[str, Rule] = {
     "communication_data_type": words("training.reduce_dtype", {"fp32": "fp32", "bf16": "bf16", "bfp16": "bf16"}),
     "data_types.grad_accum_dtype": words("training.reduce_dtype", {"fp32": "fp32", "bf16": "bf16"}),
     "zero_optimization.stage": fact("zero"),
-    **{f"zero_optimization.{section}.device": _offload(part) for section, part in PARTS.items()},
-    **{f"zero_optimization.{section}.nvme_path": _folder for section in PARTS},
+    **{f"zero_optimization.{section}.device": offload(part) for section, part in PARTS.items()},
+    **{f"zero_optimization.{section}.nvme_path": folder for section in PARTS},
     **{
         f"zero_optimization.{section}.{key}": nothing("disk reads and writes always overlap the step")
         for section in PARTS
@@ -202,29 +229,16 @@ RULES: Mapping[str, Rule] = {
     "prescale_gradients": nothing("gradients are reduced in training.reduce_dtype"),
     "dump_state": nothing("resolved.yaml lists every setting"),
 }
+RULES: Mapping[str, Rule] = {**KEYS, **sections(KEYS)}
 
 
-NO_SCHEDULER = "no scheduler"
-"""The fact that a DeepSpeed file has no scheduler; another file may have one."""
-FINAL_RATES = {"WarmupDecayLR": 0.0, "WarmupCosineLR": 1e-4}
-"""The rate at the end of a schedule, relative to the peak, by its type."""
-LOGARITHMIC = ("WarmupLR", "WarmupDecayLR", "WarmupCosineLR")
-"""Schedules whose warm-up is logarithmic and 1,000 steps long unless the file says otherwise."""
-
-
-def _schedule_defaults(reading: Reading, scheduler: Any, file: str) -> None:
-    """Set the defaults of DeepSpeed's schedules (`deepspeed/runtime/lr_schedules.py`)."""
-    given = flat(scheduler) if isinstance(scheduler, Mapping) else {}
-    kind, origin = str(given.get("type", "")), f"{file} (DeepSpeed's default)"
-    if not kind:
-        reading.fact(NO_SCHEDULER, True, file)
-    if kind in FINAL_RATES:
-        reading.default("training.lr_schedule.final", FINAL_RATES[kind], origin)
-    if kind in LOGARITHMIC:
-        if "params.warmup_num_steps" not in given:  # "auto" is another file's number
-            reading.default("training.lr_schedule.warmup", 1000, origin)
-        if "params.warmup_type" not in given:
-            reading.notes.append(f"{file}: {kind} warms up logarithmically by default; a recipe's warm-up is linear")
+def read_named(reading: Reading, value: Any, origin: str) -> None:
+    """Read the value of the Trainer's key `deepspeed`: a file's name, or the configuration itself."""
+    if isinstance(value, Mapping):
+        reading.seen.remove(origin)  # its keys are
+        read_deepspeed(reading, value, origin.partition("=")[0])
+    else:
+        keep_named(reading, value, origin)
 
 
 def is_deepspeed(values: Mapping[str, Any]) -> bool:
@@ -235,15 +249,17 @@ def is_deepspeed(values: Mapping[str, Any]) -> bool:
 
 def read_deepspeed(reading: Reading, values: Mapping[str, Any], file: str) -> None:
     """Read a DeepSpeed configuration."""
-    reading.take(flat(values), RULES, file)
-    _settle_offload(reading)
+    reading.facts.setdefault(READ, (file, file))
+    keys = flat(values)
+    is_muon = str(keys.get("optimizer.type")).lower() == "muon"
+    reading.take(keys, {**RULES, **MUON_RULES} if is_muon else RULES, file)
+    settle_offload(reading)
     _settle_quantized(reading)
-    _schedule_defaults(reading, values.get("scheduler"), file)
-    if "optimizer" in values:
-        reading.default("training.optimizer.betas", [0.9, 0.999], f"{file} (DeepSpeed's default)")
-        reading.default("training.optimizer.weight_decay", 0.0, f"{file} (DeepSpeed's default)")
+    settle_optimizer(reading, values, file)
+    settle_schedule(reading, values, file)
     reading.default("training.precision", "fp32", f"{file} (neither bf16 nor fp16 is enabled)")
     if "gradient_clipping" not in values:
+        reading.set("training.clip", 1.0, f"{file} (DeepSpeed 0.19's default)")
         reading.notes.append(
             f"{file} has no gradient_clipping: DeepSpeed 0.19 then clips at 1.0, earlier releases do not clip; the "
             "recipe clips at 1.0"

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from meshwright.imports.accelerate_yaml import RULES as ACCELERATE_RULES
+from meshwright.imports.deepspeed import read_named
 from meshwright.imports.hf_schedules import keep_options, keep_type, settle_schedule
 from meshwright.imports.reading import Reading, Rule, fact, nothing, positive, when, words
 
@@ -124,7 +125,7 @@ RULES: Mapping[str, Rule] = {
     "output_dir": "run_dir",
     "report_to": _trackers,
     "fsdp": _sharding,
-    "deepspeed": lambda reading, value, origin: reading.notes.append(f"{origin}: pass that file too"),
+    "deepspeed": read_named,
     "label_smoothing_factor": nothing("label smoothing is not supported"),
     "neftune_noise_alpha": nothing("noise on embeddings is not supported"),
     "group_by_length": nothing("use data.packing=best_fit instead"),
@@ -139,11 +140,25 @@ def is_hf_arguments(values: Mapping[str, Any]) -> bool:
 
 def read_hf_arguments(reading: Reading, values: Mapping[str, Any], file: str) -> None:
     """Read TrainingArguments; omitted fields get the Trainer's defaults where those differ from ours."""
-    reading.take({key: value for key, value in values.items() if key != "fsdp_config"}, RULES, file)
+    reading.take(deepspeed_first({key: value for key, value in values.items() if key != "fsdp_config"}), RULES, file)
     _settle_evaluation(reading, values)
     _settle_fsdp(reading, values, file)
     take_defaults(reading, values, f"{file} (the Trainer's default)", "linear")
+    take_length(reading, values, f"{file} (the Trainer's default)")
     reading.default("training.precision", "fp32", f"{file} (neither bf16 nor fp16)")
+
+
+def deepspeed_first(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments with DeepSpeed's configuration in front, since it wins."""
+    return {"deepspeed": values.get("deepspeed"), **values}
+
+
+def take_length(reading: Reading, values: Mapping[str, Any], origin: str) -> None:
+    """The Trainer's batch of 8 and its 3 epochs, where neither these nor other files give another."""
+    if "training.micro_batch" not in reading.settings:
+        reading.set("training.micro_batch", 8, origin)
+    if "num_train_epochs" not in values:
+        reading.fact("epochs", 3, f"{origin}: num_train_epochs=3")
 
 
 def take_defaults(reading: Reading, values: Mapping[str, Any], origin: str, schedule: str) -> None:
@@ -151,7 +166,7 @@ def take_defaults(reading: Reading, values: Mapping[str, Any], origin: str, sche
     one."""
     reading.default("training.optimizer.lr", 5e-5, origin)
     reading.default("training.optimizer.weight_decay", 0.0, origin)
-    if "adam_beta2" not in values:
+    if "adam_beta2" not in values and "training.optimizer.betas" not in reading.settings:
         reading.fact("beta2", 0.999, origin)
     settle_schedule(reading, schedule, origin)
     if "warmup_ratio" not in reading.facts:

@@ -8,6 +8,7 @@ import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from meshwright.imports.deepspeed_schedules import SCHEDULE
 from meshwright.imports.reading import Reading
 
 TYPE, OPTIONS = "lr_scheduler_type", "lr_scheduler_kwargs"
@@ -36,6 +37,9 @@ def settle_schedule(reading: Reading, default: str, origin: str) -> None:
         return
     options, given = reading.facts.get(OPTIONS, ({}, where))
     kind, known, settle = SCHEDULES[name]
+    if SCHEDULE in reading.facts and (reading.facts[SCHEDULE][0] != kind or name == "constant"):
+        _give_up_schedule(reading)
+        return
     use = reading.set if TYPE in reading.facts else reading.default
     use("training.lr_schedule.name", kind, where)
     settle(reading, options, given)
@@ -44,6 +48,13 @@ def settle_schedule(reading: Reading, default: str, origin: str) -> None:
     for key, value in options.items():
         if key not in known or known[key] not in (value, None):
             reading.give_up(f"{given}: {key}={value}", f"the schedule {kind} does not have this setting")
+
+
+def _give_up_schedule(reading: Reading) -> None:
+    """Report the schedule that was kept: with a scheduler in DeepSpeed's file, that one is used."""
+    for kept in (TYPE, OPTIONS):
+        if kept in reading.facts:
+            reading.give_up(reading.facts[kept][1], f"DeepSpeed's schedule is used: {reading.facts[SCHEDULE][1]}")
 
 
 def _nothing(reading: Reading, options: Mapping[str, Any], origin: str) -> None:

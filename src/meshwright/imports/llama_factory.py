@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from meshwright.imports.hf_arguments import RULES as HF_RULES
-from meshwright.imports.hf_arguments import take_defaults
+from meshwright.imports.hf_arguments import deepspeed_first, take_defaults, take_length
 from meshwright.imports.reading import Reading, Rule, nothing, when
 
 MARKS = ("finetuning_type", "cutoff_len", "dataset_dir", "stage")
@@ -168,7 +168,8 @@ def is_llama_factory(values: Mapping[str, Any]) -> bool:
 
 def read_llama_factory(reading: Reading, values: Mapping[str, Any], file: str) -> None:
     """Read a LLaMA-Factory configuration."""
-    reading.take(values, RULES, file)
+    reading.take(deepspeed_first(values), RULES, file)
+    take_length(reading, values, f"{file} (the Trainer's default)")
     take_defaults(reading, values, f"{file} (the Trainer's default)", "linear")
     reading.default("training.precision", "fp32", f"{file} (neither bf16 nor fp16)")
     preferences = reading.known("preferences", False)
@@ -189,8 +190,6 @@ def read_llama_factory(reading: Reading, values: Mapping[str, Any], file: str) -
     defaults = {"data.sequence_length": 2048, "data.held_out": 0.0, "training.recompute": "full"}
     for path, value in defaults.items():
         reading.default(path, value, default)
-    if "per_device_train_batch_size" not in values and "deepspeed" not in values:
-        reading.set("training.micro_batch", 8, f"{file} (the Trainer's default)")
 
 
 def is_dataset_info(values: Mapping[str, Any]) -> bool:

@@ -85,7 +85,7 @@ class Reading:
             origin = f"{file}: {key}={shown if len(shown) <= SHOWN else f'{shown[:SHOWN]}...'}"
             rule = rules.get(key)
             self.seen.append(origin)
-            if value == "auto" and rule is not None:
+            if value == "auto" and rule is not None and not isinstance(rule, EvenAuto):
                 self.notes.append(f"{origin}: taken from another file, or the recipe's default")
             elif rule is None:
                 self.give_up(origin, "unknown, or without a counterpart")
@@ -101,6 +101,16 @@ class Reading:
             raise
         except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
             raise UserError(f"{origin}: this value is not allowed") from error
+
+
+@dataclass(frozen=True)
+class EvenAuto:
+    """A rule that knows what `auto` means, so that no other file has to give the value."""
+
+    rule: Callable[[Reading, Any, str], None]
+
+    def __call__(self, reading: Reading, value: Any, origin: str) -> None:
+        self.rule(reading, value, origin)
 
 
 def apply(rule: Rule, reading: Reading, value: Any, origin: str) -> None:
@@ -130,7 +140,13 @@ def fact(name: str) -> Rule:
 
 def nothing(why: str) -> Rule:
     """No counterpart, for a reason; reported unless the value switches it off."""
-    return lambda reading, value, origin: reading.give_up(origin, why) if value else None
+    return EvenAuto(lambda reading, value, origin: reading.give_up(origin, why) if value else None)
+
+
+def sections(rules: Mapping[str, Rule]) -> dict[str, Rule]:
+    """Rules for the sections of dotted keys where they are empty."""
+    names = {key[:place] for key in rules for place, letter in enumerate(key) if letter == "."}
+    return {name: nothing("a section of settings") for name in sorted(names)}
 
 
 def positive(path: str) -> Rule:

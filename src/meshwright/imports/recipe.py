@@ -1,7 +1,7 @@
 """Conversion of other systems' files to one recipe, with the origin of every line in a comment."""
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +9,8 @@ from meshwright.imports.accelerate_yaml import is_accelerate, read_accelerate
 from meshwright.imports.automodel import is_automodel, read_automodel
 from meshwright.imports.axolotl import is_axolotl, read_axolotl
 from meshwright.imports.checking import check_recipe
-from meshwright.imports.deepspeed import NO_SCHEDULER, is_deepspeed, read_deepspeed
+from meshwright.imports.deepspeed import is_deepspeed, read_deepspeed
+from meshwright.imports.deepspeed_schedules import settle_what_no_file_gives
 from meshwright.imports.foundry import is_foundry, read_foundry
 from meshwright.imports.hf_arguments import is_hf_arguments, read_hf_arguments
 from meshwright.imports.llama_factory import (
@@ -72,40 +73,39 @@ def import_files(paths: Sequence[Path], *, ranks: int | None = None, model: str 
         reading.fact("ranks", ranks, f"--ranks {ranks}")
     if model is not None:
         reading.set("model.name", model, f"--model {model}")
-    for path in paths:
-        _read(reading, path)
+    for read, content, name in sorted(
+        (_opened(path) for path in paths), key=lambda file: file[0] is not read_deepspeed
+    ):
+        read(reading, content, name)
     _finish(reading)
     for path, (value, origin) in reading.defaults.items():
         if path not in reading.settings:
             reading.set(path, value, origin)
+    settle_what_no_file_gives(reading)
     _check_warmup(reading)
-    if NO_SCHEDULER in reading.facts and "training.lr_schedule.name" not in reading.settings:
-        reading.notes.append(
-            f"{reading.facts[NO_SCHEDULER][1]} has no scheduler: unless the program that uses it has one, DeepSpeed's "
-            "rate is constant; set training.lr_schedule"
-        )
     text = _written(reading, paths)
     check_recipe(text, reading.settings, ", ".join(path.name for path in paths))
     return text, reading
 
 
-def _read(reading: Reading, path: Path) -> None:
-    text = read_text(path)
+def _opened(path: Path) -> tuple[Callable[[Reading, Any, str], None], Any, str]:
+    """What reads a file, the file's content, and its name."""
+    text, name = read_text(path), path.name
     if path.suffix == ".py" and is_program(text):
-        return read_program(reading, text, path)
+        return lambda reading, content, _: read_program(reading, content, path), text, name
     if path.suffix == ".py" and is_titan_python(text):
-        return read_torchtitan_python(reading, text, path.name)
+        return read_torchtitan_python, text, name
     if path.suffix == ".py":
-        return read_nanogpt(reading, read_assignments(text, path.name), path.name)
+        return read_nanogpt, read_assignments(text, name), name
     if path.suffix not in (".json", ".yaml", ".yml", ".toml") and is_flags(text):
-        return read_script(reading, text, path.name)
+        return read_script, text, name
     if path.suffix in (".sh", ".bash", ".sbatch", ".slurm"):
         raise UserError(f"{path}: has none of Megatron-LM's flags (--num-layers, ...); supported are {FORMATS}")
     values = read_data(path, text)
     if isinstance(values, Mapping):
         for known, read in KINDS:
             if known(values):
-                return read(reading, values, path.name)
+                return read, values, name
     raise UserError(f"{path}: unknown format; supported are {FORMATS}")
 
 
@@ -140,15 +140,27 @@ def _finish(reading: Reading) -> None:
             reading.set("training.lr_schedule.warmup", int(ratio * steps), origin)
         else:
             reading.give_up(origin, "the number of steps is unknown; set training.lr_schedule.warmup")
-    if "min_lr" in reading.facts and (lr := settings.get("training.optimizer.lr", (None, ""))[0]):
-        floor, origin = reading.facts["min_lr"]
-        reading.set("training.lr_schedule.final", float(f"{floor / lr:.6g}"), f"{origin}, relative to the peak {lr}")
+    if "min_lr" in reading.facts:
+        _floor(reading, *reading.facts["min_lr"])
     if "decay steps" in reading.facts and reading.facts["decay steps"][0] != steps:
         reading.give_up(reading.facts["decay steps"][1], "schedules always end at the last step")
     if "samples" in reading.facts:
         reading.give_up(reading.facts["samples"][1], "set training.steps to the samples divided by the global batch")
     if "epochs" in reading.facts and not steps:
         reading.give_up(reading.facts["epochs"][1], "runs have a number of steps; set training.steps")
+
+
+def _floor(reading: Reading, floor: float, origin: str) -> None:
+    """The final rate, relative to the peak."""
+    path = "training.optimizer.lr"
+    lr, where = reading.settings.get(path) or reading.defaults.get(path) or (None, "")
+    if lr is None:
+        reading.give_up(origin, "the peak rate is unknown; set training.lr_schedule.final")
+        return
+    check_number(lr, where)
+    if lr <= 0:
+        raise UserError(f"{where}: a learning rate must be above 0")
+    reading.set("training.lr_schedule.final", float(f"{floor / lr:.6g}"), f"{origin}, relative to the peak {lr}")
 
 
 def _check_warmup(reading: Reading) -> None:
@@ -165,6 +177,9 @@ def _check_warmup(reading: Reading) -> None:
 
 def _data_parallel(reading: Reading, replicas: int, stage: int, origin: str) -> None:
     shard = reading.known("shard") or replicas
+    if stage and replicas % shard:
+        where = reading.facts["shard"][1]
+        raise UserError(f"{where}: {shard} does not divide {replicas} data-parallel ranks; give another --ranks")
     if replicas == 1:
         if (
             stage and reading.settings.get("layout.cp", (1, ""))[0] > 1
@@ -191,7 +206,9 @@ def _batch(reading: Reading, replicas: int) -> None:
             reading.give_up(why, f"{replicas} data-parallel ranks do not divide {whole} microbatches")
             return
         accumulation = whole // replicas
-    if micro is not None and not settings.keys() & {"training.global_batch", "training.global_batch_tokens"}:
+    if micro is None and accumulation is not None:
+        _micro_batch(reading, replicas, accumulation, why)
+    elif micro is not None and not settings.keys() & {"training.global_batch", "training.global_batch_tokens"}:
         made = micro * (accumulation or 1) * replicas
         reading.set(
             "training.global_batch", made, f"{origin}; {why or 'no accumulation'}; {replicas} data-parallel ranks"
@@ -203,6 +220,16 @@ def _batch(reading: Reading, replicas: int) -> None:
                 why,
                 (f"{batch[1]} with micro batch {micro} and {replicas} data-parallel ranks gives another accumulation"),
             )
+
+
+def _micro_batch(reading: Reading, replicas: int, accumulation: int, origin: str) -> None:
+    """The micro batch from the global batch and accumulation, if no file gives it."""
+    whole, where = reading.settings.get("training.global_batch", (None, ""))
+    if whole is not None and whole % (accumulation * replicas) == 0:
+        made = whole // (accumulation * replicas)
+        reading.set("training.micro_batch", made, f"{where}; {origin}; {replicas} data-parallel ranks")
+    elif accumulation > 1:
+        reading.give_up(origin, "the micro batch is unknown; set training.micro_batch and training.global_batch")
 
 
 def _written(reading: Reading, paths: Sequence[Path]) -> str:

@@ -1,0 +1,83 @@
+"""Accelerate's fp8 (`fp8_config`, and LLaMA-Factory's fields for it) as a recipe's low precision."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from meshwright.imports.reading import Reading, Rule, check_count, fact, nothing
+
+BACKEND = "fp8 backend"
+RECIPE = "training.low_precision.recipe"
+ALGORITHM, HISTORY, MARGIN = "fp8 amax_compute_algo", "fp8 amax_history_len", "fp8 margin"
+UNREAD = "Accelerate does not read this spelling; it reads amax_history_len and amax_compute_algo"
+
+
+def _only(expected: Any, why: str) -> Rule:
+    """Reports a value that is not the one that a recipe has."""
+    return lambda reading, value, origin: None if value == expected else reading.give_up(origin, why)
+
+
+def _overridden(reading: Reading, value: Any, origin: str) -> None:
+    if any(value):
+        reading.give_up(origin, "all three products of a layer are in fp8; set training.low_precision.keep")
+
+
+RULES: Mapping[str, Rule] = {
+    "backend": fact(BACKEND),
+    "amax_history_len": fact(HISTORY),
+    "amax_compute_algo": fact(ALGORITHM),
+    "amax_history_length": nothing(UNREAD),
+    "amax_compute_algorithm": nothing(UNREAD),
+    "margin": fact(MARGIN),
+    "interval": _only(1, "scales are computed at every step"),
+    "format": _only("HYBRID", "forward in e4m3, gradients in e5m2 (HYBRID)"),
+    "override_linear_precision": _overridden,
+    "use_mxfp8_block_scaling": lambda reading, value, origin: (
+        reading.give_up(origin, "set training.precision=mxfp8") if value is True else None
+    ),
+    "use_autocast_during_eval": nothing("evaluation computes as training does"),
+    "enable_fsdp_float8_all_gather": nothing("set layout.quantized_weights=fp8, which changes no result"),
+    "pad_inner_dim": nothing("sizes of layers must be multiples of 16"),
+    "opt_level": nothing("MS-AMP is not supported"),
+    "optimization_level": nothing("MS-AMP is not supported"),
+}
+"""The keys of `fp8_config`, without their prefix."""
+
+
+def settle_fp8(reading: Reading, origin: str) -> None:
+    """Set the recipe of fp8: torchao's, or Transformer Engine's with scales of previous steps."""
+    backend, where = reading.facts.get(BACKEND, ("auto", origin))
+    word = str(backend).lower()
+    if word in ("ao", "torchao"):
+        reading.set(RECIPE, "tensorwise", where)
+    elif word == "te":
+        _settle_delayed(reading, where)
+    elif word in ("auto", "no"):
+        reading.set(RECIPE, "tensorwise", where)
+        reading.notes.append(f"{origin}: no backend is named; Accelerate takes torchao, if it is installed")
+    else:
+        reading.give_up(where, "supported: AO, TE; the recipe computes in fp8 with one scale per tensor")
+    if word != "te":
+        reading.notes.append(
+            f"{where}: torchao under Accelerate leaves the first linear layer in bf16; a recipe quantizes it, unless "
+            "training.low_precision.keep names it"
+        )
+        for name in (ALGORITHM, HISTORY, MARGIN):
+            if name in reading.facts:
+                reading.give_up(reading.facts[name][1], "only Transformer Engine (TE) reads it")
+
+
+def _settle_delayed(reading: Reading, where: str) -> None:
+    """Transformer Engine's scales, which come from the last step or from the largest of several."""
+    reading.set(RECIPE, "delayed", where)
+    default = f"{where} (Accelerate's default: amax_compute_algo=most_recent)"
+    algorithm, said = reading.facts.get(ALGORITHM, ("most_recent", default))
+    length, given = reading.facts.get(HISTORY, (1024, where))
+    check_count(length, given)
+    if str(algorithm).lower() == "most_recent":
+        reading.set("training.low_precision.amax_history", 1, said)
+        if HISTORY in reading.facts:
+            reading.give_up(given, f"only the last amax counts: {said}")
+    else:
+        reading.set("training.low_precision.amax_history", length, f"{given}; {said}")
+    if reading.known(MARGIN):
+        reading.set("training.low_precision.margin", *reading.facts[MARGIN])

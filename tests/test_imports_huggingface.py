@@ -1,0 +1,361 @@
+"""Files of DeepSpeed, transformers, Accelerate and LLaMA-Factory: the recipe trains as they do, or the report says why
+not."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from meshwright.imports.reading import Reading
+from meshwright.imports.recipe import import_files
+from meshwright.spec.errors import UserError
+
+ARGUMENTS = {"output_dir": "out", "learning_rate": 1e-3, "per_device_train_batch_size": 2, "max_steps": 5000}
+
+
+def imported(folder: Path, ranks: int | None = 8, **files: Any) -> tuple[dict[str, Any], Reading]:
+    """The recipe of these files (`ds_json` is ds.json), and the reading."""
+    paths = []
+    for name, content in files.items():
+        paths.append(folder / name.replace("_", "."))
+        paths[-1].write_text(content if isinstance(content, str) else json.dumps(content))
+    text, reading = import_files(paths, ranks=ranks, model="gpt2")
+    return yaml.safe_load(text), reading
+
+
+def told(reading: Reading, key: str) -> list[str]:
+    """The reasons why keys with this text have no counterpart."""
+    return [why for origin, why in reading.without if key in origin]
+
+
+def deepspeed(**keys: Any) -> dict[str, Any]:
+    return {"train_batch_size": 16, "gradient_clipping": 1.0, "zero_optimization": {"stage": 2}, **keys}
+
+
+def scheduler(kind: str, **params: Any) -> dict[str, Any]:
+    return {"type": kind, "params": {"warmup_type": "linear", "warmup_num_steps": 50, **params}}
+
+
+def test_without_a_scheduler_deepspeed_keeps_the_rate(tmp_path: Path) -> None:
+    adam = {"type": "AdamW", "params": {"lr": 2e-4}}
+    recipe, reading = imported(tmp_path, ds_json=deepspeed(optimizer=adam))
+    assert recipe["training"]["lr_schedule"] == {"name": "constant", "warmup": 0}
+    assert reading.settings["training.lr_schedule.name"][1] == "ds.json (DeepSpeed's default: no scheduler)"
+    assert not any("has no optimizer" in note for note in reading.notes)
+    for arguments in (ARGUMENTS, ARGUMENTS | {"lr_scheduler_type": "linear"}):
+        recipe, _ = imported(tmp_path, ds_json=deepspeed(optimizer=adam), args_json=arguments)
+        assert recipe["training"]["lr_schedule"] == {"name": "linear", "warmup": 0, "final": 0.0}
+
+
+def test_without_an_optimizer_a_note_says_that_the_program_has_one(tmp_path: Path) -> None:
+    recipe, reading = imported(tmp_path, ds_json=deepspeed())
+    assert "optimizer" not in recipe["training"]
+    assert any("ds.json has no optimizer" in note for note in reading.notes)
+    _, reading = imported(tmp_path, ds_json=deepspeed(), args_json=ARGUMENTS)
+    assert not any("has no optimizer" in note for note in reading.notes)
+
+
+@pytest.mark.parametrize("order", [("ds_json", "args_json"), ("args_json", "ds_json")])
+def test_what_deepspeeds_scheduler_omits_is_deepspeeds_default(tmp_path: Path, order: tuple[str, str]) -> None:
+    files = {
+        "ds_json": deepspeed(scheduler={"type": "WarmupDecayLR", "params": {"total_num_steps": 5000}}),
+        "args_json": ARGUMENTS | {"learning_rate": 2e-4, "warmup_steps": 10, "lr_scheduler_type": "cosine"},
+    }
+    recipe, reading = imported(tmp_path, **{name: files[name] for name in order})
+    assert recipe["training"]["lr_schedule"] == {"name": "linear", "warmup": 1000, "final": 0.0}
+    assert recipe["training"]["optimizer"]["lr"] == 0.001
+    assert told(reading, "learning_rate=0.0002") == ["ds.json (DeepSpeed's default) sets training.optimizer.lr=0.001"]
+    assert told(reading, "warmup_steps=10") == ["ds.json (DeepSpeed's default) sets training.lr_schedule.warmup=1000"]
+    assert told(reading, "lr_scheduler_type=cosine") == [
+        "DeepSpeed's schedule is used: ds.json: scheduler.type=WarmupDecayLR"
+    ]
+
+
+def test_what_deepspeeds_optimizer_omits_is_deepspeeds_default(tmp_path: Path) -> None:
+    arguments = ARGUMENTS | {"weight_decay": 0.1, "adam_beta2": 0.95, "adam_epsilon": 1e-6}
+    recipe, reading = imported(
+        tmp_path, args_json=arguments, ds_json=deepspeed(optimizer={"type": "AdamW", "params": {"lr": "auto"}})
+    )
+    assert recipe["training"]["optimizer"] == {
+        "name": "adamw",
+        "betas": [0.9, 0.999],
+        "eps": 1e-8,
+        "weight_decay": 0.0,
+        "lr": 1e-3,
+    }
+    assert all(told(reading, key) for key in ("weight_decay=0.1", "adam_beta2=0.95", "adam_epsilon=1e-06"))
+
+
+@pytest.mark.parametrize(
+    ("params", "decay", "lr"),
+    [
+        ({}, 0.0, 1e-3),
+        ({"torch_adam": True, "lr": 3e-4}, 0.01, 3e-4),
+        ({"torch_adam": True, "weight_decay": 0}, 0, 1e-3),
+    ],
+)
+def test_deepspeeds_adam_has_its_own_decay_and_rate(
+    tmp_path: Path, params: dict[str, Any], decay: float, lr: float
+) -> None:
+    recipe, reading = imported(tmp_path, ds_json=deepspeed(optimizer={"type": "AdamW", "params": params}))
+    assert recipe["training"]["optimizer"]["weight_decay"] == decay
+    assert recipe["training"]["optimizer"]["lr"] == lr
+    assert not reading.without
+
+
+@pytest.mark.parametrize(
+    ("kind", "params", "lr", "final"),
+    [
+        ("WarmupDecayLR", {"total_num_steps": 900}, 0.001, 0.0),
+        ("WarmupDecayLR", {"total_num_steps": 900, "warmup_max_lr": 4e-4}, 4e-4, 0.0),
+        ("WarmupDecayLR", {"total_num_steps": 900, "warmup_max_lr": 4e-4, "warmup_min_lr": 1e-4}, 4e-4, 0.25),
+        ("WarmupDecayLR", {"total_num_steps": 900, "warmup_max_lr": 4e-4, "warmup_min_lr": "auto"}, 4e-4, 0.0),
+        ("WarmupLR", {"warmup_max_lr": 4e-4, "warmup_min_lr": 1e-4}, 4e-4, None),
+        ("WarmupLR", {}, 2e-5, None),
+        ("WarmupCosineLR", {"total_num_steps": 900}, 2e-5, 1e-4),
+    ],
+)
+def test_deepspeeds_schedule_sets_the_peak(
+    tmp_path: Path, kind: str, params: dict[str, Any], lr: float, final: float | None
+) -> None:
+    adam = {"type": "AdamW", "params": {"lr": 2e-5}}
+    recipe, reading = imported(tmp_path, ds_json=deepspeed(optimizer=adam, scheduler=scheduler(kind, **params)))
+    assert recipe["training"]["optimizer"]["lr"] == lr
+    assert recipe["training"]["lr_schedule"].get("final") == final
+    assert bool(told(reading, "optimizer.params.lr=2e-05")) == (lr != 2e-5)
+    assert any("warm-up starts at 0" in note for note in reading.notes) == (params.get("warmup_min_lr") == 1e-4)
+
+
+def test_a_final_rate_without_a_peak_is_named(tmp_path: Path) -> None:
+    params = {"total_num_steps": 900, "warmup_max_lr": "auto", "warmup_min_lr": 1e-4}
+    _, reading = imported(tmp_path, ds_json=deepspeed(scheduler=scheduler("WarmupDecayLR", **params)))
+    assert told(reading, "warmup_min_lr") == ["the peak rate is unknown; set training.lr_schedule.final"]
+    arguments = {"per_device_train_batch_size": 2, "max_steps": 900}  # whose rate is 5e-5
+    options = {"lr_scheduler_type": "cosine_with_min_lr", "lr_scheduler_kwargs": {"min_lr": 1e-5}}
+    recipe, _ = imported(tmp_path, args_json=arguments | options)
+    assert recipe["training"]["lr_schedule"]["final"] == 0.2
+
+
+def test_empty_sections_are_settings_that_are_off(tmp_path: Path) -> None:
+    config = deepspeed(
+        scheduler={"type": "WarmupLR", "params": {}},
+        optimizer={"type": "Adam", "params": {}},
+        activation_checkpointing={},
+    )
+    _, reading = imported(tmp_path, ds_json=config)
+    assert not reading.without
+
+
+def test_deepspeeds_own_auto_is_not_another_files(tmp_path: Path) -> None:
+    zero = {"stage": 3, "reduce_bucket_size": "auto", "stage3_prefetch_bucket_size": "auto"}
+    _, reading = imported(tmp_path, ds_json=deepspeed(zero_optimization=zero))
+    assert told(reading, "reduce_bucket_size=auto") == ["PyTorch chooses buckets and overlap"]
+    assert not any("bucket_size" in note for note in reading.notes)
+
+
+def test_gradients_are_clipped_as_deepspeed_does(tmp_path: Path) -> None:
+    config = deepspeed()
+    del config["gradient_clipping"]
+    recipe, reading = imported(tmp_path, args_json=ARGUMENTS | {"max_grad_norm": 0.5}, ds_json=config)
+    assert recipe["training"]["clip"] == 1.0
+    assert told(reading, "max_grad_norm=0.5")
+
+
+@pytest.mark.parametrize("key", ["warmup_max_lr", "warmup_min_lr"])
+def test_a_rate_that_is_no_number_is_one_sentence(tmp_path: Path, key: str) -> None:
+    with pytest.raises(UserError, match=f"ds.json: scheduler.params.{key}=fast: must be a number"):
+        imported(tmp_path, ds_json=deepspeed(scheduler=scheduler("WarmupDecayLR", **{key: "fast"})))
+    with pytest.raises(UserError, match="a learning rate must be above 0"):
+        imported(
+            tmp_path, ds_json=deepspeed(scheduler=scheduler("WarmupDecayLR", warmup_min_lr=1e-5, warmup_max_lr=0.0))
+        )
+
+
+@pytest.mark.parametrize(
+    ("name", "note"),
+    [("configs/ds.json", None), ("other.json", "ds.json was taken for it")],
+)
+def test_a_named_deepspeed_file_is_asked_for_only_if_it_is_missing(tmp_path: Path, name: str, note: str | None) -> None:
+    arguments = ARGUMENTS | {"deepspeed": name}
+    _, reading = imported(tmp_path, args_json=arguments, ds_json=deepspeed())
+    assert [said for said in reading.notes if name in said] == (
+        [f"args.json: deepspeed={name}: {note}"] if note else []
+    )
+    _, reading = imported(tmp_path, args_json=arguments)
+    assert f"args.json: deepspeed={name}: pass that file too" in reading.notes
+
+
+def test_deepspeeds_configuration_within_the_arguments_is_read(tmp_path: Path) -> None:
+    zero = {"zero_optimization": {"stage": 3, "new_key": 1}, "gradient_clipping": 0.5}
+    recipe, reading = imported(tmp_path, args_json=ARGUMENTS | {"deepspeed": zero, "max_grad_norm": 2.0})
+    assert recipe["layout"] == {"dp_shard": 8, "zero": 3}
+    assert recipe["training"]["clip"] == 0.5
+    assert reading.settings["layout.zero"][1].endswith("args.json: deepspeed: zero_optimization.stage=3")
+    assert told(reading, "args.json: deepspeed: zero_optimization.new_key=1")
+    assert told(reading, "max_grad_norm=2.0")
+
+
+def test_the_trainers_batch_and_epochs_are_its_defaults(tmp_path: Path) -> None:
+    recipe, reading = imported(tmp_path, args_json={"output_dir": "out", "learning_rate": 1e-4})
+    assert recipe["training"]["micro_batch"] == 8
+    assert recipe["training"]["global_batch"] == 64
+    assert told(reading, "(the Trainer's default): num_train_epochs=3") == [
+        "runs have a number of steps; set training.steps"
+    ]
+    _, reading = imported(tmp_path, args_json=ARGUMENTS)
+    assert not told(reading, "epochs")
+
+
+def test_accumulation_without_a_micro_batch_is_used_or_named(tmp_path: Path) -> None:
+    config = {"train_batch_size": 64, "gradient_accumulation_steps": 2, "gradient_clipping": 1.0}
+    recipe, reading = imported(tmp_path, ds_json=config)
+    assert recipe["training"]["micro_batch"] == 4
+    del config["train_batch_size"]
+    _, reading = imported(tmp_path, ds_json=config)
+    assert told(reading, "gradient_accumulation_steps=2") == [
+        "the micro batch is unknown; set training.micro_batch and training.global_batch"
+    ]
+
+
+def test_shards_must_divide_the_ranks(tmp_path: Path) -> None:
+    zero = {"stage": 3, "mics_shard_size": 3}
+    with pytest.raises(UserError, match=r"mics_shard_size=3: 3 does not divide 8 data-parallel ranks"):
+        imported(tmp_path, ds_json=deepspeed(zero_optimization=zero))
+
+
+def accelerate(**keys: Any) -> dict[str, Any]:
+    return {"compute_environment": "LOCAL_MACHINE", "distributed_type": "FSDP", "num_processes": 8, **keys}
+
+
+def parallel(**sizes: Any) -> dict[str, Any]:
+    return {f"parallelism_config_{name}": size for name, size in sizes.items()}
+
+
+FSDP2 = {"fsdp_version": 2, "fsdp_reshard_after_forward": True}
+AXES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "hybrid": ({"dp_replicate_size": 2, "dp_shard_size": 4}, {"dp_shard": 4, "dp_replicate": 2, "zero": 3}),
+    "tensor": ({"dp_shard_size": 4, "tp_size": 2, "cp_size": 1}, {"tp": 2, "dp_shard": 4, "zero": 3}),
+    "context": (
+        {"dp_shard_size": 4, "cp_size": 2, "sp_size": 1, "cp_comm_strategy": "allgather"},
+        {"cp": 2, "cp_method": "all_gather", "dp_shard": 4, "zero": 3},
+    ),
+    "context alone": (
+        {"cp_size": 8, "cp_comm_strategy": "alltoall"},
+        {"cp": 8, "cp_method": "ring", "zero": 3},
+    ),
+    "over heads": ({"sp_size": 2, "cp_size": 1}, {"cp": 2, "cp_method": "ulysses", "dp_shard": 4, "zero": 3}),
+    "nothing": ({"dp_shard_size": 1, "tp_size": 1}, {"dp_shard": 8, "zero": 3}),
+}
+
+
+@pytest.mark.parametrize("name", AXES)
+def test_accelerates_axes_are_the_layouts(tmp_path: Path, name: str) -> None:
+    sizes, layout = AXES[name]
+    config = accelerate(fsdp_config=FSDP2, parallelism_config=parallel(**sizes))
+    recipe, reading = imported(tmp_path, None, a_yaml=config, args_json=ARGUMENTS)
+    assert recipe["layout"] == layout
+    assert not told(reading, "parallelism_config")
+
+
+def test_axes_that_accelerate_refuses_are_refused(tmp_path: Path) -> None:
+    config = accelerate(fsdp_config=FSDP2, parallelism_config=parallel(dp_shard_size=2, tp_size=2))
+    with pytest.raises(UserError, match="dp_shard_size=2 x tp_size=2 is not num_processes=8; make them equal"):
+        imported(tmp_path, None, a_yaml=config)
+    config = accelerate(fsdp_config=FSDP2, parallelism_config=parallel(dp_shard_size="x"))
+    with pytest.raises(UserError, match="dp_shard_size=x: must be a whole number"):
+        imported(tmp_path, None, a_yaml=config)
+
+
+@pytest.mark.parametrize("prefix", ["dynamo_", ""])
+def test_dynamo_compiles(tmp_path: Path, prefix: str) -> None:
+    section = {f"{prefix}backend": "INDUCTOR", f"{prefix}mode": "max-autotune-no-cudagraphs"}
+    recipe, _ = imported(tmp_path, None, a_yaml=accelerate(dynamo_config=section))
+    assert recipe["training"]["compile"] is True
+    assert recipe["training"]["compile_mode"] == "max-autotune-no-cudagraphs"
+    section = {f"{prefix}backend": "EAGER", f"{prefix}mode": "reduce-overhead", f"{prefix}use_dynamic": True}
+    recipe, reading = imported(tmp_path, None, a_yaml=accelerate(dynamo_config=section))
+    assert "compile" not in recipe["training"]
+    assert all(told(reading, key) for key in ("backend=EAGER", "mode=reduce-overhead", "use_dynamic=True"))
+    recipe, reading = imported(tmp_path, None, a_yaml=accelerate(dynamo_backend="NO"))
+    assert "compile" not in recipe["training"]
+    assert not told(reading, "dynamo")
+
+
+@pytest.mark.parametrize(
+    ("section", "offload", "without"),
+    [
+        ({"offload_optimizer_device": "cpu", "offload_param_device": "none"}, {"optimizer": "host"}, []),
+        ({"offload_optimizer_device": "cpu", "offload_param_device": "cpu"}, "cpu", []),
+        (
+            {
+                "offload_optimizer_device": "nvme",
+                "offload_optimizer_nvme_path": "/fast",
+                "offload_param_device": "none",
+            },
+            {"optimizer": "disk", "directory": "/fast"},
+            [],
+        ),
+        ({"offload_param_device": "nvme", "offload_param_nvme_path": "/fast"}, "cpu", ["offload_param_device"]),
+    ],
+)
+def test_accelerates_offloading_is_deepspeeds(
+    tmp_path: Path, section: dict[str, Any], offload: Any, without: list[str]
+) -> None:
+    config = accelerate(distributed_type="DEEPSPEED", deepspeed_config={"zero_stage": 3, **section})
+    recipe, reading = imported(tmp_path, None, a_yaml=config)
+    assert recipe["layout"] == {"dp_shard": 8, "zero": 3, "offload": offload}
+    assert [origin.split("_config.")[1].split("=")[0] for origin, _ in reading.without] == without
+
+
+def test_accelerates_deepspeed_has_stage_2_and_its_accumulation(tmp_path: Path) -> None:
+    section = {"gradient_accumulation_steps": 4, "deepspeed_hostfile": "~/hosts"}
+    config = accelerate(distributed_type="DEEPSPEED", deepspeed_config=section)
+    recipe, reading = imported(tmp_path, None, a_yaml=config)
+    assert recipe["layout"] == {"dp_shard": 8, "zero": 2}
+    assert told(reading, "gradient_accumulation_steps=4")
+    assert not any("accumulation" in origin for origin in reading.already_so())
+    recipe, reading = imported(tmp_path, None, a_yaml=config, args_json=ARGUMENTS)
+    assert recipe["training"]["global_batch"] == 64
+    assert not told(reading, "accumulation")
+    named = accelerate(distributed_type="DEEPSPEED", deepspeed_config={"deepspeed_config_file": "ds.json"})
+    recipe, _ = imported(tmp_path, None, a_yaml=named, ds_json=deepspeed(zero_optimization={"stage": 1}))
+    assert recipe["layout"] == {"dp_shard": 8, "zero": 1}
+
+
+FP8: dict[str, tuple[dict[str, Any], dict[str, Any], list[str]]] = {
+    "torchao": ({"backend": "AO", "enable_fsdp_float8_all_gather": True}, {"recipe": "tensorwise"}, ["all_gather"]),
+    "of the last step": ({"fp8_backend": "TE", "margin": 2}, {"recipe": "delayed", "amax_history": 1, "margin": 2}, []),
+    "of several steps": (
+        {"backend": "TE", "amax_compute_algo": "max", "amax_history_len": 16, "fp8_format": "HYBRID"},
+        {"recipe": "delayed", "amax_history": 16},
+        [],
+    ),
+    "unread": (
+        {"backend": "TE", "amax_history_length": 16, "fp8_format": "E4M3"},
+        {"recipe": "delayed", "amax_history": 1},
+        ["amax_history_length=16", "fp8_format=E4M3"],
+    ),
+    "unnamed": ({}, {"recipe": "tensorwise"}, []),
+}
+
+
+@pytest.mark.parametrize("name", FP8)
+def test_accelerates_fp8_has_a_recipe(tmp_path: Path, name: str) -> None:
+    section, expected, without = FP8[name]
+    recipe, reading = imported(tmp_path, None, a_yaml=accelerate(mixed_precision="fp8", fp8_config=section))
+    assert recipe["training"]["precision"] == "fp8"
+    assert recipe["training"]["low_precision"] == expected
+    assert len(reading.without) == len(without)
+    assert all(told(reading, key) for key in without)
+    assert any("no backend is named" in note for note in reading.notes) == (not section)
+
+
+def test_without_mixed_precision_accelerate_computes_in_fp32(tmp_path: Path) -> None:
+    recipe, _ = imported(tmp_path, None, a_yaml=accelerate())
+    assert recipe["training"]["precision"] == "fp32"
+    recipe, _ = imported(tmp_path, None, a_yaml=accelerate(), args_json=ARGUMENTS | {"bf16": True})
+    assert recipe["training"]["precision"] == "bf16"
+    _, reading = imported(tmp_path, None, a_yaml=accelerate(mixed_precision="bf16"))
+    assert any("reduces gradients in bf16" in note for note in reading.notes)
