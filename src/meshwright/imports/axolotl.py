@@ -3,40 +3,10 @@
 from collections.abc import Mapping
 from typing import Any
 
+from meshwright.imports.axolotl_data import chat_template, read_datasets
 from meshwright.imports.hf_arguments import RULES as HF_RULES
 from meshwright.imports.hf_arguments import take_defaults
 from meshwright.imports.reading import Reading, Rule, check_count, fact, nothing, when
-
-FORMATS = {
-    "alpaca": "alpaca",
-    "sharegpt": "sharegpt",
-    "chat_template": "messages",
-    "completion": "text",
-    "input_output": "prompt_completion",
-}
-
-
-def _datasets(reading: Reading, value: Any, origin: str) -> None:
-    sources = []
-    for dataset in value:
-        known = {"path", "type", "split", "name", "field_messages", "ds_type", "data_files"}
-        for key in dataset.keys() - known:
-            reading.give_up(f"{origin.split('=')[0]}: {key}={dataset[key]}", "set it under data.sources")
-        files = dataset.get("data_files")
-        path = files[0] if isinstance(files, list) and len(files) == 1 else files or dataset["path"]
-        local = str(path).startswith((".", "/")) or "." in str(path).rsplit("/", 1)[-1]
-        source: dict[str, Any] = {"path": str(path) if local else f"hub:{path}"}
-        kind = str(dataset.get("type", "")).split(":")[0]
-        if kind in FORMATS:
-            source["format"] = FORMATS[kind]
-        elif kind:
-            reading.give_up(f"{origin.split('=')[0]}: type={kind}", f"supported: {', '.join(FORMATS)}")
-        source |= {"split": dataset["split"]} if "split" in dataset else {}
-        source |= {"subset": dataset["name"]} if "name" in dataset else {}
-        if (column := dataset.get("field_messages")) not in (None, "messages"):
-            source["columns"] = {"messages": column}
-        sources.append(source)
-    reading.set("data.sources", sources, f"{origin.split('=')[0]}")
 
 
 def _packing(reading: Reading, value: Any, origin: str) -> None:
@@ -99,10 +69,11 @@ def _per_epoch(path: str) -> Rule:
 LEFT_TO_US = (
     *("flash_attention", "sdp_attention", "xformers_attention", "dataset_prepared_path", "tf32", "logging_steps"),
     *("group_by_length", "pad_to_sequence_len", "strict", "trust_remote_code", "model_type", "tokenizer_type"),
-    *("is_llama_derived_model", "gradient_checkpointing_kwargs", "train_on_inputs", "dataset_processes"),
+    *("is_llama_derived_model", "gradient_checkpointing_kwargs", "dataset_processes"),
     *("eval_sample_packing", "save_safetensors", "debug", "wandb_entity", "wandb_watch", "wandb_name", "local_rank"),
 )
 
+DATASETS = ("datasets", "pretraining_dataset")
 SHARED = (
     "gradient_accumulation_steps",
     "max_steps",
@@ -130,12 +101,9 @@ SHARED = (
 RULES: Mapping[str, Rule] = {
     "base_model": "model.name",
     "tokenizer_config": "data.tokenizer",
-    "datasets": _datasets,
-    "chat_template": lambda reading, value, origin: (
-        reading.set("data.chat.template", value, origin)
-        if value in ("chatml", "llama3", "mistral", "qwen")
-        else reading.give_up(origin, "the tokenizer's template is used")
-    ),
+    "test_datasets": nothing("evaluation data are a share of the training data; set data.held_out"),
+    "chat_template": chat_template,
+    "train_on_inputs": when("data.chat.train_on", "all"),
     "sequence_len": "data.sequence_length",
     "sample_packing": _packing,
     "adapter": _adapter,
@@ -177,7 +145,8 @@ def is_axolotl(values: Mapping[str, Any]) -> bool:
 def read_axolotl(reading: Reading, values: Mapping[str, Any], file: str) -> None:
     """Read an axolotl configuration."""
     reading.fact("keys", tuple(values), file)
-    reading.take(values, RULES, file)
+    reading.take({key: value for key, value in values.items() if key not in DATASETS}, RULES, file)
+    read_datasets(reading, values, file)
     default = f"{file} (axolotl's default)"
     if not {"warmup_steps", "warmup_ratio"} & values.keys():
         if steps := reading.settings.get("training.steps", (None, ""))[0]:
