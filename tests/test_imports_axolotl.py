@@ -30,7 +30,7 @@ class Imported:
 
 
 def axolotl(folder: Path, ranks: int | None = 8, **keys: Any) -> Imported:
-    return Imported(folder, "a.yml", yaml.safe_dump({**BASE, **keys}), ranks)
+    return Imported(folder, "a.yml", yaml.safe_dump({**BASE, **keys}, sort_keys=False), ranks)
 
 
 def sources(folder: Path, *entries: dict[str, Any], **keys: Any) -> tuple[list[dict[str, Any]], Imported]:
@@ -176,3 +176,159 @@ def test_a_prompt_of_the_users_own_keeps_columns_and_names_words(tmp_path: Path)
     columns = {"prompt": "question", "completion": "answer"}
     assert found == [{"path": "hub:own/er", "format": "prompt_completion", "columns": columns}]
     assert not told.why("datasets")
+
+
+FSDP = {"fsdp_config": {"reshard_after_forward": True}}
+
+
+@pytest.mark.parametrize(
+    ("keys", "layout", "batch"),
+    [
+        ({**FSDP}, {"dp_shard": 16, "zero": 3}, 32),
+        ({**FSDP, "dp_shard_size": 4}, {"dp_shard": 4, "dp_replicate": 4, "zero": 3}, 32),
+        ({**FSDP, "dp_replicate_size": 2}, {"dp_shard": 8, "dp_replicate": 2, "zero": 3}, 32),
+        ({**FSDP, "dp_shard_size": 8, "dp_replicate_size": 2}, {"dp_shard": 8, "dp_replicate": 2, "zero": 3}, 32),
+        ({**FSDP, "dp_shard_size": 1, "dp_replicate_size": 1}, {"dp_shard": 16, "zero": 3}, 32),
+        (
+            {**FSDP, "tensor_parallel_size": 2, "context_parallel_size": 4, "dp_replicate_size": 1},
+            {"tp": 2, "cp": 4, "dp_shard": 2, "zero": 3},
+            4,
+        ),
+        (
+            {**FSDP, "tensor_parallel_size": 2, "dp_shard_size": 4},
+            {"tp": 2, "dp_shard": 4, "dp_replicate": 2, "zero": 3},
+            16,
+        ),
+        ({"sequence_parallel_degree": 4}, {"cp": 4, "dp_replicate": 4}, 8),
+        ({"dp_replicate_size": 16}, {"dp_replicate": 16}, 32),
+        ({"fsdp": ["full_shard"], "dp_shard_size": 2}, {"dp_shard": 2, "dp_replicate": 8, "zero": 3}, 32),
+        ({"fsdp_config": {"fsdp_sharding_strategy": "SHARD_GRAD_OP"}}, {"dp_shard": 16, "zero": 2}, 32),
+    ],
+)
+def test_ranks_are_dealt_out_as_axolotl_does(
+    tmp_path: Path, keys: dict[str, Any], layout: dict[str, int], batch: int
+) -> None:
+    told = axolotl(tmp_path, 16, **keys)
+    assert told.recipe["layout"] == layout
+    assert told.recipe["training"]["global_batch"] == batch
+    assert not told.reading.without
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"dp_shard_size": 4}, "dp_shard_size=4: axolotl shards with FSDP only"),
+        ({**FSDP, "dp_shard_size": 3}, "dp_shard_size=3: do not fit the 16 data-parallel ranks of --ranks 16"),
+        ({**FSDP, "dp_shard_size": 16, "tensor_parallel_size": 2}, "dp_shard_size=16: do not fit the 8 data-parallel"),
+        ({"dp_replicate_size": 8}, "dp_replicate_size=8: do not fit"),
+        ({"tensor_parallel_size": 0}, "tensor_parallel_size=0: must be a whole number, at least 1"),
+        ({**FSDP, "dp_shard_size": "4"}, "dp_shard_size=4: must be a whole number"),
+    ],
+)
+def test_sizes_that_axolotl_refuses_are_refused(tmp_path: Path, keys: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        axolotl(tmp_path, 16, **keys)
+
+
+def test_the_number_of_ranks_is_the_product_of_both_sizes_or_asked_for(tmp_path: Path) -> None:
+    told = axolotl(tmp_path, None, **FSDP, dp_shard_size=4, dp_replicate_size=2, tensor_parallel_size=2)
+    assert told.recipe["layout"] == {"tp": 2, "dp_shard": 4, "dp_replicate": 2, "zero": 3}
+    assert "give --ranks N" in axolotl(tmp_path, None, **FSDP, dp_replicate_size=2).why("dp_replicate_size=2")
+    assert "regrouping" in axolotl(tmp_path, **FSDP, expert_parallel_size=2).why("expert_parallel_size=2")
+
+
+PAIRS = {
+    "path": "own/pairs",
+    "type": "chat_template.default",
+    "field_messages": "conversation",
+    "field_rejected": "bad",
+}
+
+
+def test_dpo_is_the_recipes_preference(tmp_path: Path) -> None:
+    told = axolotl(tmp_path, rl="dpo", datasets=[PAIRS])
+    assert told.recipe["training"]["preference"] == {"beta": 0.1}
+    assert "TRL's default" in told.text
+    assert told.recipe["data"]["separate_documents"] is True
+    columns = {"prompt": "conversation", "rejected": "bad"}
+    assert told.recipe["data"]["sources"] == [{"path": "hub:own/pairs", "format": "preference", "columns": columns}]
+    assert not told.reading.without
+    told = axolotl(tmp_path, rl="dpo", rl_beta=0.3, dpo_label_smoothing=0.2, dpo_beta=0.7)
+    assert told.recipe["training"]["preference"] == {"beta": 0.3, "label_smoothing": 0.2}
+    assert "does not read it" in told.why("dpo_beta=0.7")
+    told = axolotl(tmp_path, rl="dpo", rl_beta=0.3, trl={"beta": 0.2, "use_vllm": True})
+    assert told.recipe["training"]["preference"] == {"beta": 0.2}
+    assert "trl.beta=0.2" in told.why("rl_beta=0.3")
+    assert told.why("trl.use_vllm=True")
+
+
+def test_strengths_without_dpo_are_named(tmp_path: Path) -> None:
+    told = axolotl(tmp_path, rl_beta=0.3, trl={"beta": 0.2})
+    assert "preference" not in told.recipe["training"]
+    assert "no effect without rl" in told.why("rl_beta=0.3")
+    assert "no effect without rl" in told.why("trl.beta=0.2")
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        *({"rl": kind} for kind in ("ipo", "kto", "orpo", "simpo", "grpo", "gdpo", "ebft")),
+        *({key: True} for key in ("reward_model", "process_reward_model")),
+        {"diffusion": {"noise_schedule": "cosine"}},
+        {"rl": "dpo", "dpo_loss_type": ["sigmoid", "sft"]},
+    ],
+)
+def test_another_objective_is_refused(tmp_path: Path, keys: dict[str, Any]) -> None:
+    with pytest.raises(UserError, match=r"a recipe does not have this (objective|loss)"):
+        axolotl(tmp_path, **keys)
+
+
+@pytest.mark.parametrize(
+    ("kind", "source", "reason"),
+    [
+        ("chatml.intel", {"columns": {"prompt": "question"}}, "without the template chatml"),
+        ("llama3.icr", {"columns": {"prompt": "input"}}, "without the template llama3"),
+        ("chatml.ultra", {}, ""),
+        ("chatml.argilla_chat", {"columns": {"prompt": None}}, ""),
+        ("zephyr.nectar", {}, "supported: chat_template.default"),
+        ({"field_prompt": "q", "field_chosen": "a", "prompt_format": "{prompt}"},
+         {"columns": {"prompt": "q", "chosen": "a"}}, ""),
+        ({"prompt_format": "Q: {prompt}"}, {}, "write these words into the records"),
+    ],
+)  # fmt: skip
+def test_types_of_pairs(tmp_path: Path, kind: Any, source: dict[str, Any], reason: str) -> None:
+    told = axolotl(tmp_path, rl="dpo", datasets=[{"path": "own/pairs", "type": kind}])
+    assert told.recipe["data"]["sources"] == [{"path": "hub:own/pairs", "format": "preference", **source}]
+    assert reason in told.why("datasets.0.type")
+    assert bool(told.why("datasets.0.type")) is bool(reason)
+    template = kind.split(".")[0] if isinstance(kind, str) else ""
+    assert told.recipe["data"].get("chat") == ({"template": template} if template in ("chatml", "llama3") else None)
+
+
+def test_loraplus_and_a_first_adapter_are_the_recipes(tmp_path: Path) -> None:
+    told = axolotl(tmp_path, adapter="lora", lora_r=8, loraplus_lr_ratio=16, lora_model_dir="./before")
+    assert told.recipe["finetune"] == {"method": "lora", "rank": 8, "b_lr_ratio": 16, "start_from": "./before"}
+
+
+@pytest.mark.parametrize(
+    ("keys", "precision"),
+    [
+        ({}, "fp32"),
+        ({"bf16": False}, "fp32"),
+        ({"bf16": False, "fp16": True}, "fp16"),
+        ({"bf16": "auto"}, "bf16"),
+        ({"bf16": "auto", "fp16": False}, "bf16"),
+        ({"bfloat16": True}, "bf16"),
+        ({"bf16": True, "fp16": True}, "bf16"),
+        ({"fp16": True, "bfloat16": True}, "bf16"),
+    ],
+)
+def test_precision_is_axolotls(tmp_path: Path, keys: dict[str, Any], precision: str) -> None:
+    assert axolotl(tmp_path, **keys).recipe["training"]["precision"] == precision
+
+
+def test_the_batch_of_a_rank_gives_the_accumulation(tmp_path: Path) -> None:
+    assert axolotl(tmp_path, batch_size=8).recipe["training"]["global_batch"] == 64
+    told = axolotl(tmp_path, batch_size=8, gradient_accumulation_steps=2)
+    assert told.recipe["training"]["global_batch"] == 32
+    assert told.why("batch_size=8")
