@@ -58,6 +58,7 @@ VARIANTS = [
     ["finetune={method: full}", "data.packing=padded", "data.separate_documents=false", "layout={dp_replicate: 2}"],
     ["training.lr_schedule={name: constant, warmup: 0}", "training.clip=null", "training.optimizer.name=adamw_8bit"],
     ["training.lr_schedule.final=0", "trackers=[wandb]", "training.seed=7", "training.evaluation.every=10"],
+    ["data.sources=[{path: own.jsonl, format: prompt_completion}]"],
 ]
 
 

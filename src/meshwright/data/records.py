@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from meshwright.data.tools import calls_of, tools_of
-from meshwright.spec.data import Format
+from meshwright.spec.data import ROLES, THOUGHTS, Format
 from meshwright.spec.errors import UserError
 from meshwright.spec.problems import did_you_mean
 
@@ -37,17 +37,6 @@ REFUSED = {
 }
 """Known columns that cannot be used, and why."""
 FURTHER += tuple(REFUSED)
-ROLES = {
-    "human": "user",
-    "gpt": "assistant",
-    "model": "assistant",
-    "function_call": "assistant",
-    "observation": "tool",
-    "function": "tool",
-}
-"""Roles in sharegpt and older data -> OpenAI's names."""
-THOUGHTS = ("reasoning_content", "thinking", "reasoning")
-"""Fields of a message for the thoughts before the answer, as in transformers."""
 KNOWN_ROLES = ("system", "developer", "user", "assistant", "tool")
 
 

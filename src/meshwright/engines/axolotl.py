@@ -6,13 +6,16 @@ from typing import Any
 
 from meshwright.engines.megatron_lm import LATER
 from meshwright.engines.written import WrittenEngine
-from meshwright.imports.axolotl import FORMATS
+from meshwright.imports.axolotl_data import FORMATS, VERBATIM
 from meshwright.spec.document import write_yaml
 from meshwright.spec.finetune import LoraSpec
 from meshwright.spec.precision import BF16, FP16
 from meshwright.spec.run import ResolvedRun
 
-TYPES = {ours: theirs for theirs, ours in FORMATS.items() if theirs != "sharegpt"}
+TYPES: Mapping[str, Any] = {
+    **{ours: theirs for theirs, ours in FORMATS.items() if theirs != "sharegpt"},
+    "prompt_completion": {"field_instruction": "prompt", "field_output": "completion", **VERBATIM},
+}
 OPTIMIZERS = {"adamw": "adamw_torch", "adamw_8bit": "adamw_bnb_8bit", "paged_adamw": "paged_adamw_32bit"}
 SCHEDULES = {"linear": "linear", "cosine": "cosine", "constant": "constant_with_warmup"}
 

@@ -3,40 +3,13 @@
 from collections.abc import Mapping
 from typing import Any
 
+from meshwright.imports.accelerate_yaml import RULES as ACCELERATE_RULES
+from meshwright.imports.axolotl_data import chat_template, read_datasets
+from meshwright.imports.axolotl_ranks import RULES as RANK_RULES
+from meshwright.imports.axolotl_ranks import settle_batch, settle_preference, settle_ranks
+from meshwright.imports.hf_arguments import HYBRID, take_defaults
 from meshwright.imports.hf_arguments import RULES as HF_RULES
-from meshwright.imports.hf_arguments import take_defaults
-from meshwright.imports.reading import Reading, Rule, check_count, fact, nothing, when
-
-FORMATS = {
-    "alpaca": "alpaca",
-    "sharegpt": "sharegpt",
-    "chat_template": "messages",
-    "completion": "text",
-    "input_output": "prompt_completion",
-}
-
-
-def _datasets(reading: Reading, value: Any, origin: str) -> None:
-    sources = []
-    for dataset in value:
-        known = {"path", "type", "split", "name", "field_messages", "ds_type", "data_files"}
-        for key in dataset.keys() - known:
-            reading.give_up(f"{origin.split('=')[0]}: {key}={dataset[key]}", "set it under data.sources")
-        files = dataset.get("data_files")
-        path = files[0] if isinstance(files, list) and len(files) == 1 else files or dataset["path"]
-        local = str(path).startswith((".", "/")) or "." in str(path).rsplit("/", 1)[-1]
-        source: dict[str, Any] = {"path": str(path) if local else f"hub:{path}"}
-        kind = str(dataset.get("type", "")).split(":")[0]
-        if kind in FORMATS:
-            source["format"] = FORMATS[kind]
-        elif kind:
-            reading.give_up(f"{origin.split('=')[0]}: type={kind}", f"supported: {', '.join(FORMATS)}")
-        source |= {"split": dataset["split"]} if "split" in dataset else {}
-        source |= {"subset": dataset["name"]} if "name" in dataset else {}
-        if (column := dataset.get("field_messages")) not in (None, "messages"):
-            source["columns"] = {"messages": column}
-        sources.append(source)
-    reading.set("data.sources", sources, f"{origin.split('=')[0]}")
+from meshwright.imports.reading import Reading, Rule, apply, check_count, fact, nothing, when
 
 
 def _packing(reading: Reading, value: Any, origin: str) -> None:
@@ -54,6 +27,13 @@ def _adapter(reading: Reading, value: Any, origin: str) -> None:
 
 def _batch(reading: Reading, value: Any, origin: str) -> None:
     reading.set("training.micro_batch", value, origin)
+
+
+def _bf16(reading: Reading, value: Any, origin: str) -> None:
+    if value == "full":
+        reading.give_up(origin, "set training.precision=bf16 and training.master_dtype=bf16")
+    elif value is True:
+        reading.set("training.precision", "bf16", origin)
 
 
 def _evaluation(reading: Reading, value: Any, origin: str) -> None:
@@ -81,6 +61,13 @@ def _sharded(reading: Reading, value: Any, origin: str) -> None:
         reading.set("layout.offload", "cpu", f"{where}.offload_params=True")
     if found.pop("activation_checkpointing", False):
         reading.set("training.recompute", "full", f"{where}.activation_checkpointing=True")
+    if (strategy := found.pop("sharding_strategy", None)) is not None and "fsdp" not in reading.known("keys", ()):
+        reading.facts.pop("zero", None)
+        rule = ACCELERATE_RULES["fsdp_config.fsdp_sharding_strategy"]
+        said = f"{where}.sharding_strategy={strategy}"
+        apply(rule, reading, strategy, said)
+        if "hybrid" in reading.facts:
+            reading.notes.append(f"{said}: {HYBRID}")
     if found.get("auto_wrap_policy") == "TRANSFORMER_BASED_WRAP":
         del found["auto_wrap_policy"]
     for key, said in found.items():
@@ -99,10 +86,11 @@ def _per_epoch(path: str) -> Rule:
 LEFT_TO_US = (
     *("flash_attention", "sdp_attention", "xformers_attention", "dataset_prepared_path", "tf32", "logging_steps"),
     *("group_by_length", "pad_to_sequence_len", "strict", "trust_remote_code", "model_type", "tokenizer_type"),
-    *("is_llama_derived_model", "gradient_checkpointing_kwargs", "train_on_inputs", "dataset_processes"),
+    *("is_llama_derived_model", "gradient_checkpointing_kwargs", "dataset_processes"),
     *("eval_sample_packing", "save_safetensors", "debug", "wandb_entity", "wandb_watch", "wandb_name", "local_rank"),
 )
 
+DATASETS = ("datasets", "pretraining_dataset")
 SHARED = (
     "gradient_accumulation_steps",
     "max_steps",
@@ -120,7 +108,10 @@ SHARED = (
     "seed",
     "output_dir",
     "save_steps",
+    "save_strategy",
     "save_total_limit",
+    "eval_strategy",
+    "evaluation_strategy",
     "eval_steps",
     "deepspeed",
     "fsdp",
@@ -130,12 +121,9 @@ SHARED = (
 RULES: Mapping[str, Rule] = {
     "base_model": "model.name",
     "tokenizer_config": "data.tokenizer",
-    "datasets": _datasets,
-    "chat_template": lambda reading, value, origin: (
-        reading.set("data.chat.template", value, origin)
-        if value in ("chatml", "llama3", "mistral", "qwen")
-        else reading.give_up(origin, "the tokenizer's template is used")
-    ),
+    "test_datasets": nothing("evaluation data are a share of the training data; set data.held_out"),
+    "chat_template": chat_template,
+    "train_on_inputs": when("data.chat.train_on", "all"),
     "sequence_len": "data.sequence_length",
     "sample_packing": _packing,
     "adapter": _adapter,
@@ -152,6 +140,12 @@ RULES: Mapping[str, Rule] = {
     "micro_batch_size": _batch,
     "num_epochs": fact("epochs"),
     **{name: HF_RULES[name] for name in SHARED},
+    **RANK_RULES,
+    "bf16": _bf16,
+    "bfloat16": _bf16,
+    "lora_model_dir": "finetune.start_from",
+    "loraplus_lr_ratio": "finetune.b_lr_ratio",
+    "loraplus_lr_embedding": nothing("embeddings train at the rate of A, or in full"),
     "warmup_steps": _warmup,
     "fsdp_config": _sharded,
     "fsdp_version": lambda reading, value, origin: None,  # the same sharding
@@ -177,7 +171,14 @@ def is_axolotl(values: Mapping[str, Any]) -> bool:
 def read_axolotl(reading: Reading, values: Mapping[str, Any], file: str) -> None:
     """Read an axolotl configuration."""
     reading.fact("keys", tuple(values), file)
-    reading.take(values, RULES, file)
+    if values.get("bf16") == "auto":
+        reading.set("training.precision", "bf16", f"{file}: bf16=auto (bf16 where the GPU has it, else fp16)")
+    apart = {key: value for key, value in values.items() if key not in DATASETS and (key, value) != ("bf16", "auto")}
+    reading.take(dict(sorted(apart.items(), key=lambda pair: pair[0] == "fp16")), RULES, file)  # bf16 counts first
+    read_datasets(reading, values, file)
+    settle_batch(reading, values)
+    settle_preference(reading, file)
+    settle_ranks(reading)
     default = f"{file} (axolotl's default)"
     if not {"warmup_steps", "warmup_ratio"} & values.keys():
         if steps := reading.settings.get("training.steps", (None, ""))[0]:
@@ -194,8 +195,7 @@ def read_axolotl(reading: Reading, values: Mapping[str, Any], file: str) -> None
     reading.default("data.sequence_length", 512, default)
     if "micro_batch_size" not in values:
         reading.set("training.micro_batch", 1, default)
-    if "bf16" not in values:
-        reading.default("training.precision", "fp32", f"{file} (neither bf16 nor fp16)")
+    reading.default("training.precision", "fp32", f"{file} (neither bf16 nor fp16)")
     if not values.get("sample_packing"):
         reading.set("data.packing", "padded", f"{file} (axolotl's default: sample_packing=false)")
     if "adapter" not in values:

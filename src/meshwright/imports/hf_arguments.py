@@ -15,6 +15,11 @@ OPTIMIZERS = {
     "muon": "muon",
 }
 
+HYBRID = (
+    "shards within a machine, whose number of GPUs is unknown; the recipe shards over all ranks; set layout.dp_shard "
+    "and layout.dp_replicate"
+)
+
 
 def _trackers(reading: Reading, value: Any, origin: str) -> None:
     names = [value] if isinstance(value, str) else list(value or [])
@@ -36,10 +41,7 @@ def _sharding(reading: Reading, value: Any, origin: str) -> None:
         if word in stages:
             reading.fact("zero", stages[word], origin)
             if word.startswith("hybrid_shard"):
-                reading.notes.append(
-                    f"{origin}: shards within a machine, whose number of GPUs is unknown; the recipe shards "
-                    "over all ranks; set layout.dp_shard and layout.dp_replicate"
-                )
+                reading.notes.append(f"{origin}: {HYBRID}")
         elif word == "offload":
             reading.set("layout.offload", "cpu", origin)
         elif word != "auto_wrap":

@@ -88,6 +88,17 @@ class SourceSpec(Spec):
 
 Role = Literal["system", "developer", "user", "assistant", "tool"]
 """The roles in a conversation."""
+ROLES = {
+    "human": "user",
+    "gpt": "assistant",
+    "model": "assistant",
+    "function_call": "assistant",
+    "observation": "tool",
+    "function": "tool",
+}
+"""Roles in sharegpt and older data -> OpenAI's names."""
+THOUGHTS = ("reasoning_content", "thinking", "reasoning")
+"""Fields of a message for the thoughts before the answer, as in transformers."""
 
 
 class ChatSpec(Spec):

@@ -1,0 +1,392 @@
+"""The data sets of an axolotl configuration, as sources of a recipe."""
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from meshwright.imports.reading import SHOWN, Reading, Rule, apply, nothing
+from meshwright.spec.data import HUB, ROLES, THOUGHTS
+from meshwright.spec.errors import UserError
+
+FORMATS = {
+    "alpaca": "alpaca",
+    "sharegpt": "sharegpt",
+    "chat_template": "messages",
+    "completion": "text",
+}
+"""A type, without its style -> a source's format."""
+PRETRAIN = "pretrain"
+"""The type of texts that are streamed."""
+VERBATIM = {"format": "{instruction}", "no_input_format": "{instruction}"}
+"""Of a type that is a mapping: the prompt is the instruction as it is."""
+VERBATIM_PAIR = {"prompt_format": "{prompt}", "chosen_format": "{chosen}", "rejected_format": "{rejected}"}
+"""The same of preference pairs."""
+ENDINGS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet", ".arrow": "arrow", ".txt": "text"}
+"""A file's ending -> axolotl's word for its kind."""
+ASKED = {
+    "default": "prompt",
+    "intel": "question",
+    "icr": "input",
+    "prompt_pairs": "prompt",
+    "ultra": "prompt",
+    "argilla_chat": None,
+}
+"""A type of preference pairs, without its template -> the column of the prompt."""
+WHOLE = ("ultra", "argilla_chat")
+"""Types whose chosen and rejected are whole conversations."""
+CHAT = {"roles_to_train": "data.chat.roles_to_train", "train_on_eos": "data.chat.train_on_eos"}
+"""Keys of a data set -> settings of all sources."""
+TEMPLATES = ("chatml", "llama3", "mistral", "qwen")
+"""Templates that a recipe knows by the same name."""
+
+READ_ALL = "all records are read; write the ones to train on to a file of their own"
+PREPARE = "prepare the records before, and set data.sources"
+
+
+@dataclass
+class Entry:
+    """A data set of axolotl: its keys with their origins, and the source that it becomes."""
+
+    reading: Reading
+    place: str
+    found: dict[str, tuple[Any, str]] = field(default_factory=dict)
+    source: dict[str, Any] = field(default_factory=dict)
+    used: list[str] = field(default_factory=list)
+    """Origins of the keys that the source says."""
+
+    def pop(self, key: str, default: Any = None) -> tuple[Any, str]:
+        """A key's value and origin, taken out."""
+        return self.found.pop(key, (default, self.place))
+
+    def say(self, origin: str, **settings: Any) -> None:
+        """Set the source's settings."""
+        self.source |= settings
+        self.used.append(origin)
+
+    def column(self, ours: str, key: str, default: str) -> None:
+        """Rename a column, if a key gives it another name than ours; `default` is axolotl's name."""
+        theirs, origin = self.pop(key, default)
+        if theirs != ours:
+            self.say(origin, columns={**self.source.get("columns", {}), ours: theirs})
+
+
+def keep(found: dict[str, tuple[Any, str]], key: str) -> Rule:
+    """Keeps a value, which must be of its key's kind."""
+    kinds = KINDS.get(key, (str,))
+
+    def rule(reading: Reading, value: Any, origin: str) -> None:
+        if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
+            raise UserError(f"{origin}: must be {' or '.join(WORDS[kind] for kind in kinds)}")
+        found[key] = value, origin
+
+    return rule
+
+
+WORDS: Mapping[type, str] = {
+    str: "text",
+    dict: "a mapping",
+    list: "a list",
+    bool: "true or false",
+    int: "a number",
+    float: "a number",
+}
+KINDS: Mapping[str, tuple[type, ...]] = {
+    "type": (str, dict),
+    "data_files": (str, list),
+    "name": (str, list),
+    **dict.fromkeys(("shards", "shards_idx", "preprocess_shards", "skip", "max_completion_length"), (int,)),
+    **dict.fromkeys(("trust_remote_code", "drop_system_message", "split_thinking", "train_on_last_step_only"), (bool,)),
+    "temperature": (int, float),
+    "message_property_mappings": (dict,),
+    "roles": (dict,),
+    "roles_to_train": (list,),
+}
+"""The kinds of value of a data set's keys; of all others, text."""
+LEFT: Mapping[str, Rule] = {
+    "trust_remote_code": nothing("code of a data set is never run"),
+    "revision": nothing("the newest version of the data set is read"),
+    "shards": lambda reading, value, origin: reading.give_up(origin, READ_ALL) if value > 1 else None,
+    "shards_idx": nothing(READ_ALL),
+    "preprocess_shards": nothing("data are always prepared in pieces; all of them are read"),
+    "skip": nothing(READ_ALL),
+    "train_on_eot": nothing("data.chat.train_on_eos is about the tokens that end a turn"),
+    "drop_system_message": nothing(PREPARE),
+    "message_field_training_detail": nothing(PREPARE),
+    "conversation": nothing("set data.chat.template"),
+    "chat_template_jinja": nothing("write the template to a file and set data.chat.template to it"),
+}
+"""Keys that no source says, and why."""
+
+
+def read_datasets(reading: Reading, values: Mapping[str, Any], file: str) -> None:
+    """Set the sources, and the settings about conversations on which all of them agree."""
+    pairs = values.get("rl") == "dpo"
+    entries = [
+        _entry(reading, f"{key}.{number}", value, file, pairs=pairs)
+        for key in ("pretraining_dataset", "datasets")
+        for number, value in enumerate(_listed(values.get(key), f"{file}: {key}", key))
+    ]
+    for key, path in CHAT.items():
+        _agree(reading, entries, key, path)
+    _agree(reading, entries, "chat_template", "data.chat.template")
+    sources, origins = [], []
+    for entry in entries:
+        for key, (value, origin) in entry.found.items():
+            apply(LEFT.get(key, nothing(PREPARE)), reading, value, origin)
+        sources += list(_each(entry.source))
+        origins += entry.used
+    if sources:
+        reading.set("data.sources", sources, "; ".join(dict.fromkeys(origins)))
+
+
+def _listed(value: Any, where: str, key: str) -> list[Any]:
+    """The data sets of a key; only the one for pretraining may be a name alone."""
+    if value is None:
+        return []
+    if key == "pretraining_dataset" and isinstance(value, str):
+        return [{"path": value}]
+    entries = [value] if key == "pretraining_dataset" and isinstance(value, Mapping) else value
+    if not isinstance(entries, list) or not all(isinstance(entry, Mapping) for entry in entries):
+        raise UserError(
+            f"{where}={str(value)[:SHOWN]}: this value is not allowed: must be a list of mappings, as in "
+            "[{path: tatsu-lab/alpaca, type: alpaca}]"
+        )
+    return entries
+
+
+def _entry(reading: Reading, place: str, value: Mapping[str, Any], file: str, *, pairs: bool) -> Entry:
+    entry = Entry(reading, f"{file}: {place}")
+    reading.take(
+        {f"{place}.{key}": said for key, said in value.items()},
+        {f"{place}.{key}": keep(entry.found, str(key)) for key in value},
+        file,
+    )
+    if "path" not in entry.found:
+        raise UserError(f"{entry.place}.path is missing: the name of a data set on the Hub, or a file")
+    _place(entry)
+    if pairs:
+        _preference(entry)
+    else:
+        _format(entry, PRETRAIN if place.startswith("pretraining") else "")
+    return entry
+
+
+def _each(source: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """A source for each of several files and subsets."""
+    several = next((key for key in ("path", "subset") if isinstance(source.get(key), list)), None)
+    if several is None:
+        yield source
+    else:
+        for name in source[several]:
+            yield from _each({**source, several: name})
+
+
+def _place(entry: Entry) -> None:
+    """Where the records are: on the Hub, or in a file here."""
+    path, origin = entry.pop("path")
+    files, said = entry.pop("data_files", [])
+    files = [files] if isinstance(files, str) else files
+    kind, which = entry.pop("ds_type")
+    if path in ENDINGS.values() and files:  # the name of a reader of `datasets`, which reads files here
+        kind, which = kind or path, origin
+        _files(entry, files, f"{origin}; {said}")
+    elif _is_here(path):
+        _files(entry, files or [path], said if files else origin)
+    else:
+        if "://" in path:
+            entry.reading.give_up(origin, "download the files, and set data.sources to them")
+        entry.say(origin, path=path if "://" in path else f"{HUB}{path}")
+        if files:
+            entry.reading.give_up(
+                said, "a source on the Hub is read whole; to read only these files, download them and write their paths"
+            )
+        _subset(entry)
+        return
+    for name in entry.source["path"]:
+        if kind and kind != (ending := _kind(name)):
+            entry.reading.give_up(which, f"the ending of {name} tells what is in it: {ending or 'nothing known'}")
+
+
+def _kind(path: str) -> str:
+    """axolotl's word for a file's kind, by its ending."""
+    bare = path.lower().removesuffix(".gz").removesuffix(".zst")
+    return next((kind for ending, kind in ENDINGS.items() if bare.endswith(ending)), "")
+
+
+def _is_here(path: str) -> bool:
+    """Whether a path is one of this machine; a name on the Hub has at most an owner before it, and no file's ending."""
+    return "://" not in path and (path.startswith((".", "/", "~")) or path.count("/") > 1 or bool(_kind(path)))
+
+
+def _files(entry: Entry, files: list[Any], origin: str) -> None:
+    """Files of this machine, a source each; only folders have splits."""
+    names = [str(name) for name in files]
+    entry.say(origin, path=names)
+    if _kind(names[0]):
+        for key, (value, said) in [(key, entry.pop(key)) for key in ("split", "name") if key in entry.found]:
+            if value != "train":
+                entry.reading.give_up(said, f"a file has no {key}; it is read whole")
+    else:
+        _subset(entry)
+
+
+def _subset(entry: Entry) -> None:
+    for key, ours in (("split", "split"), ("name", "subset")):
+        if key in entry.found:
+            value, origin = entry.pop(key)
+            entry.say(origin, **{ours: value})
+
+
+def _format(entry: Entry, usual: str) -> None:
+    """The records' format and the names of their columns."""
+    kind, origin = entry.pop("type", usual)
+    if isinstance(kind, dict):
+        _user_defined(entry, kind, origin)
+        return
+    base = kind.split(":")[0]
+    form = "text" if base == PRETRAIN else FORMATS.get(base)
+    if form:
+        entry.say(origin, format=form)
+    elif kind:
+        entry.reading.give_up(origin, f"supported: {', '.join(FORMATS)}; the format is told by the columns")
+    if base == "alpaca":
+        entry.reading.notes.append(
+            f"{origin}: axolotl writes its prompt ('### Instruction:'); the recipe makes messages, which "
+            "data.chat.template writes"
+        )
+    if base == "chat_template":
+        entry.column("messages", "field_messages", "messages")
+        entry.column("tools", "field_tools", "tools")
+        _messages(entry)
+    elif form == "text" and (key := "field" if base == "completion" else "text_column") in entry.found:
+        name, said = entry.pop(key)
+        entry.say(said, **({} if name == "text" else {"text_key": name}))
+
+
+def _messages(entry: Entry) -> None:
+    """The names of a message's parts and of its roles, which a recipe knows by a few names each."""
+    known = {"role": ("role", "from"), "content": ("content", "value")}
+    mapping, origin = entry.pop("message_property_mappings", {})
+    for ours, theirs in mapping.items():
+        if theirs not in known.get(str(ours), (ours,)):
+            entry.reading.give_up(f"{origin}: {ours}={theirs}", f"name it {' or '.join(known.get(str(ours), (ours,)))}")
+    for key, names in (
+        ("message_field_role", known["role"]),
+        ("message_field_content", known["content"]),
+        ("field_thinking", THOUGHTS),
+        ("template_thinking_key", ("reasoning_content",)),
+        ("message_field_training", ("train", "weight")),
+    ):
+        value, said = entry.pop(key, names[0])
+        if value not in names:
+            entry.reading.give_up(said, f"a message's part of this kind is named {' or '.join(names)}")
+    roles, origin = entry.pop("roles", {})
+    for target, names in roles.items():
+        other = [name for name in (names if isinstance(names, list) else [names]) if ROLES.get(name, name) != target]
+        if other:
+            entry.reading.give_up(
+                f"{origin}: {target}={other}", f"rename the roles; known besides ours: {', '.join(ROLES)}"
+            )
+
+
+def _user_defined(entry: Entry, kind: Mapping[str, Any], origin: str) -> None:
+    """A prompt of the user's own: the columns are kept, the words around them are not, unless there are none."""
+    left = dict(kind)
+    given = {f"type.{key}": (left.pop(key), f"{entry.place}.type.{key}={kind[key]}") for key in COLUMNS if key in left}
+    verbatim = all(left.get(key) == said for key, said in VERBATIM.items())
+    ours = ("prompt", "input", "completion", "system") if verbatim else ("instruction", "input", "output", "system")
+    entry.say(origin, format="prompt_completion" if verbatim else "alpaca")
+    entry.found |= given
+    for name, (key, usual) in zip(ours, COLUMNS.items(), strict=True):
+        if verbatim and name in ("input", "system"):
+            continue  # which such records do not have
+        entry.column(name, f"type.{key}", usual)
+    for key, said in left.items():
+        if said and not (verbatim and key in VERBATIM):
+            entry.reading.give_up(
+                f"{entry.place}.type.{key}={said}",
+                "the recipe makes messages, which data.chat.template writes; put these words into a template of your "
+                "own",
+            )
+
+
+COLUMNS = {
+    "field_instruction": "instruction",
+    "field_input": "input",
+    "field_output": "output",
+    "field_system": "system",
+}
+"""Keys of a user's own prompt that name columns, and the usual ones."""
+
+
+def _preference(entry: Entry) -> None:
+    """Preference pairs."""
+    kind, origin = entry.pop("type", "")
+    entry.say(origin, format="preference")
+    if isinstance(kind, dict):
+        _own_pairs(entry, kind)
+        return
+    template, _, style = str(kind).partition(".")
+    if template == "chat_template" and style == "default":
+        entry.column("prompt", "field_messages", "messages")
+        _messages(entry)
+    elif template in ("chatml", "llama3", "chat_template") and (style or "default") in ASKED:
+        asked = ASKED[style or "default"]
+        entry.say(origin, **({} if asked == "prompt" else {"columns": {"prompt": asked}}))
+        if template != "chat_template":
+            entry.found.setdefault("chat_template", (template, origin))
+        if style not in WHOLE:
+            entry.reading.give_up(
+                origin, f"pairs of plain text are read without the template {template}; make their sides messages"
+            )
+    elif kind:
+        entry.reading.give_up(
+            origin, f"supported: chat_template.default, and chatml or llama3 with .{', .'.join(ASKED)}"
+        )
+    for side in ("chosen", "rejected"):
+        entry.column(side, f"field_{side}", side)
+
+
+def _own_pairs(entry: Entry, kind: Mapping[str, Any]) -> None:
+    """Pairs whose prompt is the user's own: the columns are kept, the words around them are not."""
+    for key, said in kind.items():
+        where = f"{entry.place}.type.{key}={said}"
+        ours = str(key).removeprefix("field_")
+        if str(key).startswith("field_") and ours in ("prompt", "chosen", "rejected"):
+            entry.found[f"type.{key}"] = said, where
+            entry.column(ours, f"type.{key}", ours)
+        elif said and VERBATIM_PAIR.get(str(key)) != said:
+            entry.reading.give_up(where, "pairs of plain text are read as they are; write these words into the records")
+
+
+def _agree(reading: Reading, entries: list[Entry], key: str, path: str) -> None:
+    """Set what is one setting for all sources, if every data set says the same; report it otherwise."""
+    found = [entry.found.pop(key, (None, entry.place)) for entry in entries]
+    values = {json.dumps(value, default=str) for value, _ in found}
+    for value, origin in found:
+        if value is None:
+            continue
+        if len(values) > 1:
+            reading.give_up(origin, f"{path} is one setting for all sources, and other data sets differ")
+        else:
+            _set_chat(reading, path, value, origin)
+
+
+def _set_chat(reading: Reading, path: str, value: Any, origin: str) -> None:
+    if path == "data.chat.template":
+        chat_template(reading, value, origin)
+    elif path == "data.chat.train_on_eos" and value not in ("turn", "last", "none"):
+        reading.give_up(origin, "supported: turn, last, none")
+    elif path == "data.chat.roles_to_train":
+        reading.set(path, [ROLES.get(role, role) for role in value], origin)
+    else:
+        reading.set(path, value, origin)
+
+
+def chat_template(reading: Reading, value: Any, origin: str) -> None:
+    """A chat template by its name."""
+    if value in TEMPLATES:
+        reading.set("data.chat.template", value, origin)
+    elif value != "tokenizer_default":
+        reading.give_up(origin, "the tokenizer's template is used; set data.chat.template to a file with this one")

@@ -1,0 +1,143 @@
+"""The ranks, the batch and the objective of an axolotl configuration: what follows from several of its keys."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from meshwright.imports.reading import Reading, Rule, check_count, fact, nothing
+from meshwright.spec.errors import UserError
+
+BETA = "training.preference.beta"
+OBJECTIVES = ("reward_model", "process_reward_model", "diffusion")
+"""Keys that switch another objective on."""
+
+
+def _degree(path: str) -> Rule:
+    """A degree; axolotl takes null for 1."""
+
+    def rule(reading: Reading, value: Any, origin: str) -> None:
+        check_count(value, origin)
+        if value > 1:
+            reading.set(path, value, origin)
+
+    return rule
+
+
+def _count(name: str) -> Rule:
+    """Keeps a count for `settle_ranks`."""
+
+    def rule(reading: Reading, value: Any, origin: str) -> None:
+        check_count(value, origin)
+        reading.fact(name, value, origin)
+
+    return rule
+
+
+def _objective(reading: Reading, value: Any, origin: str) -> None:
+    if value != "dpo":
+        raise UserError(f"{origin}: a recipe does not have this objective; supported: dpo, or no rl")
+    reading.fact("preferences", True, origin)
+
+
+def _other_objective(reading: Reading, value: Any, origin: str) -> None:
+    if value:
+        raise UserError(f"{origin}: a recipe does not have this objective; supported: rl=dpo, or next-token prediction")
+
+
+def _loss(reading: Reading, value: Any, origin: str) -> None:
+    """Of DPO."""
+    if value not in ("sigmoid", ["sigmoid"]):
+        raise UserError(f"{origin}: a recipe does not have this loss; supported: sigmoid (DPO)")
+
+
+RULES: Mapping[str, Rule] = {
+    "tensor_parallel_size": _degree("layout.tp"),
+    "context_parallel_size": _degree("layout.cp"),
+    "sequence_parallel_degree": _degree("layout.cp"),  # the older name
+    "dp_shard_size": _count("dp_shard_size"),
+    "dp_replicate_size": _count("dp_replicate_size"),
+    "expert_parallel_size": lambda reading, value, origin: (
+        None if value == 1 else reading.give_up(origin, "set layout.ep, a regrouping of dp_shard x cp x tp ranks")
+    ),
+    "ring_attn_func": nothing("layout.cp_method chooses; the result is the same"),
+    "heads_k_stride": nothing("layout.cp_method chooses; the result is the same"),
+    "rl": _objective,
+    **dict.fromkeys(OBJECTIVES, _other_objective),
+    "rl_beta": fact("rl_beta"),
+    "trl": fact("trl"),
+    "dpo_beta": nothing("axolotl itself does not read it any more; write rl_beta or trl.beta"),
+    "dpo_label_smoothing": fact("dpo_label_smoothing"),
+    "dpo_loss_type": _loss,
+    "dpo_loss_weights": nothing("there is one loss"),
+    "dpo_use_weighting": nothing("pairs are never weighted by their probability"),
+    "precompute_ref_log_probs": nothing("margins of the reference are always computed once, before training"),
+    "dpo_padding_free": nothing("data.packing decides"),
+    "dpo_use_liger_kernel": nothing("Meshwright decides it"),
+    "batch_size": fact("batch_size"),
+}
+
+
+def settle_preference(reading: Reading, file: str) -> None:
+    """DPO and its strength, of which trl.beta counts first; without DPO they have no effect."""
+    trl, where = reading.facts.get("trl", ({}, file))
+    if not isinstance(trl, Mapping):
+        raise UserError(f"{where}: must be a mapping")
+    _, origin = reading.facts.get("preferences", (None, ""))
+    given = [(trl.get("beta"), f"{file}: trl.beta={trl.get('beta')}"), reading.facts.get("rl_beta", (None, ""))]
+    betas = [(value, said) for value, said in given if value is not None]
+    smoothing = reading.facts.get("dpo_label_smoothing")
+    for key, value in trl.items():
+        if key != "beta" and value is not None:
+            reading.give_up(f"{file}: trl.{key}={value}", "it is not about DPO")
+    if not origin:
+        for _, said in [*betas, *([smoothing] if smoothing else [])]:
+            reading.give_up(said, "it has no effect without rl")
+        return
+    for value, said in betas or [(0.1, f"{origin} (TRL's default: beta=0.1)")]:
+        reading.set(BETA, value, said if said.startswith(origin) else f"{said}; {origin}")
+    if smoothing:
+        reading.set("training.preference.label_smoothing", *smoothing)
+    reading.set("data.separate_documents", True, origin)
+
+
+def settle_batch(reading: Reading, values: Mapping[str, Any]) -> None:
+    """Without an accumulation, it is the batch of a rank divided by the micro batch."""
+    if "batch_size" not in reading.facts:
+        return
+    batch, origin = reading.facts["batch_size"]
+    micro = values.get("micro_batch_size") or 1
+    check_count(batch, origin)
+    check_count(micro, f"micro_batch_size={micro}")
+    if values.get("gradient_accumulation_steps") is None:
+        reading.fact("accumulation", max(1, batch // micro), origin)
+    else:
+        reading.give_up(origin, "gradient_accumulation_steps counts")
+
+
+def settle_ranks(reading: Reading) -> None:
+    """How data-parallel ranks share state, as axolotl deals them out: a size of 1 is as good as none; only one size
+    leaves the rest to the other one."""
+    shard, where = reading.facts.get("dp_shard_size", (1, ""))
+    replicate, why = reading.facts.get("dp_replicate_size", (1, ""))
+    split = 1
+    for axis in ("tp", "cp"):
+        split *= reading.settings.get(f"layout.{axis}", (1, ""))[0]
+    sharded = bool(reading.known("zero") or reading.known("fsdp"))
+    if shard > 1 and not sharded:
+        raise UserError(f"{where}: axolotl shards with FSDP only; add fsdp_config")
+    if shard > 1 and replicate > 1:
+        reading.fact("ranks", shard * replicate * split, f"{where}; {why}")
+    ranks, origin = reading.facts.get("ranks", (None, ""))
+    if shard == replicate == 1:
+        return
+    if ranks is None:
+        if sharded and replicate > 1:
+            reading.give_up(why, "the number of ranks is unknown; give --ranks N")
+        elif sharded:
+            reading.fact("shard", shard, where)
+        return
+    left, names = ranks // split, "; ".join(part for part in (where, why) if part)
+    fits = shard * replicate == left if shard > 1 and replicate > 1 else left % (shard * replicate) == 0
+    if ranks % split or not fits or (not sharded and replicate != left):
+        raise UserError(f"{names}: do not fit the {left} data-parallel ranks of {origin}; give another --ranks")
+    if sharded:
+        reading.fact("shard", shard if shard > 1 else left // replicate, names)
