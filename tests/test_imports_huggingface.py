@@ -359,3 +359,92 @@ def test_without_mixed_precision_accelerate_computes_in_fp32(tmp_path: Path) -> 
     assert recipe["training"]["precision"] == "bf16"
     _, reading = imported(tmp_path, None, a_yaml=accelerate(mixed_precision="bf16"))
     assert any("reduces gradients in bf16" in note for note in reading.notes)
+
+
+def factory(**keys: Any) -> dict[str, Any]:
+    return {
+        "model_name_or_path": "gpt2",
+        "stage": "sft",
+        "finetuning_type": "lora",
+        "dataset": "a, b",
+        "cutoff_len": 64,
+        "max_steps": 10,
+        "bf16": True,
+        **keys,
+    }
+
+
+def test_data_sets_in_turns_are_weighted(tmp_path: Path) -> None:
+    turns = {"mix_strategy": "interleave_under", "interleave_probs": "0.7,0.3"}
+    recipe, reading = imported(tmp_path, 1, f_json=factory(**turns))
+    assert recipe["data"]["sources"] == [{"path": "data/a.json", "weight": 0.7}, {"path": "data/b.json", "weight": 0.3}]
+    assert "interleave_probs=0.7,0.3" in reading.settings["data.sources"][1]
+    assert any("shares of tokens, not chances of an example" in note for note in reading.notes)
+    assert told(reading, "mix_strategy=interleave_under")
+    recipe, _ = imported(tmp_path, 1, f_json=factory(mix_strategy="interleave_over"))
+    assert [source["weight"] for source in recipe["data"]["sources"]] == [1.0, 1.0]
+    recipe, reading = imported(tmp_path, 1, f_json=factory(mix_strategy="concat", interleave_probs="0.7,0.3"))
+    assert all("weight" not in source for source in recipe["data"]["sources"])
+    assert told(reading, "interleave_probs")
+    with pytest.raises(UserError, match="1 chances for 2 data sets"):
+        imported(tmp_path, 1, f_json=factory(mix_strategy="interleave_over", interleave_probs="0.7"))
+    with pytest.raises(UserError, match="interleave_probs=x,y: this value is not allowed"):
+        imported(tmp_path, 1, f_json=factory(interleave_probs="x,y"))
+
+
+def test_what_changes_the_model_is_not_said_to_have_no_effect(tmp_path: Path) -> None:
+    keys = {"shift_attn": True, "resize_vocab": True, "quantization_method": "hqq", "adapter_name_or_path": "a,b"}
+    _, reading = imported(tmp_path, 1, f_json=factory(**keys))
+    for key in keys:
+        assert len(told(reading, key)) == 1
+        assert "does not affect" not in told(reading, key)[0]
+
+
+@pytest.mark.parametrize("packing", [{"packing": True}, {"packing": True, "neat_packing": True}, {"packing": False}])
+def test_what_was_imported_is_not_listed_as_without_effect(tmp_path: Path, packing: dict[str, bool]) -> None:
+    recipe, reading = imported(tmp_path, 1, f_json=factory(dataset_dir="sets", **packing))
+    assert recipe["data"]["packing"] == ("best_fit" if packing["packing"] else "padded")
+    assert recipe["data"]["sources"][0]["path"] == "sets/a.json"
+    assert reading.already_so() == ["f.json: stage=sft"]
+
+
+def test_freezing_trains_the_last_layers(tmp_path: Path) -> None:
+    recipe, reading = imported(tmp_path, 1, f_json=factory(finetuning_type="freeze", lora_rank=8, lora_target="all"))
+    assert recipe["finetune"] == {"method": "full", "last_layers": 2}
+    assert all("without finetuning_type=lora" in told(reading, key)[0] for key in ("lora_rank", "lora_target"))
+    recipe, _ = imported(tmp_path, 1, f_json=factory(finetuning_type="freeze", freeze_trainable_layers=3))
+    assert recipe["finetune"] == {"method": "full", "last_layers": 3}
+    recipe, reading = imported(tmp_path, 1, f_json=factory(finetuning_type="full", freeze_trainable_layers=3))
+    assert recipe["finetune"] == {"method": "full"}
+    assert told(reading, "freeze_trainable_layers=3")
+    recipe, reading = imported(tmp_path, 1, f_json=factory(finetuning_type="freeze", freeze_trainable_layers=-3))
+    assert "last_layers" not in recipe["finetune"]
+    assert told(reading, "freeze_trainable_layers=-3")
+
+
+def test_a_method_without_a_counterpart_is_named(tmp_path: Path) -> None:
+    recipe, reading = imported(tmp_path, 1, f_json=factory(finetuning_type="oft", oft_block_size=32))
+    assert "finetune" not in recipe
+    assert told(reading, "finetuning_type=oft") == ["supported: full, freeze, lora"]
+
+
+def test_factorys_precisions(tmp_path: Path) -> None:
+    recipe, _ = imported(tmp_path, 1, f_json=factory(bf16=False, pure_bf16=True, finetuning_type="full"))
+    assert recipe["training"]["precision"] == "bf16"
+    assert recipe["training"]["master_dtype"] == "bf16"
+    assert recipe["training"]["optimizer"]["state_dtype"] == "bf16"
+    assert recipe["training"]["optimizer"]["rounding"] == "nearest"
+    recipe, _ = imported(tmp_path, 1, f_json=factory(fp8=True, fp8_backend="torchao", finetuning_type="full"))
+    assert recipe["training"]["precision"] == "fp8"
+    assert recipe["training"]["low_precision"] == {"recipe": "tensorwise"}
+
+
+@pytest.mark.parametrize("kind", ["WarmupLR", "WarmupDecayLR"])
+def test_factorys_deepspeed_has_its_scheduler(tmp_path: Path, kind: str) -> None:
+    config = deepspeed(train_batch_size="auto", scheduler=scheduler(kind, total_num_steps="auto", warmup_max_lr="auto"))
+    arguments = factory(deepspeed="ds.json", learning_rate=1e-4, lr_scheduler_type="cosine")
+    recipe, reading = imported(tmp_path, 1, f_json=arguments, ds_json=config)
+    assert recipe["training"]["lr_schedule"]["name"] == {"WarmupLR": "constant", "WarmupDecayLR": "linear"}[kind]
+    assert recipe["training"]["optimizer"]["lr"] == 1e-4
+    assert recipe["training"]["micro_batch"] == 8
+    assert told(reading, "lr_scheduler_type=cosine")

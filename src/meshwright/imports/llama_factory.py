@@ -3,9 +3,12 @@
 from collections.abc import Mapping
 from typing import Any
 
+from meshwright.imports.accelerate_fp8 import RULES as FP8_RULES
+from meshwright.imports.accelerate_fp8 import settle_fp8
 from meshwright.imports.hf_arguments import RULES as HF_RULES
 from meshwright.imports.hf_arguments import deepspeed_first, take_defaults, take_length
-from meshwright.imports.reading import Reading, Rule, nothing, when
+from meshwright.imports.reading import Reading, Rule, check_count, check_number, nothing, when
+from meshwright.spec.errors import UserError
 
 MARKS = ("finetuning_type", "cutoff_len", "dataset_dir", "stage")
 TEMPLATES = {"llama3": "llama3", "qwen": "qwen", "mistral": "mistral", "chatml": "chatml"}
@@ -30,7 +33,14 @@ RECORDS: Mapping[str, Mapping[str, Any]] = {
     "text": {"formatting": "alpaca", "columns": {"prompt": "text"}},
 }
 """A source's format -> its description in dataset_info.json."""
-TARGETS = 'a list of patterns, or "all-linear"'
+OF_ADAPTERS = tuple(
+    f"finetune.{key}"
+    for key in (
+        *("rank", "alpha", "dropout", "targets", "train", "dora", "rslora", "b_lr_ratio", "base"),
+        *("double_quantization", "start_from"),
+    )
+)
+"""Settings of adapters, which full fine-tuning does not have."""
 
 
 def _stage(reading: Reading, value: Any, origin: str) -> None:
@@ -45,14 +55,16 @@ def _method(reading: Reading, value: Any, origin: str) -> None:
         reading.set("finetune.method", value, origin)
     elif value == "freeze":
         reading.set("finetune.method", "full", origin)
+        reading.fact("freeze", True, origin)
     else:
         reading.give_up(origin, "supported: full, freeze, lora")
 
 
 def _frozen(reading: Reading, value: Any, origin: str) -> None:
     if value > 0:
-        reading.set("finetune.last_layers", value, origin)
+        reading.fact("freeze layers", value, origin)
     else:
+        reading.fact("freeze layers", None, origin)
         reading.give_up(origin, "finetune.last_layers trains the last layers; list the first ones in finetune.train")
 
 
@@ -66,6 +78,60 @@ def _targets(reading: Reading, value: Any, origin: str) -> None:
 
 def _dataset(reading: Reading, value: Any, origin: str) -> None:
     reading.fact("datasets", _listed(value), origin)
+
+
+def _chances(reading: Reading, value: Any, origin: str) -> None:
+    """A chance of an example for each data set, as words or numbers."""
+    chances = [float(part) for part in _listed(value)] if isinstance(value, str) else list(value)
+    for chance in chances:
+        check_number(chance, origin)
+    reading.fact("chances", chances, origin)
+
+
+def _mixed(reading: Reading, value: Any, origin: str) -> None:
+    """How data sets are mixed: one after the other, then shuffled (as a recipe does without weights), or in turns."""
+    if str(value).startswith("interleave"):
+        reading.fact("in turns", value, origin)
+    elif value != "concat":
+        reading.give_up(origin, "supported: concat, interleave_under, interleave_over, interleave_once")
+
+
+def _adapter(reading: Reading, value: Any, origin: str) -> None:
+    if "," in value:
+        reading.give_up(origin, "only one adapter; merge the others into the model first")
+    else:
+        reading.set("finetune.start_from", value, origin)
+
+
+def _all_bf16(reading: Reading, value: Any, origin: str) -> None:
+    """Weights, gradients and moments in bf16, rounded to the nearest."""
+    if value is True:
+        for path, setting in {
+            "training.precision": "bf16",
+            "training.reduce_dtype": "bf16",
+            "training.master_dtype": "bf16",
+            "training.optimizer.rounding": "nearest",
+            "training.optimizer.state_dtype": "bf16",
+        }.items():
+            reading.set(path, setting, origin)
+
+
+def _fp8(reading: Reading, value: Any, origin: str) -> None:
+    if value is True:
+        reading.fact("fp8", True, origin)
+
+
+def _settle_fp8(reading: Reading) -> None:
+    """fp8 products; `bf16: true` beside them is everything else's dtype, as in a recipe."""
+    if "fp8" not in reading.facts:
+        return
+    path, origin = "training.precision", reading.facts["fp8"][1]
+    before, where = reading.settings.get(path, ("bf16", ""))
+    if before == "bf16":
+        reading.settings[path] = ("fp8", f"{origin}; {where}" if where else origin)
+    else:
+        reading.set(path, "fp8", origin)
+    settle_fp8(reading, origin)
 
 
 def _bits(reading: Reading, value: Any, origin: str) -> None:
@@ -107,15 +173,25 @@ def _last_turn(reading: Reading, value: Any, origin: str) -> None:
 
 LEFT_TO_US = (
     *("do_train", "do_eval", "overwrite_cache", "preprocessing_num_workers", "plot_loss", "flash_attn", "cache_dir"),
-    *("trust_remote_code", "use_fast_tokenizer", "enable_liger_kernel", "use_unsloth", "shift_attn", "tokenized_path"),
+    *("trust_remote_code", "use_fast_tokenizer", "enable_liger_kernel", "use_unsloth", "tokenized_path"),
     *("preprocessing_batch_size", "include_num_input_tokens_seen", "upcast_layernorm"),
-    *("quantization_method", "low_cpu_mem_usage", "resize_vocab", "ray_num_workers", "print_param_status"),
+    *("low_cpu_mem_usage", "ray_num_workers", "print_param_status", "use_reentrant_gc", "use_unsloth_gc"),
 )
 
 RULES: Mapping[str, Rule] = {
     **HF_RULES,
     "model_name_or_path": "model.name",
-    "adapter_name_or_path": "finetune.start_from",
+    "adapter_name_or_path": _adapter,
+    "pure_bf16": _all_bf16,
+    "fp8": _fp8,
+    **{f"fp8_{key}": FP8_RULES[key] for key in ("backend", "enable_fsdp_float8_all_gather")},
+    "shift_attn": nothing("shifted sparse attention (LongLoRA) is not supported; every token attends to all before it"),
+    "resize_vocab": nothing("the model keeps its vocabulary"),
+    "quantization_method": lambda reading, value, origin: (
+        None if value in ("bnb", "bitsandbytes") else reading.give_up(origin, "supported: bnb (nf4, int8)")
+    ),
+    "interleave_probs": _chances,
+    "mix_strategy": _mixed,
     "stage": _stage,
     "finetuning_type": _method,
     "freeze_trainable_layers": _frozen,
@@ -177,19 +253,37 @@ def read_llama_factory(reading: Reading, values: Mapping[str, Any], file: str) -
         reading.set("training.preference.beta", 0.1, f"{reading.facts['preferences'][1]} (LLaMA-Factory's default)")
     if preferences:
         reading.set("data.separate_documents", True, reading.facts["preferences"][1])
+    _settle_fp8(reading)
     if "finetuning_type" not in values:
         reading.set("finetune.method", "lora", f"{file} (LLaMA-Factory's default)")
-    defaults = {"finetune.rank": 8} if reading.settings["finetune.method"][0] == "lora" else {}
-    for path, value in defaults.items():
-        reading.default(path, value, f"{file} (LLaMA-Factory's default)")
-    if "finetune.rank" in defaults and "lora_alpha" not in values:  # twice the rank
-        rank = reading.settings.get("finetune.rank", (8, ""))[0]
-        reading.default("finetune.alpha", 2 * rank, f"{file} (LLaMA-Factory's default)")
+    _settle_method(reading, file)
     default = f"{file} (LLaMA-Factory's default)"
+    if reading.settings.get("finetune.method", ("", ""))[0] == "lora":
+        rank, origin = reading.settings.get("finetune.rank", (8, default))
+        check_count(rank, origin)
+        reading.default("finetune.rank", rank, origin)
+        reading.default("finetune.alpha", 2 * rank, default)
     _packing(reading, values, default)
     defaults = {"data.sequence_length": 2048, "data.held_out": 0.0, "training.recompute": "full"}
     for path, value in defaults.items():
         reading.default(path, value, default)
+
+
+def _settle_method(reading: Reading, file: str) -> None:
+    """The layers of `freeze`, two by default; LoRA's settings have no effect on other methods."""
+    method = reading.settings.get("finetune.method", ("", ""))[0]
+    layers = reading.facts.get("freeze layers", (2, f"{file} (LLaMA-Factory's default: freeze_trainable_layers=2)"))
+    if "freeze" in reading.facts and layers[0] is not None:
+        reading.set("finetune.last_layers", *layers)
+        reading.notes.append(
+            f"{reading.facts['freeze'][1]}: the last norm and an untied head train in a recipe, too; list the layers "
+            "in finetune.train instead if they should not"
+        )
+    elif "freeze" not in reading.facts and layers[0] is not None and "freeze layers" in reading.facts:
+        reading.give_up(layers[1], "it has no effect without finetuning_type=freeze")
+    if method != "lora":
+        for path in [path for path in reading.settings if path in OF_ADAPTERS]:
+            reading.give_up(reading.settings.pop(path)[1], "it has no effect without finetuning_type=lora")
 
 
 def is_dataset_info(values: Mapping[str, Any]) -> bool:
@@ -208,6 +302,8 @@ def _packing(reading: Reading, values: Mapping[str, Any], default: str) -> None:
     texts = values.get("stage") == "pt"
     packed, where = reading.facts.get("packing", (texts, f"{default}: packing={texts}"))
     if values.get("neat_packing"):  # its rule has set it
+        if values.get("packing"):
+            reading.set("data.packing", "best_fit", where)
         return
     words = {True: "concatenated" if texts else "best_fit", False: "padded"}
     reading.set("data.packing", words[packed is True], where)
@@ -227,10 +323,32 @@ def name_sources(reading: Reading) -> None:
         else {"path": f"{folder}/{name}.json", **form}
         for name in names
     ]
-    reading.set("data.sources", sources, f"{origin}; {where}" if where else origin)
+    told = [said for said in (origin, reading.facts.get("dataset folder", (0, ""))[1], where) if said]
+    told += _weigh(reading, names, sources)
+    reading.set("data.sources", sources, "; ".join(told))
     if missing := [name for name in names if name not in table]:
         said = f"the files and columns of {', '.join(missing)} are in {folder}/{TABLE}, which was not given"
         reading.notes.append(f"{origin}: {said}; pass that file too")
+
+
+def _weigh(reading: Reading, names: list[str], sources: list[dict[str, Any]]) -> list[str]:
+    """Give the sources the weights of data sets that are read in turns; returns the origins of the weights."""
+    chances, where = reading.facts.get("chances", (None, ""))
+    turns, mixed = reading.facts.get("in turns", ("", ""))
+    if not turns:
+        if chances:
+            reading.give_up(where, "it has no effect without mix_strategy=interleave_under or another interleave_*")
+        return []
+    if chances and len(chances) != len(names):
+        raise UserError(f"{where}: {len(chances)} chances for {len(names)} data sets; give each one")
+    for source, chance in zip(sources, chances or [1.0] * len(names), strict=True):
+        source["weight"] = chance
+    reading.notes.append(
+        f"{where or mixed}: set as weights, which are shares of tokens, not chances of an example; they differ where "
+        "examples of one data set are longer"
+    )
+    reading.give_up(mixed, "the run ends after training.steps, whichever data set is used up; used-up ones start again")
+    return [where] if where else []
 
 
 def _described(reading: Reading, entry: Mapping[str, Any], folder: str, where: str) -> dict[str, Any]:
