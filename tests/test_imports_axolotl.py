@@ -131,6 +131,7 @@ def test_conversations_keep_columns_and_what_is_trained(tmp_path: Path) -> None:
 def test_the_loss_is_on_prompts_where_axolotl_is_told_so(tmp_path: Path) -> None:
     assert axolotl(tmp_path, train_on_inputs=True).recipe["data"]["chat"] == {"train_on": "all"}
     assert "chat" not in axolotl(tmp_path, train_on_inputs=False).recipe["data"]
+    assert axolotl(tmp_path, excess_length_strategy="raise").recipe["data"]["chat"] == {"overlong": "error"}
 
 
 def test_texts_keep_their_column(tmp_path: Path) -> None:
@@ -332,3 +333,34 @@ def test_the_batch_of_a_rank_gives_the_accumulation(tmp_path: Path) -> None:
     told = axolotl(tmp_path, batch_size=8, gradient_accumulation_steps=2)
     assert told.recipe["training"]["global_batch"] == 32
     assert told.why("batch_size=8")
+
+
+def test_a_key_without_a_value_is_as_if_it_were_not_there(tmp_path: Path) -> None:
+    told = axolotl(tmp_path, adapter=None, lora_r=8, warmup_steps=None, sample_packing=None, bf16=None)
+    assert told.recipe["finetune"] == {"method": "full"}
+    assert "without adapter" in told.why("lora_r=8")
+    assert told.recipe["training"]["lr_schedule"]["warmup"] == 3  # 3 % of 100 steps
+    assert told.recipe["training"]["precision"] == "fp32"
+
+
+def test_the_default_warm_up_of_an_unknown_number_of_steps_is_not_none(tmp_path: Path) -> None:
+    told = axolotl(tmp_path, max_steps=None, num_epochs=1)
+    assert "warmup" not in told.recipe["training"]["lr_schedule"]
+    assert "the number of steps is unknown" in told.why("3 % of the steps, at most 100")
+
+
+def test_shares_of_steps(tmp_path: Path) -> None:
+    told = axolotl(tmp_path, warmup_steps=0.1, save_steps=0.25, eval_steps=0.5)
+    assert told.recipe["training"]["lr_schedule"]["warmup"] == 10
+    assert "checkpoint" not in told.recipe
+    assert "set checkpoint.every, in steps" in told.why("save_steps=0.25")
+    assert "set training.evaluation.every, in steps" in told.why("eval_steps=0.5")
+
+
+def test_targets_of_adapters(tmp_path: Path) -> None:
+    lora = {"adapter": "lora", "lora_r": 8}
+    told = axolotl(tmp_path, **lora, lora_target_modules=r"model.layers.[\d]+.mlp.up_proj")
+    assert "targets" not in told.recipe["finetune"]
+    assert "regular expression" in told.why("lora_target_modules=")
+    told = axolotl(tmp_path, **lora, lora_target_modules=["q_proj"], lora_target_linear=True)
+    assert told.recipe["finetune"]["targets"] == "all-linear"  # which has the others, too

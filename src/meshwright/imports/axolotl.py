@@ -9,7 +9,7 @@ from meshwright.imports.axolotl_ranks import RULES as RANK_RULES
 from meshwright.imports.axolotl_ranks import settle_batch, settle_preference, settle_ranks
 from meshwright.imports.hf_arguments import HYBRID, take_defaults
 from meshwright.imports.hf_arguments import RULES as HF_RULES
-from meshwright.imports.reading import Reading, Rule, apply, check_count, fact, nothing, when
+from meshwright.imports.reading import Reading, Rule, apply, check_count, fact, nothing, when, words
 
 
 def _packing(reading: Reading, value: Any, origin: str) -> None:
@@ -46,8 +46,25 @@ def _evaluation(reading: Reading, value: Any, origin: str) -> None:
 
 
 def _warmup(reading: Reading, value: Any, origin: str) -> None:
-    """axolotl warms up for 2 steps where it is told 1."""
-    reading.set("training.lr_schedule.warmup", 2 if value == 1 else value, origin)
+    """axolotl warms up for 2 steps where it is told 1; a number below 1 is a share."""
+    apply(HF_RULES["warmup_steps"], reading, 2 if value == 1 else value, origin)
+
+
+def _targets(reading: Reading, value: Any, origin: str) -> None:
+    if isinstance(value, list) or value == "all-linear":
+        reading.set("finetune.targets", value, origin)
+    else:
+        reading.give_up(origin, "a regular expression; list patterns in finetune.targets, as in [q_proj, v_proj]")
+
+
+def _interval(path: str) -> Rule:
+    def rule(reading: Reading, value: Any, origin: str) -> None:
+        if 0 < value < 1:
+            reading.give_up(origin, f"a share of all steps; set {path}, in steps")
+        else:
+            reading.set(path, value, origin)
+
+    return rule
 
 
 def _sharded(reading: Reading, value: Any, origin: str) -> None:
@@ -68,6 +85,7 @@ def _sharded(reading: Reading, value: Any, origin: str) -> None:
         apply(rule, reading, strategy, said)
         if "hybrid" in reading.facts:
             reading.notes.append(f"{said}: {HYBRID}")
+    found.pop("version", None)  # the same sharding
     if found.get("auto_wrap_policy") == "TRANSFORMER_BASED_WRAP":
         del found["auto_wrap_policy"]
     for key, said in found.items():
@@ -84,12 +102,16 @@ def _per_epoch(path: str) -> Rule:
 
 
 LEFT_TO_US = (
+    *("attn_implementation", "liger_rope", "liger_rms_norm", "liger_layer_norm", "liger_glu_activation"),
+    *("liger_fused_linear_cross_entropy", "lora_mlp_kernel", "lora_qkv_kernel", "lora_o_kernel", "wandb_log_model"),
     *("flash_attention", "sdp_attention", "xformers_attention", "dataset_prepared_path", "tf32", "logging_steps"),
     *("group_by_length", "pad_to_sequence_len", "strict", "trust_remote_code", "model_type", "tokenizer_type"),
     *("is_llama_derived_model", "gradient_checkpointing_kwargs", "dataset_processes"),
     *("eval_sample_packing", "save_safetensors", "debug", "wandb_entity", "wandb_watch", "wandb_name", "local_rank"),
 )
 
+ORDER = {"lora_target_linear": 0, "fp16": 2}
+"""Keys that count before the others, and after them: bf16 overrules fp16."""
 DATASETS = ("datasets", "pretraining_dataset")
 SHARED = (
     "gradient_accumulation_steps",
@@ -107,12 +129,10 @@ SHARED = (
     "torch_compile",
     "seed",
     "output_dir",
-    "save_steps",
     "save_strategy",
     "save_total_limit",
     "eval_strategy",
     "evaluation_strategy",
-    "eval_steps",
     "deepspeed",
     "fsdp",
 )
@@ -132,7 +152,7 @@ RULES: Mapping[str, Rule] = {
     "lora_r": "finetune.rank",
     "lora_alpha": "finetune.alpha",
     "lora_dropout": "finetune.dropout",
-    "lora_target_modules": "finetune.targets",
+    "lora_target_modules": _targets,
     "lora_target_linear": when("finetune.targets", "all-linear"),
     "lora_modules_to_save": "finetune.train",
     "peft_use_dora": when("finetune.dora", True),
@@ -141,6 +161,10 @@ RULES: Mapping[str, Rule] = {
     "num_epochs": fact("epochs"),
     **{name: HF_RULES[name] for name in SHARED},
     **RANK_RULES,
+    "save_steps": _interval("checkpoint.every"),
+    "eval_steps": _interval("training.evaluation.every"),
+    "excess_length_strategy": words("data.chat.overlong", {"drop": "drop", "truncate": "truncate", "raise": "error"}),
+    "unfrozen_parameters": nothing("set finetune.train to the modules that train"),
     "bf16": _bf16,
     "bfloat16": _bf16,
     "lora_model_dir": "finetune.start_from",
@@ -170,11 +194,12 @@ def is_axolotl(values: Mapping[str, Any]) -> bool:
 
 def read_axolotl(reading: Reading, values: Mapping[str, Any], file: str) -> None:
     """Read an axolotl configuration."""
+    values = {key: value for key, value in values.items() if value is not None}
     reading.fact("keys", tuple(values), file)
     if values.get("bf16") == "auto":
         reading.set("training.precision", "bf16", f"{file}: bf16=auto (bf16 where the GPU has it, else fp16)")
     apart = {key: value for key, value in values.items() if key not in DATASETS and (key, value) != ("bf16", "auto")}
-    reading.take(dict(sorted(apart.items(), key=lambda pair: pair[0] == "fp16")), RULES, file)  # bf16 counts first
+    reading.take(dict(sorted(apart.items(), key=lambda pair: ORDER.get(pair[0], 1))), RULES, file)
     read_datasets(reading, values, file)
     settle_batch(reading, values)
     settle_preference(reading, file)
@@ -185,9 +210,7 @@ def read_axolotl(reading: Reading, values: Mapping[str, Any], file: str) -> None
             check_count(steps, reading.settings["training.steps"][1])
             _warmup(reading, min(int(0.03 * steps), 100), default)
         else:
-            reading.give_up(
-                default, ("warm-up is 3 % of the unknown number of steps, at most 100; set training.lr_schedule.warmup")
-            )
+            reading.fact("warmup_ratio", 0.03, f"{default}: warm-up of 3 % of the steps, at most 100")
     take_defaults(reading, values, default, "cosine")
     if (floor := values.get("cosine_min_lr_ratio")) is not None:
         reading.settings["training.lr_schedule.final"] = (floor, f"{file}: cosine_min_lr_ratio={floor}")
@@ -199,4 +222,12 @@ def read_axolotl(reading: Reading, values: Mapping[str, Any], file: str) -> None
     if not values.get("sample_packing"):
         reading.set("data.packing", "padded", f"{file} (axolotl's default: sample_packing=false)")
     if "adapter" not in values:
-        reading.set("finetune.method", "full", f"{file} (no adapter)")
+        _without_adapter(reading, file)
+
+
+def _without_adapter(reading: Reading, file: str) -> None:
+    """All parameters train; the settings of an adapter have no effect."""
+    for path in [path for path in reading.settings if path.startswith("finetune.")]:
+        _, origin = reading.settings.pop(path)
+        reading.give_up(origin, "it has no effect without adapter")
+    reading.set("finetune.method", "full", f"{file} (no adapter)")

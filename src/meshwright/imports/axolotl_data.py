@@ -331,6 +331,10 @@ def _preference(entry: Entry) -> None:
     if template == "chat_template" and style == "default":
         entry.column("prompt", "field_messages", "messages")
         _messages(entry)
+        entry.reading.notes.append(
+            f"{origin}: messages come in lists, text with a prompt of text; write a chosen or rejected message by "
+            "itself as a list of one"
+        )
     elif template in ("chatml", "llama3", "chat_template") and (style or "default") in ASKED:
         asked = ASKED[style or "default"]
         entry.say(origin, **({} if asked == "prompt" else {"columns": {"prompt": asked}}))
