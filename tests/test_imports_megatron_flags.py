@@ -243,6 +243,13 @@ def test_megatrons_defaults_are_set_or_told(tmp_path: Path) -> None:
     ("name", "text", "message"),
     [
         ("s.sh", MODEL.replace("layers 2", "layers two"), r"s\.sh: num-layers=two: model\.num_layers: 'two' is not"),
+        (
+            "s.sh",
+            f"torchrun --nproc_per_node 8 {MODEL} --num-distributed-optimizer-instances 2 --context-parallel-size 0",
+            r"s\.sh: context-parallel-size=0: must be a whole number",
+        ),
+        ("s.sh", f"{MODEL} --num-distributed-optimizer-instances x", r"s\.sh: num-distributed-optimizer-instances=x: "),
+        ("s.sh", f"{MODEL} --use-rope-scaling --rope-scaling-factor x", r"s\.sh: rope-scaling-factor=x: must be a num"),
         ("s.sh", f"{MODEL} --adam-eps 0", r"s\.sh: adam-eps=0: training\.optimizer\.eps: 0 is not allowed"),
         (
             "s.sh",

@@ -4,9 +4,9 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from meshwright.imports.megatron_combined import LISTS, SWITCHES, combine, model_defaults
+from meshwright.imports.megatron_combined import LISTS, SWITCHES, combine, model_defaults, model_ranks
 from meshwright.imports.megatron_combined import RULES as COMBINED_RULES
-from meshwright.imports.reading import Reading, Rule, fact, nothing, positive, when, words
+from meshwright.imports.reading import Reading, Rule, check_count, check_number, fact, nothing, positive, when, words
 from meshwright.imports.shell import read_flags
 
 DECIDED_BY_US = (
@@ -254,15 +254,16 @@ def rope_scaling(reading: Reading) -> None:
     """llama3's scaling, where a flag asks for it."""
     if reading.known("rope scaled"):
         factor, where = reading.facts.get("rope factor", (8.0, reading.facts["rope scaled"][1]))
+        check_number(factor, where)
         reading.set("model.rope_scaling", {"factor": float(factor)}, where)
 
 
 def replicas(reading: Reading) -> None:
     """How many ranks share the optimizer's state, where there are several instances of it."""
     instances, where = reading.facts.get("instances", (1, ""))
+    check_count(instances, where)
     if instances > 1 and (ranks := reading.known("ranks")):
-        split = [reading.settings.get(f"layout.{axis}", (1, ""))[0] for axis in ("tp", "pp", "cp")]
-        reading.fact("shard", max(1, ranks // (split[0] * split[1] * split[2] * instances)), where)
+        reading.fact("shard", max(1, ranks // (model_ranks(reading) * instances)), where)
 
 
 def _family(reading: Reading, values: Mapping[str, Any], file: str) -> None:

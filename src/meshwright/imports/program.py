@@ -1,6 +1,7 @@
 """Another engine's program that Meshwright has written: its constants, and the recipe at its end."""
 
 import ast
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import reduce
@@ -148,7 +149,9 @@ def _expected(setting: str, settings: Mapping[str, Any]) -> Any:
 
 def _parsed(program: str, path: Path) -> list[ast.stmt]:
     try:
-        return ast.parse(program).body
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # Python's own about a user's file
+            return ast.parse(program).body
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         raise UserError(f"{path}: cannot be read as Python: {error}") from error
 
