@@ -448,3 +448,33 @@ def test_factorys_deepspeed_has_its_scheduler(tmp_path: Path, kind: str) -> None
     assert recipe["training"]["optimizer"]["lr"] == 1e-4
     assert recipe["training"]["micro_batch"] == 8
     assert told(reading, "lr_scheduler_type=cosine")
+
+
+@pytest.mark.parametrize("make", [dict, factory])
+def test_intervals_count_only_under_the_strategy_steps(tmp_path: Path, make: Any) -> None:
+    arguments = {**make(), **ARGUMENTS, "eval_steps": 7, "save_steps": 9}
+    cases: list[tuple[dict[str, Any], Any, Any]] = [
+        ({}, None, 9),
+        ({"eval_strategy": "steps"}, 7, 9),
+        ({"eval_strategy": "epoch", "save_strategy": "epoch"}, None, None),
+        ({"eval_strategy": False, "save_strategy": False}, None, None),
+        ({"save_steps": 0.1}, None, None),
+    ]
+    for keys, evaluates, saves in cases:
+        recipe, reading = imported(tmp_path, 1, f_json=arguments | keys)
+        assert recipe["training"].get("evaluation", {}).get("every") == evaluates
+        assert recipe.get("checkpoint", {}).get("every") == saves
+        assert bool(told(reading, "eval_steps=7")) == (evaluates is None)
+        assert bool(told(reading, "save_steps=")) == (saves is None)
+    recipe, _ = imported(tmp_path, 1, f_json={**make(), **ARGUMENTS, "eval_strategy": "steps", "logging_steps": 5})
+    assert recipe["training"]["evaluation"]["every"] == 5
+    assert recipe["checkpoint"]["every"] == 500
+
+
+def test_a_backend_or_mode_compiles_in_the_trainer(tmp_path: Path) -> None:
+    for key, value in (("torch_compile_backend", "inductor"), ("torch_compile_mode", "default")):
+        recipe, reading = imported(tmp_path, 1, args_json=ARGUMENTS | {key: value})
+        assert recipe["training"]["compile"] is True
+        assert not told(reading, key)
+    _, reading = imported(tmp_path, 1, args_json=ARGUMENTS | {"torch_compile_mode": "max-autotune"})
+    assert told(reading, "torch_compile_mode=max-autotune")

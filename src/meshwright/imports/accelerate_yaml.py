@@ -69,7 +69,7 @@ def _degree(path: str, also: Mapping[str, Any] | None = None) -> Rule:
     return rule
 
 
-def _backend(reading: Reading, value: Any, origin: str) -> None:
+def compile_with(reading: Reading, value: Any, origin: str) -> None:
     """Dynamo's backend; YAML reads `no` as false."""
     if str(value).lower() == "inductor":
         reading.set("training.compile", True, origin)
@@ -77,7 +77,8 @@ def _backend(reading: Reading, value: Any, origin: str) -> None:
         reading.give_up(origin, "supported: inductor, no")
 
 
-def _mode(reading: Reading, value: Any, origin: str) -> None:
+def compile_in_mode(reading: Reading, value: Any, origin: str) -> None:
+    """The mode of compilation."""
     if value == "max-autotune-no-cudagraphs":
         reading.set("training.compile_mode", value, origin)
     elif value != "default":
@@ -99,8 +100,8 @@ KEYS: Mapping[str, Rule] = {
         "training.precision", {"no": "fp32", "false": "fp32", "bf16": "bf16", "fp16": "fp16", "fp8": "fp8"}
     ),
     **{f"fp8_config.fp8_{key}": rule for key, rule in FP8_RULES.items()},
-    **dict.fromkeys(("dynamo_backend", "dynamo_config.dynamo_backend"), _backend),
-    "dynamo_config.dynamo_mode": _mode,
+    **dict.fromkeys(("dynamo_backend", "dynamo_config.dynamo_backend"), compile_with),
+    "dynamo_config.dynamo_mode": compile_in_mode,
     "dynamo_config.dynamo_use_regional_compilation": when("training.compile_scope", "block"),
     "dynamo_config.dynamo_use_fullgraph": nothing("a graph may break"),
     "dynamo_config.dynamo_use_dynamic": nothing("shapes never change within a run"),

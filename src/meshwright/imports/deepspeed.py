@@ -156,6 +156,9 @@ KEYS: Mapping[str, Rule] = {
     "scheduler.params.warmup_type": lambda reading, value, origin: (
         None if value == "linear" else reading.give_up(origin, "warm-up is always linear")
     ),
+    "scheduler.params.last_batch_iteration": lambda reading, value, origin: (
+        None if value == -1 else reading.give_up(origin, "a new run starts at its first step")
+    ),
     "scheduler.params.warmup_min_ratio": nothing("warm-up always starts at 0"),
     "scheduler.params.cos_min_ratio": "training.lr_schedule.final",
     "bf16.enabled": when("training.precision", "bf16"),

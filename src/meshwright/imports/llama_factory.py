@@ -6,7 +6,7 @@ from typing import Any
 from meshwright.imports.accelerate_fp8 import RULES as FP8_RULES
 from meshwright.imports.accelerate_fp8 import settle_fp8
 from meshwright.imports.hf_arguments import RULES as HF_RULES
-from meshwright.imports.hf_arguments import deepspeed_first, take_defaults, take_length
+from meshwright.imports.hf_arguments import deepspeed_first, settle_intervals, take_defaults, take_length
 from meshwright.imports.reading import Reading, Rule, check_count, check_number, nothing, when
 from meshwright.spec.errors import UserError
 
@@ -245,6 +245,7 @@ def is_llama_factory(values: Mapping[str, Any]) -> bool:
 def read_llama_factory(reading: Reading, values: Mapping[str, Any], file: str) -> None:
     """Read a LLaMA-Factory configuration."""
     reading.take(deepspeed_first(values), RULES, file)
+    settle_intervals(reading, values, f"{file} (the Trainer's default)")
     take_length(reading, values, f"{file} (the Trainer's default)")
     take_defaults(reading, values, f"{file} (the Trainer's default)", "linear")
     reading.default("training.precision", "fp32", f"{file} (neither bf16 nor fp16)")
