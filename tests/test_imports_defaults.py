@@ -268,3 +268,20 @@ def test_a_value_of_another_kind_is_named(tmp_path: Path, name: str, content: st
     else:
         _, reading = import_files([tmp_path / name], ranks=8, model="gpt2")
         assert any("scheduler.type=['a']" in origin for origin, _ in reading.without)
+
+
+@pytest.mark.parametrize(("said", "steps"), [("None", None), ("40", 40)])
+def test_automodel_reads_none_as_python_does(tmp_path: Path, said: str, steps: int | None) -> None:
+    text = (
+        "model:\n  _target_: nemo_automodel.NeMoAutoModelForCausalLM.from_pretrained\n"
+        "  pretrained_model_name_or_path: gpt2\n"
+        f"step_scheduler: {{max_steps: {said}, ckpt_every_steps: 30, global_batch_size: 8, local_batch_size: 1}}\n"
+        "optimizer: {_target_: torch.optim.AdamW, lr: 1e-5}\n"
+    )
+    recipe, _ = imported(tmp_path, a_yaml=text)
+    assert recipe["training"].get("steps") == steps
+    assert recipe["training"]["optimizer"]["lr"] == 1e-5
+    assert recipe["checkpoint"]["every"] == 30
+    for wrong in (text.replace(said, "many"), text.replace(": 30", ": often")):
+        with pytest.raises(UserError, match=r"a\.yaml: step_scheduler\.\w+=(many|often)"):
+            imported(tmp_path, a_yaml=wrong)

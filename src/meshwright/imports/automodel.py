@@ -15,6 +15,7 @@ from meshwright.imports.reading import (
     flat,
     nothing,
     positive,
+    unless_none,
     when,
 )
 
@@ -162,7 +163,7 @@ RULES: Mapping[str, Rule] = {
     "rng.seed": nothing("AutoModel reads the top-level key seed instead"),
     "step_scheduler.global_batch_size": "training.global_batch",
     "step_scheduler.local_batch_size": fact("local batch"),
-    "step_scheduler.max_steps": "training.steps",
+    "step_scheduler.max_steps": unless_none("training.steps"),
     "step_scheduler.num_epochs": _epochs,
     "step_scheduler.ckpt_every_steps": fact("saves"),
     "step_scheduler.val_every_steps": "training.evaluation.every",
@@ -239,12 +240,8 @@ def read_automodel(reading: Reading, values: Mapping[str, Any], file: str) -> No
         if part == "wandb":
             reading.set("trackers", ["wandb"], f"{file}: wandb={values[part]}")
         else:
-            why = (
-                ("evaluation data is a fraction of the training data; set data.held_out")
-                if part.startswith("valid")
-                else "set trackers"
-            )
-            reading.give_up(f"{file}: {part}={values[part]}", why)
+            held_out = "evaluation data is a fraction of the training data; set data.held_out"
+            reading.give_up(f"{file}: {part}={values[part]}", held_out if part.startswith("valid") else "set trackers")
     if isinstance(values.get("dataset"), Mapping):
         _dataset(reading, values["dataset"], f"{file}: dataset", default)
     defaults = {"training.global_batch": 32, "training.optimizer.lr": 1e-4, "training.optimizer.weight_decay": 0.01}
@@ -257,8 +254,10 @@ def read_automodel(reading: Reading, values: Mapping[str, Any], file: str) -> No
     _rates(reading, values, default)
     _adapters(reading, values, default)
     saves, where = reading.facts.get("saves", (100, default))
-    steps = reading.settings.get("training.steps", (0, ""))[0]
-    reading.set("checkpoint.every", saves if not steps or saves < steps else 0, where)
+    check_number(saves, where)
+    steps = reading.settings.get("training.steps", (2**52, ""))
+    check_count(*steps)
+    reading.set("checkpoint.every", saves if saves < steps[0] else 0, where)
     decay, where = reading.settings.get("training.optimizer.weight_decay", (0.01, default))
     if decay and reading.known("coupled"):
         reading.give_up(

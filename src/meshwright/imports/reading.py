@@ -154,6 +154,11 @@ def positive(path: str) -> Rule:
     return lambda reading, value, origin: reading.set(path, value if value and value > 0 else None, origin)
 
 
+def unless_none(path: str) -> Rule:
+    """The setting gets the value, unless it is the text "None", which some systems read as Python does."""
+    return lambda reading, value, origin: None if value in ("None", "none") else reading.set(path, value, origin)
+
+
 def when(path: str, result: Any) -> Rule:
     """The setting becomes `result` where the value is true."""
     return lambda reading, value, origin: reading.set(path, result, origin) if value is True else None
