@@ -105,6 +105,8 @@ def test_a_key_of_another_kind_is_one_sentence(tmp_path: Path) -> None:
     for key, value in {"path": 3, "type": ["alpaca"], "data_files": 1, "roles": "x", "shards": "two"}.items():
         with pytest.raises(UserError, match=rf"a.yml: datasets.0.{key}=.* must be"):
             sources(tmp_path, {"path": "own/er", key: value})
+    with pytest.raises(UserError, match="roles_to_train"):
+        sources(tmp_path, {"path": "own/er", "roles_to_train": [["gpt"]]})
     with pytest.raises(UserError, match=r"a\.yml: datasets\.1\.path is missing"):
         sources(tmp_path, {"path": "own/er"}, {"type": "alpaca"})
 

@@ -147,3 +147,11 @@ def test_what_another_file_says_counts_before_the_defaults(tmp_path: Path) -> No
     text, reading = import_files([tmp_path / "c.py", tmp_path / "z.json"], ranks=8)
     assert yaml.safe_load(text)["training"]["clip"] == 0.5
     assert not why(reading, "gradient_clipping")
+
+
+def test_values_of_another_kind_are_one_sentence(tmp_path: Path) -> None:
+    for value in ("'40'", "[40]", "2.5", "True"):
+        with pytest.raises(UserError, match=r"c\.py: gradient_accumulation_steps=.*: must be a whole number"):
+            nanogpt(tmp_path, f"gradient_accumulation_steps = {value}\n")
+    _, reading = nanogpt(tmp_path, "gradient_accumulation_steps = 'auto'\n")
+    assert any("gradient_accumulation_steps=auto" in note for note in reading.notes)

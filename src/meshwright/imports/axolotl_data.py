@@ -283,7 +283,9 @@ def _messages(entry: Entry) -> None:
             entry.reading.give_up(said, f"a message's part of this kind is named {' or '.join(names)}")
     roles, origin = entry.pop("roles", {})
     for target, names in roles.items():
-        other = [name for name in (names if isinstance(names, list) else [names]) if ROLES.get(name, name) != target]
+        other = [
+            name for name in (names if isinstance(names, list) else [names]) if ROLES.get(str(name), name) != target
+        ]
         if other:
             entry.reading.give_up(
                 f"{origin}: {target}={other}", f"rename the roles; known besides ours: {', '.join(ROLES)}"
@@ -383,7 +385,7 @@ def _set_chat(reading: Reading, path: str, value: Any, origin: str) -> None:
     elif path == "data.chat.train_on_eos" and value not in ("turn", "last", "none"):
         reading.give_up(origin, "supported: turn, last, none")
     elif path == "data.chat.roles_to_train":
-        reading.set(path, [ROLES.get(role, role) for role in value], origin)
+        reading.set(path, [ROLES.get(str(role), role) for role in value], origin)
     else:
         reading.set(path, value, origin)
 

@@ -282,6 +282,6 @@ def _vocabulary(reading: Reading, dataset: Any, default: str) -> None:
 def _check_accumulation(reading: Reading) -> None:
     """Raise `UserError` if the ranks do not divide the accumulation, as train.py does."""
     ranks, origin = reading.facts.get("ranks", (1, ""))
-    whole, said = reading.facts["accumulation of all ranks"]
+    whole, said = reading.facts.get("accumulation of all ranks", (ranks, ""))
     if whole % ranks:
         raise UserError(f"{said}: nanoGPT needs a multiple of the number of ranks, but {origin}; give another --ranks")
