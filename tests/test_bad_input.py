@@ -293,6 +293,7 @@ DAMAGES = {
     [("train", "run.yaml", "--resume"), ("generate", "runs/small", "--prompt", "x")],
     ids=["train", "generate"],
 )
+@pytest.mark.every(1)
 def test_damaged_checkpoints(words, damage, message, run_dir, capsys):
     damage(run_dir)
     assert main(words) == 2

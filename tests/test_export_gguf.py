@@ -165,6 +165,7 @@ def test_models_and_options_that_cannot_be_written(tmp_path, capsys):
         assert "goes with" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_directory_for_ollama_and_one_for_transformers(tmp_path, capsys):
     trained = opened(tmp_path, "qwen2")
     assert main(["export", str(trained.source), "--ollama", str(tmp_path / "o"), "--format", "q4_0"]) == 0

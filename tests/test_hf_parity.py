@@ -205,6 +205,7 @@ def test_our_export_computes_the_same_in_transformers_fp64(name, tmp_path, exact
 
 
 @pytest.mark.parametrize("name", CASES)
+@pytest.mark.every(1)
 def test_their_model_computes_the_same_here_fp32(name, tmp_path):
     """The reverse direction, with unmodified transformers: a directory that it saved, with its random weights."""
     spec = case_spec(name)

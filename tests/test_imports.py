@@ -325,6 +325,7 @@ HOSTILE = {
 
 
 @pytest.mark.parametrize("name", HOSTILE)
+@pytest.mark.every(1)
 def test_hostile_files_are_one_sentence_at_once(tmp_path, monkeypatch, capsys, name):
     monkeypatch.chdir(tmp_path)
     content, expected = HOSTILE[name]

@@ -275,6 +275,7 @@ def test_an_error_cites_the_file_and_the_key(tmp_path: Path, name: str, text: st
 @pytest.mark.parametrize(
     "bad", ["$()" * 20000 + "x", "`" * 30001, "$(" * 30000, '"' * 30001, "${A:+" * 30000, "<<A " * 9999]
 )
+@pytest.mark.slow
 def test_hostile_scripts_end_at_once(tmp_path: Path, bad: str) -> None:
     (tmp_path / "s.sh").write_text(f"python p.py {MODEL} --swiglu {bad}\n")
     with contextlib.suppress(UserError):  # never a stack trace, nor minutes

@@ -175,6 +175,7 @@ def test_layouts_are_proved_to_the_quantization_step(
             assert 0.05 < max(shares) <= 1, "the room is that of the step, no more"
 
 
+@pytest.mark.slow
 def test_a_wrong_scale_is_found(ranks: RankPool, tmp_path: Path) -> None:
     layout = LayoutSpec.model_validate({"dp_shard": 2, "quantized_weights": "int8"})
     proof = prove(ranks, tmp_path, tiny_run(layout), too_small)
