@@ -12,6 +12,7 @@ from meshwright.imports.reading import (
     Reading,
     Rule,
     check_count,
+    degree,
     fact,
     flat,
     nothing,
@@ -57,18 +58,6 @@ def _offload(reading: Reading, value: Any, origin: str) -> None:
         reading.give_up(origin, "supported: cpu, none")
 
 
-def _degree(path: str, also: Mapping[str, Any] | None = None) -> Rule:
-    """The setting gets a degree above 1, and other settings what comes with it."""
-
-    def rule(reading: Reading, value: Any, origin: str) -> None:
-        check_count(value, origin)
-        if value > 1:
-            for name, setting in {path: value, **(also or {})}.items():
-                reading.set(name, setting, origin)
-
-    return rule
-
-
 def compile_with(reading: Reading, value: Any, origin: str) -> None:
     """Dynamo's backend; YAML reads `no` as false."""
     if str(value).lower() == "inductor":
@@ -107,9 +96,9 @@ KEYS: Mapping[str, Rule] = {
     "dynamo_config.dynamo_use_dynamic": nothing("shapes never change within a run"),
     f"{PARALLEL}dp_replicate_size": lambda reading, value, origin: check_count(value, origin),
     f"{PARALLEL}dp_shard_size": lambda reading, value, origin: check_count(value, origin),
-    f"{PARALLEL}tp_size": _degree("layout.tp"),
-    f"{PARALLEL}cp_size": _degree("layout.cp"),
-    f"{PARALLEL}sp_size": _degree("layout.cp", {"layout.cp_method": "ulysses"}),
+    f"{PARALLEL}tp_size": degree("layout.tp"),
+    f"{PARALLEL}cp_size": degree("layout.cp"),
+    f"{PARALLEL}sp_size": degree("layout.cp", {"layout.cp_method": "ulysses"}),
     f"{PARALLEL}cp_comm_strategy": words("layout.cp_method", {"allgather": "all_gather", "alltoall": "ring"}),
     f"{PARALLEL}cp_backend": lambda reading, value, origin: None,  # there is one
     f"{PARALLEL}sp_backend": lambda reading, value, origin: None,

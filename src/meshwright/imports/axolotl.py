@@ -201,7 +201,7 @@ def read_axolotl(reading: Reading, values: Mapping[str, Any], file: str) -> None
     apart = {key: value for key, value in values.items() if key not in DATASETS and (key, value) != ("bf16", "auto")}
     reading.take(dict(sorted(apart.items(), key=lambda pair: ORDER.get(pair[0], 1))), RULES, file)
     read_datasets(reading, values, file)
-    settle_batch(reading, values)
+    settle_batch(reading, values, file)
     settle_preference(reading, file)
     settle_ranks(reading)
     default = f"{file} (axolotl's default)"

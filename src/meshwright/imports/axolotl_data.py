@@ -102,7 +102,7 @@ KINDS: Mapping[str, tuple[type, ...]] = {
     "roles": (dict,),
     "roles_to_train": (list,),
 }
-"""The kinds of value of a data set's keys; of all others, text."""
+"""Key of a data set -> the types of its value; other keys take text."""
 LEFT: Mapping[str, Rule] = {
     "trust_remote_code": nothing("code of a data set is never run"),
     "revision": nothing("the newest version of the data set is read"),

@@ -3,33 +3,12 @@
 from collections.abc import Mapping
 from typing import Any
 
-from meshwright.imports.reading import Reading, Rule, check_count, fact, nothing
+from meshwright.imports.reading import Reading, Rule, check_count, degree, fact, nothing
 from meshwright.spec.errors import UserError
 
 BETA = "training.preference.beta"
 OBJECTIVES = ("reward_model", "process_reward_model", "diffusion")
 """Keys that switch another objective on."""
-
-
-def _degree(path: str) -> Rule:
-    """A degree; axolotl takes null for 1."""
-
-    def rule(reading: Reading, value: Any, origin: str) -> None:
-        check_count(value, origin)
-        if value > 1:
-            reading.set(path, value, origin)
-
-    return rule
-
-
-def _count(name: str) -> Rule:
-    """Keeps a count for `settle_ranks`."""
-
-    def rule(reading: Reading, value: Any, origin: str) -> None:
-        check_count(value, origin)
-        reading.fact(name, value, origin)
-
-    return rule
 
 
 def _objective(reading: Reading, value: Any, origin: str) -> None:
@@ -44,17 +23,17 @@ def _other_objective(reading: Reading, value: Any, origin: str) -> None:
 
 
 def _loss(reading: Reading, value: Any, origin: str) -> None:
-    """Of DPO."""
+    """DPO's loss."""
     if value not in ("sigmoid", ["sigmoid"]):
         raise UserError(f"{origin}: a recipe does not have this loss; supported: sigmoid (DPO)")
 
 
 RULES: Mapping[str, Rule] = {
-    "tensor_parallel_size": _degree("layout.tp"),
-    "context_parallel_size": _degree("layout.cp"),
-    "sequence_parallel_degree": _degree("layout.cp"),  # the older name
-    "dp_shard_size": _count("dp_shard_size"),
-    "dp_replicate_size": _count("dp_replicate_size"),
+    "tensor_parallel_size": degree("layout.tp"),
+    "context_parallel_size": degree("layout.cp"),
+    "sequence_parallel_degree": degree("layout.cp"),  # the older name
+    "dp_shard_size": fact("dp_shard_size"),
+    "dp_replicate_size": fact("dp_replicate_size"),
     "expert_parallel_size": lambda reading, value, origin: (
         None if value == 1 else reading.give_up(origin, "set layout.ep, a regrouping of dp_shard x cp x tp ranks")
     ),
@@ -99,14 +78,14 @@ def settle_preference(reading: Reading, file: str) -> None:
     reading.set("data.separate_documents", True, origin)
 
 
-def settle_batch(reading: Reading, values: Mapping[str, Any]) -> None:
+def settle_batch(reading: Reading, values: Mapping[str, Any], file: str) -> None:
     """Without an accumulation, it is the batch of a rank divided by the micro batch."""
     if "batch_size" not in reading.facts:
         return
     batch, origin = reading.facts["batch_size"]
     micro = values.get("micro_batch_size") or 1
     check_count(batch, origin)
-    check_count(micro, f"micro_batch_size={micro}")
+    check_count(micro, f"{file}: micro_batch_size={micro}")
     if values.get("gradient_accumulation_steps") is None:
         reading.fact("accumulation", max(1, batch // micro), origin)
     else:
@@ -114,8 +93,8 @@ def settle_batch(reading: Reading, values: Mapping[str, Any]) -> None:
 
 
 def settle_ranks(reading: Reading) -> None:
-    """How data-parallel ranks share state, as axolotl deals them out: a size of 1 is as good as none; only one size
-    leaves the rest to the other one."""
+    """Set the sharded and the replicated degree, as axolotl derives them: 1 counts as unset, and a degree that is unset
+    becomes the rest of the data-parallel ranks."""
     shard, where = reading.facts.get("dp_shard_size", (1, ""))
     replicate, why = reading.facts.get("dp_replicate_size", (1, ""))
     split = 1

@@ -3,22 +3,24 @@
 from collections.abc import Mapping
 from typing import Any
 
-from meshwright.imports.reading import Reading, Rule, check_count, check_number, fact, flat, nothing, positive, when
+from meshwright.imports.reading import (
+    Reading,
+    Rule,
+    check_count,
+    check_number,
+    degree,
+    fact,
+    flat,
+    nothing,
+    positive,
+    when,
+)
 from meshwright.spec.errors import UserError
 
 DTYPES = {"bfloat16": "bf16", "float32": "fp32"}
 SHAPES = {"linear": "linear", "cosine": "cosine"}
 OURS = "it does not affect training, or Meshwright decides it"
 SIZE = "model.model_config."
-
-
-def _above_one(path: str) -> Rule:
-    def rule(reading: Reading, value: Any, origin: str) -> None:
-        check_count(value, origin)
-        if value > 1:
-            reading.set(path, value, origin)
-
-    return rule
 
 
 def _pipeline(reading: Reading, value: Any, origin: str) -> None:
@@ -146,10 +148,10 @@ WITHOUT_EFFECT = (
 RULES: Mapping[str, Rule] = {
     "general.seed": "training.seed",
     "parallelism.dp": fact("replicas"),
-    "parallelism.tp": _above_one("layout.tp"),
-    "parallelism.pp": _above_one("layout.pp"),
-    "parallelism.context_parallel_size": _above_one("layout.cp"),
-    "parallelism.expert_parallel_size": _above_one("layout.ep"),
+    "parallelism.tp": degree("layout.tp"),
+    "parallelism.pp": degree("layout.pp"),
+    "parallelism.context_parallel_size": degree("layout.cp"),
+    "parallelism.expert_parallel_size": degree("layout.ep"),
     "parallelism.pp_engine": _pipeline,
     "parallelism.recompute_layer": when("training.recompute", "full"),
     "model.dtype": _dtype,

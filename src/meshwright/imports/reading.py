@@ -10,6 +10,7 @@ from meshwright.spec.errors import UserError
 SHOWN = 200
 """Characters of a value that an origin shows."""
 COUNTS = ("ranks", "nodes", "ranks of a node", "accumulation", "accumulation of all ranks", "shard")
+COUNTS += ("dp_shard_size", "dp_replicate_size")
 NUMBERS = ("beta1", "beta2", "warmup_ratio", "min_lr", "decay steps", "samples", "epochs", "decay_ratio")
 """Facts that enter computations."""
 
@@ -152,6 +153,18 @@ def sections(rules: Mapping[str, Rule]) -> dict[str, Rule]:
 def positive(path: str) -> Rule:
     """The setting gets the value if it is above 0, else null."""
     return lambda reading, value, origin: reading.set(path, value if value and value > 0 else None, origin)
+
+
+def degree(path: str, also: Mapping[str, Any] | None = None) -> Rule:
+    """The setting gets a degree above 1, the default of every layout, and other settings what comes with it."""
+
+    def rule(reading: Reading, value: Any, origin: str) -> None:
+        check_count(value, origin)
+        if value > 1:
+            for name, setting in {path: value, **(also or {})}.items():
+                reading.set(name, setting, origin)
+
+    return rule
 
 
 def unless_none(path: str) -> Rule:

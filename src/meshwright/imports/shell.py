@@ -30,7 +30,7 @@ DEEPEST = 8
 
 @dataclass
 class Flags:
-    """What a script gives a program."""
+    """The flags that a script passes to its program."""
 
     values: dict[str, Any] = field(default_factory=dict)
     """Flag -> its value; True if it has none."""
