@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from meshwright.rehearse.ledger import Ledger
+from meshwright.parallel.ledger import Ledger
 from torch.distributed.tensor import DTensor
 
 from meshwright.launch.launcher import Worker, threads_per_rank
@@ -234,7 +234,10 @@ def _train(
             took.append(time.perf_counter() - start)
         if device.type == "cuda":
             return took, torch.cuda.max_memory_allocated()
-        ledger, held = Ledger(dict), [*state_tensors(trainer).values(), *trainer.model.parameters()]
+        ledger, held = (
+            Ledger(dict, model=trainer.model),
+            [*state_tensors(trainer).values(), *trainer.model.parameters()],
+        )
         ledger.watch(tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in held)
         with ledger:
             trainer.train_step(WARM + TIMED + 1, loader.microbatches(WARM + TIMED + 1))

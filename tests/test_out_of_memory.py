@@ -9,6 +9,7 @@ import shlex
 import subprocess
 import sys
 import traceback
+import weakref
 from collections.abc import Iterator
 from math import inf
 from pathlib import Path
@@ -195,6 +196,49 @@ def test_a_timeline_counts_what_the_ledger_counts_and_knows_phases_kinds_and_lay
     page = memory_page("Memory", report)
     assert "layers.1.feed_forward" in page
     assert not re.search(r"<script|<link|src=|href=|url\(", page)  # it loads nothing
+
+
+class Compared(Ledger):
+    """A ledger that also reads the size of every storage after each operation."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        super().__init__(dict, model=model)
+        self.alive: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self.true_peak = 0
+
+    def counts(self, storage: torch.UntypedStorage) -> bool:
+        self.alive[id(storage)] = weakref.ref(storage)
+        return True
+
+    def true(self) -> int:
+        return sum(storage.nbytes() for ref in self.alive.values() if (storage := ref()) is not None)
+
+    def __torch_dispatch__(self, *arguments: Any, **names: Any) -> Any:
+        result = super().__torch_dispatch__(*arguments, **names)
+        self.true_peak = max(self.true_peak, self.true())
+        return result
+
+
+def compared(run: ResolvedRun) -> list[tuple[int, int]]:
+    """Peak and last size of a first and a second step: as counted, and as read."""
+    trainer = build_here(run)
+    ledger = Compared(trainer.model)
+    with loader_for(trainer) as loader:
+        with ledger:
+            trainer.train_step(1, loader.microbatches(0))
+        first = [(ledger.peak, ledger.true_peak), (ledger.now, ledger.true())]
+        ledger.begin()
+        ledger.true_peak = 0
+        with ledger:
+            trainer.train_step(2, loader.microbatches(1))
+    return [*first, (ledger.peak, ledger.true_peak), (ledger.now, ledger.true())]
+
+
+@pytest.mark.parametrize("zero", [2, 3])
+def test_a_ledger_counts_gathered_weights_only_until_fsdp_frees_them(ranks: RankPool, zero: int) -> None:
+    run = tiny_run(LayoutSpec(dp_shard=3, zero=zero), num_layers=4, accumulation=2, precision="bf16")  # uneven shards
+    for pairs in ranks.run(3, compared, run):
+        assert all(counted == read for counted, read in pairs), pairs
 
 
 def names(trainer: Trainer) -> Storages:

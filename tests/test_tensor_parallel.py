@@ -1,6 +1,7 @@
 """The shapes that each rank stores of a split model, byte for byte, and layouts that do not fit a model."""
 
 import re
+from math import prod
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from meshwright.families.split import kept_shape, rows_of_layers, split_dim
 from meshwright.models import loss as loss_module
 from meshwright.optim.shards import local, part_like, whole
 from meshwright.parallel.pipeline import plan_stages
+from meshwright.parallel.traffic import Traffic
 from meshwright.spec.fit import find_misfits, tensor_notes
 from meshwright.spec.layout import LayoutSpec
 from meshwright.spec.run import ResolvedRun
@@ -183,3 +185,22 @@ def test_ranks_with_unequal_shares_of_the_vocabulary_cut_the_tokens_alike(ranks:
     outcome = ranks.run(4, one_step_in_small_chunks, split.model_copy(update={"model": model}), timeout=30)[0]
     assert expected is not None
     assert_equal(outcome, expected)
+
+
+def summed_over_tp(run: ResolvedRun) -> int:
+    """The bytes that this rank sends in all-reduces over its tensor-parallel group in a second step. Collective."""
+    trainer = build_here(run)
+    with loader_for(trainer) as loader:
+        trainer.train_step(1, loader.microbatches(0))
+        with Traffic(trainer.meshes) as traffic:
+            trainer.train_step(2, loader.microbatches(1))
+    return traffic.counts["all-reduce", "tp"].bytes
+
+
+def test_norms_gradients_are_summed_over_tp_in_the_dtype_of_reduction(ranks: RankPool) -> None:
+    """Else bf16 would round the sums of ranks, and nothing else of the step would tell."""
+    layout = LAYOUTS["zero-2-tp"]
+    runs = [tiny_run(layout, precision="bf16", reduce_dtype=reduce, accumulation=2) for reduce in ("fp32", "bf16")]
+    in_fp32, in_bf16 = (ranks.run(layout.world_size, summed_over_tp, run)[0] for run in runs)
+    norms = sum(prod(row.shape) for row in parameter_table(runs[0].model) if "norm" in row.name)
+    assert in_fp32 - in_bf16 == norms * (4 - 2) * 2  # bytes of fp32 and bf16, microbatches

@@ -176,20 +176,25 @@ def build_foreign(spec: ModelSpec) -> ForeignDecoder:
     theirs = type(model)
     table = parameter_table(spec)
     renamed = "lm_head" in model._modules and any(row.name == "embed_out.weight" for row in table)
-    _stand_before(model, ForeignNeoX if renamed else ForeignDecoder)
+    model = _with_face(ForeignNeoX if renamed else ForeignDecoder, model)
     if renamed:
         model._modules["embed_out"] = model._modules.pop("lm_head")
     model.spec, model.table, model.head_split = spec, table, HeadSplit()
     model.takes_positions = "position_ids" in inspect.signature(theirs.forward).parameters
     _check_parameters(model)
-    for block in model.layers.values():
-        _stand_before(block, ForeignBlock)
+    blocks = model.get_submodule(spec.foreign.blocks)
+    for number, block in enumerate(blocks):
+        blocks[number] = _with_face(ForeignBlock, block)
     return model
 
 
-def _stand_before(module: nn.Module, face: type[nn.Module]) -> None:
-    """Put `face` before the class of a module built here, so that its parameters keep their names."""
-    module.__class__ = _faced(face, type(module))
+def _with_face(face: type[nn.Module], module: nn.Module) -> Any:
+    """A module of a class with `face` before `module`'s own, with its parameters and parts under the same names; made
+    as `copy.copy` makes one."""
+    faced = _faced(face, type(module))
+    made = faced.__new__(faced)
+    made.__setstate__(module.__dict__)
+    return made
 
 
 @functools.cache

@@ -6,20 +6,25 @@ from collections.abc import Callable, Container, Iterable
 from typing import Any
 
 import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.utils.flop_counter import flop_registry
 
 from meshwright.torch_internals import (
     FLASH_CPU,
     FLASH_CPU_BACKWARD,
     DispatchMode,
+    gathered_storages,
     in_backward_pass,
     leaves,
     local_tensor,
-    resizes_told,
 )
 
 Storages = dict[int, str]
 """Identity of a storage -> its kind of memory."""
+
+Group = list[torch.UntypedStorage]
+"""The gathered weights of an FSDP2 module, which are freed together."""
 
 STEP = 1.01
 """A new peak is examined in detail once it exceeds the last examined one by this factor."""
@@ -48,8 +53,14 @@ class Ledger(DispatchMode):
     called at every new peak. Bytes are storage sizes, without an allocator's rounding.
     """
 
-    def __init__(self, name_storages: Callable[[], Storages], elsewhere: Container[int] = ()) -> None:
-        """`elsewhere`: identities of storages in other memory, which are not counted."""
+    def __init__(
+        self,
+        name_storages: Callable[[], Storages],
+        elsewhere: Container[int] = (),
+        model: nn.Module | None = None,
+    ) -> None:
+        """`elsewhere`: identities of storages in other memory, which are not counted. `model`: the model whose weights
+        FSDP2 gathers and frees, if any."""
         super().__init__()
         self.elsewhere = elsewhere
         self.name_storages = name_storages
@@ -63,6 +74,11 @@ class Ledger(DispatchMode):
         self.flops = 0
         self._bytes: dict[int, int] = {}
         self._seen_peak = 0
+        self._modules = [] if model is None else list(model.modules())
+        self._ungathered: list[nn.Module] = []
+        self._looking = False
+        self._gathered: list[Group] = []
+        self._freed: list[Group] = []
 
     def begin(self) -> None:
         """Reset peak and operations, but not the allocated bytes."""
@@ -74,16 +90,17 @@ class Ledger(DispatchMode):
             self._watch(tensor.untyped_storage())
 
     def __enter__(self) -> "Ledger":
-        self._resizes = resizes_told(self._resized)
-        self._resizes.__enter__()
+        self._ungathered = [module for module in self._modules if isinstance(module, FSDPModule)]
         return super().__enter__()
 
     def __exit__(self, *arguments: Any) -> None:
-        self._resizes.__exit__(None, None, None)
+        self._follow_gathers(True)
+        self._gathered, self._freed = [], []  # else they would never be released
         super().__exit__(*arguments)
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        self._follow_gathers(function.namespace == "fsdp")
         result = function(*args, **kwargs)
         for leaf in leaves(result):
             if isinstance(leaf, torch.Tensor) and leaf.device.type != "meta":
@@ -109,7 +126,7 @@ class Ledger(DispatchMode):
         if key in self._bytes or key in self.elsewhere or not self.counts(storage):
             return False
         self._bytes[key] = 0
-        weakref.finalize(storage, self._forget, key)
+        weakref.finalize(storage, _forget, weakref.ref(self), key)
         self._change(key, storage.nbytes())
         return True
 
@@ -117,9 +134,37 @@ class Ledger(DispatchMode):
         """Whether a storage is in the memory that is counted."""
         return True
 
-    def _resized(self, storage: torch.UntypedStorage, size: int) -> None:
-        if id(storage) in self._bytes:
-            self._change(id(storage), size)
+    def _follow_gathers(self, gathering: bool) -> None:
+        """Count the weights that FSDP2 has freed since the last operation, and, where it is `gathering`, those that it
+        has made room for. It resizes their storages, which no mode sees."""
+        self._looking |= gathering
+        if self._looking and self._ungathered:
+            self._find_groups()
+        for group in [group for group in self._gathered if not group[0].nbytes()]:
+            self._gathered.remove(group)
+            self._freed.append(group)
+            self._resized(group)
+        if gathering:
+            for group in [group for group in self._freed if group[-1].nbytes()]:
+                self._freed.remove(group)
+                self._gathered.append(group)
+                self._resized(group)
+
+    def _find_groups(self) -> None:
+        """Find the weights of modules that have been gathered for the first time."""
+        for module in [module for module in self._ungathered if gathered_storages(module)]:
+            self._ungathered.remove(module)
+            self._looking = False
+            storages = gathered_storages(module)
+            for storage in storages:
+                self._watch(storage)
+            group = [storage for storage in storages if id(storage) in self._bytes]
+            self._gathered += [group] if group else []
+
+    def _resized(self, group: Group) -> None:
+        for storage in group:
+            if storage.nbytes() != self._bytes[id(storage)]:
+                self._change(id(storage), storage.nbytes())
 
     def _change(self, key: int, size: int) -> None:
         self.now += size - self._bytes[key]
@@ -132,7 +177,8 @@ class Ledger(DispatchMode):
                 self._seen_peak = self.peak
                 self.peak_by_kind = self.by_kind()
 
-    def _forget(self, key: int) -> None:
+    def forget(self, key: int) -> None:
+        """Stop counting a storage that was released."""
         self.now -= self._bytes.pop(key)
         self.changed(key, 0)
 
@@ -143,3 +189,9 @@ class Ledger(DispatchMode):
         for key, size in self._bytes.items():
             kinds[names.get(key, OTHER)] += size
         return dict(kinds)
+
+
+def _forget(ledger: "weakref.ref[Ledger]", key: int) -> None:
+    """Called when a storage is released; the storage does not keep the ledger, whose functions know the model."""
+    if (alive := ledger()) is not None:
+        alive.forget(key)

@@ -50,7 +50,7 @@ class Timeline(Ledger):
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         """`device_type`: the device whose memory is counted; None for all."""
-        super().__init__(name_storages, elsewhere)
+        super().__init__(name_storages, elsewhere, model)
         self.device_type, self.clock = device_type, clock
         self._names = {id(module): name or "the model" for name, module in model.named_modules()}
         self._places: list[str] = []

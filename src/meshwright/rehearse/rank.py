@@ -30,7 +30,7 @@ from meshwright.rehearse.shorten import Observed, continued, enough_microbatches
 from meshwright.rehearse.world import OFFLOADED
 from meshwright.spec.batch import Pairs
 from meshwright.spec.run import ResolvedRun
-from meshwright.torch_internals import local_tensor, passing_tensors, shape_propagation_hidden
+from meshwright.torch_internals import local_tensor, passing_tensors
 from meshwright.trainer.setup import Trainer, build_parallel_model, give_state, has_group
 from meshwright.trainer.start import read_resolved
 from meshwright.trainer.state import state_tensors
@@ -52,18 +52,14 @@ def rehearse_rank(resolved: ResolvedRun, rank: int, *, on_gpu: bool, fp8: bool =
         meshes = build_meshes(resolved.run.layout, CPU.type) if has_group(resolved.run.layout) else None
         place = _place(meshes)
         passes = build_parallel_model(resolved, meshes)
-        with (
-            shape_propagation_hidden(),
-            FakeTensors(),
-            budgets_of_gpu() if on_gpu else nullcontext(),
-        ):
+        with FakeTensors(), budgets_of_gpu() if on_gpu else nullcontext():
             worker, elsewhere = Worker(rank=rank, world_size=world_size), dict[int, torch.Tensor]()
             make_tier = partial(UncountedTier, tensors=elsewhere)
             trainer = give_state(passes, resolved, worker, CPU, meshes, weights=None, make_tier=make_tier)
             fill_slots(trainer.model, resolved, on_gpu=on_gpu, fp8=fp8)
             saved = state_tensors(trainer)  # creates the optimizer's state, as in a resumed run
             lasting = _storages(trainer)
-            ledger = Ledger(lambda: lasting | _passing_storages(trainer), elsewhere)
+            ledger = Ledger(lambda: lasting | _passing_storages(trainer), elsewhere, trainer.model)
             ledger.watch(_local(tensor for name, tensor in saved.items() if name.startswith(("model.", "optimizer."))))
             ledger.watch(_local(_frozen(trainer)))
             at_rest = ledger.by_kind()

@@ -5,8 +5,6 @@ ran on 2.11.0, 2.13.0 and 2.15.0, and the sources of 2.14.1 have it too. Code fo
 here.
 """
 
-import contextlib
-import functools
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -23,11 +21,9 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.tensor import DTensor, _utils
-from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.utils import _pytree, checkpoint
 from torch.utils._python_dispatch import (
     TorchDispatchMode,
-    _disable_current_modes,
     _get_current_dispatch_mode,
     _pop_mode_temporarily,
 )
@@ -209,17 +205,23 @@ def sum_parts_in_reduce_dtype(module: FSDPModule) -> None:
     group = _group(module)
     if group is None or not hasattr(FSDPParam, "accumulate_unsharded_grad_if_needed"):
         return
-    usual = group.post_backward
+    hooked: set[Any] = set()
+    with_parts = False
 
-    def post_backward(*args: Any) -> None:
-        used = [parameter for parameter in group.fsdp_params if hasattr(parameter, "_unsharded_param")]
-        if any(_is_part_of_sum(parameter.unsharded_param.grad) for parameter in used):
-            for parameter in used:
-                parameter.accumulate_unsharded_grad_if_needed()
-                parameter.to_accumulated_grad_if_needed()
-        usual(*args)
+    def add_up(weight: torch.Tensor) -> None:
+        nonlocal with_parts
+        with_parts |= _is_part_of_sum(weight.grad)
+        for part in hooked if with_parts else ():
+            part.accumulate_unsharded_grad_if_needed()
+            part.to_accumulated_grad_if_needed()
 
-    group.post_backward = post_backward
+    def hook_weights(*_: object) -> None:
+        for part in group.fsdp_params:
+            if part not in hooked and part.sharded_param.requires_grad:
+                hooked.add(part)
+                part.unsharded_param.register_post_accumulate_grad_hook(add_up)
+
+    module.register_forward_pre_hook(hook_weights)  # after FSDP2's own, which gathers the weights
 
 
 def keep_gradients_as_reduced(module: FSDPModule) -> None:
@@ -229,13 +231,11 @@ def keep_gradients_as_reduced(module: FSDPModule) -> None:
     group = _group(module)
     if group is None:
         return
-    usual = group._init_mp_dtypes
 
-    def init_mp_dtypes() -> None:
-        usual()
+    def keep(*_: object) -> None:
         group._orig_dtype = group._reduce_dtype or group._orig_dtype
 
-    group._init_mp_dtypes = init_mp_dtypes
+    module.register_forward_pre_hook(keep)  # after FSDP2's own, which decides on dtypes before the first pass
 
 
 def grouped_parts(module: FSDPModule) -> list[tuple[nn.Parameter, int]]:
@@ -307,6 +307,17 @@ def passing_tensors(module: nn.Module) -> tuple[list[torch.Tensor], list[torch.T
     return weights, gradients
 
 
+def gathered_storages(module: nn.Module) -> list[torch.UntypedStorage]:
+    """The storages of the weights that FSDP2 gathers around `module`; it frees them together, by resizing them to 0.
+    Empty before the first gather. 2.11-2.15; public: none."""
+    group = _group(module)
+    parts = group.fsdp_params if group is not None else []
+    if not parts or not hasattr(parts[-1], "_unsharded_param"):
+        return []
+    tensors = (tensor for part in parts for tensor in (*part.all_gather_outputs, *part._unsharded_inner_tensors))
+    return [tensor.untyped_storage() for tensor in tensors]
+
+
 def gathered_parameters(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """(name in the model, whole parameter) of what FSDP2 gathers around `module`. 2.11-2.15; public: none."""
     group = _group(module)
@@ -347,44 +358,3 @@ def fake_store() -> Any:
     from torch.testing._internal.distributed.fake_pg import FakeStore  # torch's own tests, which nobody else needs
 
     return FakeStore()
-
-
-@contextlib.contextmanager
-def resizes_told(listener: Callable[[torch.UntypedStorage, int], None]) -> Iterator[None]:
-    """Call `listener(storage, bytes)` whenever a storage is resized, as FSDP2 does to free gathered weights. 2.11-2.15;
-    public: none, so torch's method is replaced meanwhile."""
-    original = torch.UntypedStorage.resize_
-
-    def resize_(storage: torch.UntypedStorage, size: int) -> None:
-        original(storage, size)
-        listener(storage, size)
-
-    with replaced(torch.UntypedStorage, "resize_", resize_):
-        yield
-
-
-@contextlib.contextmanager
-def shape_propagation_hidden() -> Iterator[None]:
-    """Hide from dispatch modes the tensors of global shape with which DTensor finds out the shapes of results.
-    2.11-2.15; public: none, so torch's method is replaced meanwhile."""
-    name = "_propagate_tensor_meta_non_cached"
-    original = getattr(ShardingPropagator, name)
-
-    @functools.wraps(original)
-    def unseen(propagator: ShardingPropagator, op_schema: Any) -> Any:
-        with _disable_current_modes():
-            return original(propagator, op_schema)
-
-    with replaced(ShardingPropagator, name, unseen):
-        yield
-
-
-@contextlib.contextmanager
-def replaced(owner: Any, name: str, function: Callable[..., Any]) -> Iterator[None]:
-    """Replace `owner.name` by `function` inside the block; for rehearsals, where torch offers no listener."""
-    original = getattr(owner, name)
-    setattr(owner, name, function)
-    try:
-        yield
-    finally:
-        setattr(owner, name, original)
