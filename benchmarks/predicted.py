@@ -26,11 +26,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from meshwright.parallel.ledger import Ledger
 from torch.distributed.tensor import DTensor
 
 from meshwright.launch.launcher import Worker, threads_per_rank
 from meshwright.parallel import Meshes, build_meshes
+from meshwright.parallel.ledger import Ledger
 from meshwright.plan.blueprint import blueprint
 from meshwright.plan.candidate import Candidate, evaluate
 from meshwright.plan.engine import engine_job

@@ -195,7 +195,7 @@ def _group(module: nn.Module | FSDPModule) -> Any:
     return module._get_fsdp_state()._fsdp_param_group if isinstance(module, FSDPModule) else None
 
 
-def sum_parts_in_reduce_dtype(module: FSDPModule) -> None:
+def sum_parts_in_reduce_dtype(module: nn.Module) -> None:
     """Make FSDP2 cast gradients to the reduction dtype before it accumulates them, for parameters that are replicated
     over tensor-parallel ranks and whose gradients are partial sums there; up to 2.14 it accumulates them in the compute
     dtype. Applies to the whole group, because FSDP2 reduces its parameters together.
@@ -224,7 +224,7 @@ def sum_parts_in_reduce_dtype(module: FSDPModule) -> None:
     module.register_forward_pre_hook(hook_weights)  # after FSDP2's own, which gathers the weights
 
 
-def keep_gradients_as_reduced(module: FSDPModule) -> None:
+def keep_gradients_as_reduced(module: nn.Module) -> None:
     """Have FSDP2 keep gradients in the dtype in which it reduces them, and add further microbatches' to them there,
     where weights are narrower; it would round them to the weights' dtype. The weights must accept them (`grad_dtype`).
     2.11-2.15; public: none."""
