@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from meshwright.cli.main import main
 from meshwright.families import resolve_model
+from meshwright.parallel.data import ShardedGradients
 from meshwright.parallel.passes import WholeModel
 from meshwright.prove.pairs import pair_layouts
 from meshwright.prove.reference import MOST_STEPS, samples_for, train_reference
@@ -83,11 +84,8 @@ def wrong_from_step_11() -> Any:
 
 def replicas_not_summed() -> Any:
     """No microbatch is the last one, so replicas never sum their gradients."""
-    from meshwright.parallel.data import set_gradient_sync
-
-    return patch(
-        "parallel.apply.set_gradient_sync", lambda layout, modules, last: set_gradient_sync(layout, modules, False)
-    )
+    announce = ShardedGradients.announce
+    return patch("parallel.data.ShardedGradients.announce", lambda self, modules, last: announce(self, modules, False))
 
 
 def everyone_reads_the_first_share() -> Any:

@@ -1,7 +1,5 @@
 """The order in which a single-device model becomes a parallel one."""
 
-import functools
-
 from torch.distributed.fsdp import OffloadPolicy
 
 from meshwright.models import Decoder
@@ -10,14 +8,7 @@ from meshwright.models.dtypes import torch_dtype
 from meshwright.objectives import Objective
 from meshwright.parallel.compile import apply_compile
 from meshwright.parallel.context import apply_context_parallel
-from meshwright.parallel.data import (
-    apply_data_parallel,
-    hold_gradients,
-    pass_inside,
-    reduce_gradients,
-    release_gathered,
-    set_gradient_sync,
-)
+from meshwright.parallel.data import ShardedGradients, apply_data_parallel
 from meshwright.parallel.expert import apply_expert_parallel
 from meshwright.parallel.low_precision import apply_low_precision
 from meshwright.parallel.mesh import Meshes
@@ -75,7 +66,7 @@ def apply_parallelism(
         return apply_pipedream(model, objective, stages, pp.get_group(), meshes.state[axis], dtypes)
     apply_data_parallel(model, meshes, run.layout, build_fsdp_policy(precision), offload)
     hide_sharding(model.layers)
-    sync = functools.partial(set_gradient_sync, run.layout)
+    sync = ShardedGradients(model, run.layout)
     if stages is None or pp is None:
         return WholeModel(model, objective, sync)
     return Pipeline(
@@ -86,9 +77,5 @@ def apply_parallelism(
         dtype=torch_dtype(precision.compute),
         sequence_split=run.layout.tp,
         sync=sync,
-        hold=functools.partial(hold_gradients, run.layout),
-        reduce=functools.partial(reduce_gradients, model, run.layout),
-        release=functools.partial(release_gathered, model),
-        inside=functools.partial(pass_inside, model),
         weights=weights,
     )

@@ -37,6 +37,7 @@ from meshwright.models import Decoder
 from meshwright.models.moe import Experts
 from meshwright.parallel.fp8_gather import apply_fp8_gather
 from meshwright.parallel.mesh import Meshes
+from meshwright.parallel.passes import GradientSync
 from meshwright.parallel.quantized import apply_quantized
 from meshwright.spec.errors import UserError
 from meshwright.spec.layout import LayoutSpec
@@ -104,53 +105,55 @@ def _shard_placement(shards: int, parameter: nn.Parameter) -> Shard:
     return Shard(1 if any(parameter.shape[0] % ranks for ranks in rows) else 0)
 
 
-def set_gradient_sync(layout: LayoutSpec, modules: Iterable[nn.Module], last: bool) -> None:
-    """Announce before a backward pass whether it is the last one through these modules before the optimizer steps.
+class ShardedGradients(GradientSync):
+    """The gradients of a model under `apply_data_parallel`."""
 
-    Only then are DDP's and ZeRO-1's gradients reduced, hybrid's gradients reduced over replicas, and gathered weights
-    freed.
-    """
-    for module in modules:
-        if isinstance(module, FSDPModule):
-            if layout.zero_stage <= 1:
-                module.set_requires_gradient_sync(last, recurse=False)
-            else:
-                module.set_requires_all_reduce(last, recurse=False)
-            if layout.zero_stage < 3:
-                module.set_reshard_after_backward(last, recurse=False)
+    def __init__(self, model: nn.Module, layout: LayoutSpec) -> None:
+        assert isinstance(model, FSDPModule)
+        self.model, self.layout = model, layout
 
+    def announce(self, modules: Iterable[nn.Module], last: bool) -> None:
+        """See `GradientSync`. Only before the `last` backward pass are DDP's and ZeRO-1's gradients reduced, hybrid's
+        gradients reduced over replicas, and gathered weights freed."""
+        for module in modules:
+            if isinstance(module, FSDPModule):
+                if self.layout.zero_stage <= 1:
+                    module.set_requires_gradient_sync(last, recurse=False)
+                else:
+                    module.set_requires_all_reduce(last, recurse=False)
+                if self.layout.zero_stage < 3:
+                    module.set_reshard_after_backward(last, recurse=False)
 
-def hold_gradients(layout: LayoutSpec, modules: Iterable[nn.Module]) -> None:
-    """Announce before a backward pass that its gradients are incomplete: weight gradients are deferred, and
-    `reduce_gradients` is called after they are computed."""
-    for module in modules:
-        if isinstance(module, FSDPModule):
-            module.set_requires_gradient_sync(False, recurse=False)
-            module.set_reshard_after_backward(layout.zero_stage == 3, recurse=False)
+    def hold(self, modules: Iterable[nn.Module]) -> None:
+        """See `GradientSync`."""
+        for module in modules:
+            if isinstance(module, FSDPModule):
+                module.set_requires_gradient_sync(False, recurse=False)
+                module.set_reshard_after_backward(self.layout.zero_stage == 3, recurse=False)
 
+    def reduce(self, modules: Iterable[nn.Module], last: bool) -> None:
+        """See `GradientSync`."""
+        sharded = [module for module in modules if isinstance(module, FSDPModule)]
+        self.hold(sharded)
+        if self.layout.zero_stage >= 2 and self.layout.dp_replicate > 1:
+            torch_internals.complete_gradients(sharded)
+        torch_internals.end_backward(sharded)  # casts all gradients to the dtype of their sum and reduction
+        if self.layout.zero_stage >= 2 or last:
+            for module in sharded:
+                module.set_requires_gradient_sync(True, recurse=False)
+            self.announce(sharded, last)
+            torch_internals.end_backward(sharded)
+            self.hold(sharded)
+        torch_internals.end_whole_backward(self.model)
 
-def reduce_gradients(model: nn.Module, layout: LayoutSpec, modules: Iterable[nn.Module], last: bool) -> None:
-    """Reduce gradients of these modules of `model` that were computed outside a backward pass."""
-    sharded = [module for module in modules if isinstance(module, FSDPModule)]
-    hold_gradients(layout, sharded)
-    if layout.zero_stage >= 2 and layout.dp_replicate > 1:
-        torch_internals.complete_gradients(sharded)
-    torch_internals.end_backward(sharded)  # casts all gradients to the dtype of their sum and reduction
-    if layout.zero_stage >= 2 or last:
-        for module in sharded:
-            module.set_requires_gradient_sync(True, recurse=False)
-        set_gradient_sync(layout, sharded, last)
-        torch_internals.end_backward(sharded)
-        hold_gradients(layout, sharded)
-    assert isinstance(model, FSDPModule)
-    torch_internals.end_whole_backward(model)
+    def release(self) -> None:
+        """See `GradientSync`."""
+        release_gathered(self.model)
 
-
-def pass_inside(model: nn.Module) -> Callable[..., torch.Tensor]:
-    """The model's forward pass for blocks only: embeddings, last norm and head are not gathered around it."""
-    assert isinstance(model, FSDPModule)
-    torch_internals.make_root(model)  # else the first module called would become the root
-    return model.forward
+    def inside(self) -> Callable[..., torch.Tensor]:
+        """See `GradientSync`: embeddings, last norm and head are not gathered around the blocks."""
+        torch_internals.make_root(self.model)  # else the first module called would become the root
+        return self.model.forward
 
 
 def release_gathered(model: nn.Module) -> None:

@@ -17,9 +17,6 @@ from meshwright.objectives import Objective, Sums
 from meshwright.objectives.objective import check_count, check_sums
 from meshwright.spec.batch import Batch
 
-GradientSync = Callable[[Iterable[nn.Module], bool], None]
-"""(modules, whether this is their last backward pass of the step) -> None, called before a backward pass."""
-
 Scale = float | Sequence[float]
 """The factor of losses before backward passes: one for all batches, or one for each."""
 
@@ -27,6 +24,31 @@ Scale = float | Sequence[float]
 def scale_of(scale: Scale, index: int) -> float:
     """The factor of one batch's loss."""
     return scale[index] if isinstance(scale, Sequence) else scale
+
+
+class GradientSync:
+    """What a strategy that shards `model` is told around backward passes. This one shards nothing and does nothing."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+
+    def announce(self, modules: Iterable[nn.Module], last: bool) -> None:
+        """Called before a backward pass through `modules`; `last`: their last one before the optimizer steps."""
+
+    def hold(self, modules: Iterable[nn.Module]) -> None:
+        """Called before a backward pass whose weight gradients are deferred; `reduce` is called after they are
+        computed."""
+
+    def reduce(self, modules: Iterable[nn.Module], last: bool) -> None:
+        """Called when the deferred gradients of `modules` have been added, after the backward pass."""
+
+    def release(self) -> None:
+        """Called after a step's last backward pass through a pipeline, because a later pass through one stage gathers
+        the weights of all stages of the rank."""
+
+    def inside(self) -> Callable[..., torch.Tensor]:
+        """The forward pass of stages without embedding and head, on ranks where another stage has one."""
+        return self.model.forward
 
 
 class Passes(ABC):
@@ -130,15 +152,15 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 class WholeModel(Passes):
     """Every batch through the whole model, forward and backward, one after another."""
 
-    def __init__(self, model: Decoder, objective: Objective, sync: GradientSync = lambda modules, last: None) -> None:
+    def __init__(self, model: Decoder, objective: Objective, sync: GradientSync | None = None) -> None:
         super().__init__(model, objective)
-        self.sync = sync
+        self.sync = GradientSync(model) if sync is None else sync
 
     def train(self, batches: Sequence[TensorBatch], scale: Scale) -> torch.Tensor:
         """See `Passes`."""
         total = torch.zeros((), dtype=torch.float64)
         for index, batch in enumerate(batches):
-            self.sync(self.model.modules(), index == len(batches) - 1)
+            self.sync.announce(self.model.modules(), index == len(batches) - 1)
             loss = self.model(batch, self.loss)
             (loss * scale_of(scale, index)).backward()
             total = total.to(loss.device) + loss.detach()

@@ -70,23 +70,8 @@ class Pipedream(Pipeline):
         replicas: dist.ProcessGroup,
         dtypes: tuple[torch.dtype, torch.dtype],
     ) -> None:
-        def nothing(*_: object) -> None:
-            """Nothing to announce, since nothing is sharded."""
-
-        super().__init__(
-            model,
-            objective,
-            stages,
-            group,
-            dtype=dtypes[0],
-            sequence_split=1,
-            sync=nothing,
-            hold=nothing,
-            reduce=nothing,
-            release=nothing,
-            inside=lambda: model,
-            weights=None,
-        )
+        sync = GradientSync(model)
+        super().__init__(model, objective, stages, group, dtype=dtypes[0], sequence_split=1, sync=sync, weights=None)
         self.replicas, self.dtypes = replicas, dtypes
         self.stream = cut_stream(stages.schedule)
         self.under_way: _StreamPass | None = None
@@ -134,7 +119,7 @@ class Pipedream(Pipeline):
             "gradients": [gradient for version in versions for gradient in version.gradients.values()],
         }
 
-    def announce(self, action: Action, sync: GradientSync) -> None:
+    def announce(self, action: Action, tell: object) -> None:
         """Does nothing: gradients are summed over replicas when a batch is done."""
 
     def _leave_gradient(self, version: "Version") -> None:

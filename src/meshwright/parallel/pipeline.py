@@ -81,10 +81,6 @@ class Pipeline(Passes):
         dtype: torch.dtype,
         sequence_split: int,
         sync: GradientSync,
-        hold: Callable[[Iterable[nn.Module]], None],
-        reduce: GradientSync,
-        release: Callable[[], None],
-        inside: Callable[[], Callable[..., torch.Tensor]],
         weights: WeightGradients | None,
     ) -> None:
         """This rank's part of a pipeline.
@@ -94,20 +90,14 @@ class Pipeline(Passes):
             group: the ranks of one pipeline, in the order of the schedule's ranks.
             dtype: of the residual stream.
             sequence_split: ranks that share a microbatch's tokens between layers, tp.
-            sync: called before whole backward passes.
-            hold: called before backward passes whose weight gradients are deferred.
-            reduce: called when the deferred gradients have been added.
-            release: called after the last backward pass, because a later pass through one stage gathers the weights of
-            all stages of the rank.
-            inside: returns the forward pass of stages without embedding and head, on ranks where another stage has one.
+            sync: is told of backward passes.
             weights: defers weight gradients, where the schedule splits backward passes.
         """
         super().__init__(model, objective)
         self.stage_plan, self.group, self.stages = stages, group, group
         self.rank = dist.get_rank(group)
         self.dtype, self.sequence_split = dtype, sequence_split
-        self.sync, self.hold, self.reduce, self.release, self.weights = sync, hold, reduce, release, weights
-        self.inside = inside
+        self.sync, self.weights = sync, weights
         self.here = stages.schedule.stages_of(self.rank)
         self.has_loss = stages.last in self.here
 
@@ -143,10 +133,10 @@ class Pipeline(Passes):
     def train(self, batches: Sequence[TensorBatch], scale: Scale) -> torch.Tensor:
         """See `Passes`; takes one batch for each microbatch of the schedule."""
         assert len(batches) == self.stage_plan.schedule.num_microbatches
-        self.sync(self.model.modules(), False)  # later backward passes go through the other stages' modules
+        self.sync.announce(self.model.modules(), False)  # later backward passes go through the other stages' modules
         running = Pass(self, self.loss, scale)
         running.run(self.training_program, enumerate(batches))
-        self.release()
+        self.sync.release()
         self.sum_copies()
         return running.loss
 
@@ -185,12 +175,12 @@ class Pipeline(Passes):
         """The last action that completes gradients of the embedding or the head on this rank."""
         return next((action for action in reversed(list(self.completing)) if action.stage in self.ends), None)
 
-    def announce(self, action: Action, sync: GradientSync) -> None:
-        """Call `sync` for the modules of an action's stage, with whether this is their last backward pass."""
+    def announce(self, action: Action, tell: Callable[[Iterable[nn.Module], bool], None]) -> None:
+        """Call `tell` for the modules of an action's stage, with whether this is their last backward pass."""
         modules = self.modules_of(action.stage)
-        sync([module for module in modules if module is not self.model], self.completing[action])
+        tell([module for module in modules if module is not self.model], self.completing[action])
         if action.stage in self.ends:
-            sync([self.model], action == self.completes_ends)
+            tell([self.model], action == self.completes_ends)
 
     def sum_copies(self) -> None:
         """Add the gradients of a tied embedding's two copies, so that both take the same step.
@@ -255,7 +245,7 @@ class Pass:
             x_BTD.requires_grad_()
         pipeline, batch = self.pipeline, self.microbatches[m]
         apart = pipeline.ends and stage not in pipeline.ends
-        compute = pipeline.inside() if apart else pipeline.model
+        compute = pipeline.sync.inside() if apart else pipeline.model
         y = compute(batch, self.read, layers=pipeline.stage_plan.layers[stage], x_BTD=x_BTD)
         if stage < pipeline.stage_plan.last:
             self.results[True, stage, m] = y.detach()
@@ -272,18 +262,18 @@ class Pass:
             self._backward_input(action)
             self._backward_weight(action)
         else:
-            self.pipeline.announce(action, self.pipeline.sync)
+            self.pipeline.announce(action, self.pipeline.sync.announce)
             self._through(action)
 
     def _backward_input(self, action: Action) -> None:
         assert self.pipeline.weights is not None
-        self.pipeline.hold(self.pipeline.modules_of(action.stage))
+        self.pipeline.sync.hold(self.pipeline.modules_of(action.stage))
         self._through(action)
         self.put_off[action.stage, action.microbatch] = self.pipeline.weights.take()
 
     def _backward_weight(self, action: Action) -> None:
         add_weight_gradients(self.put_off.pop((action.stage, action.microbatch)))
-        self.pipeline.announce(action, self.pipeline.reduce)
+        self.pipeline.announce(action, self.pipeline.sync.reduce)
 
     def _through(self, action: Action) -> None:
         """The backward pass of a stage."""
