@@ -252,12 +252,20 @@ def test_gradients_are_rounded_by_the_numbers_of_tokens_alone() -> None:
     for layer, rows in ((whole, slice(0, M)), (part, slice(16, 32)), (other, slice(16, 32))):
         draws = layer.product.draws  # type: ignore[attr-defined]
         draws.numbers = torch.arange(M)[None, rows] + (1 if layer is other else 0)
-        rounded = layer.product._uniform("input gradient", N, layer.product.noted({}))  # type: ignore[attr-defined]
-        everything[layer] = rounded
+        numbers = layer.product._numbers(layer.product.noted({}))  # type: ignore[attr-defined]
+        everything[layer] = layer.product._uniform("input gradient", numbers, slice(0, N), N)  # type: ignore[attr-defined]
     assert torch.equal(everything[whole][16:32], everything[part])
     assert torch.equal(everything[other][:-1], everything[part][1:])
     assert 0.4 < everything[whole].mean() < 0.6
     assert 0 <= everything[whole].min() < everything[whole].max() < 1
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_matrix_quantized_in_parts_has_the_same_bits(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    x, dy = matrix(2, M // 2, D), matrix(2, M // 2, N, seed=5)
+    whole = gradients_of(layer_of(recipe), x, dy)
+    monkeypatch.setattr("meshwright.models.scaling.AT_ONCE", 5 * D)  # parts of 5 rows, or of one row of blocks
+    assert all(torch.equal(*pair) for pair in zip(gradients_of(layer_of(recipe), x, dy), whole, strict=True))
 
 
 @pytest.mark.skipif(torch.__version__ < "2.13", reason="torch._scaled_mm is not on CPUs")

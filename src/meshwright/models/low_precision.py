@@ -28,7 +28,18 @@ from torch import nn
 from meshwright.models.cpu_kernels import linear, matmul
 from meshwright.models.dropout import Draws, drawn_bits
 from meshwright.models.linear import Kept, Product
-from meshwright.models.scaling import E2M1, E4M3, E5M2, Encoded, Scaling, Spread, delayed_scale, encode, hadamard
+from meshwright.models.scaling import (
+    E2M1,
+    E4M3,
+    E5M2,
+    HADAMARD,
+    Encoded,
+    Scaling,
+    Spread,
+    Uniform,
+    delayed_scale,
+    encode,
+)
 from meshwright.models.slots import Weights
 from meshwright.spec.low_precision import KERNELS
 from meshwright.torch_internals import version_of
@@ -261,8 +272,13 @@ class LowPrecision(Product):
         """[..., N] to [..., D]."""
         grad_MN, weight_DN = grad.flatten(0, -2), weights["weight"].t()
         one, other = self.recipe.input_gradient
-        uniform_MN = self._uniform("input gradient", grad_MN.shape[1], weights)
-        left = self._encode("gradient", grad_MN, one, ("tokens", "out"), uniform_MN)
+        numbers, features = self._numbers(weights), grad_MN.shape[1]
+
+        def uniform(tokens: slice) -> torch.Tensor:
+            assert numbers is not None
+            return self._uniform("input gradient", numbers[tokens], slice(0, features), features)
+
+        left = self._encode("gradient", grad_MN, one, ("tokens", "out"), None if numbers is None else uniform)
         right = self._encode("weight", weight_DN, other, ("in", "out"))
         return self._multiply(left, right, grad.dtype).view(*grad.shape[:-1], -1)
 
@@ -283,18 +299,18 @@ class LowPrecision(Product):
         return self._weight_gradient(grad_MN.t(), again, weights)
 
     def _weight_gradient(self, grad_NM: torch.Tensor, x_DM: torch.Tensor | Encoded, weights: Weights) -> torch.Tensor:
-        dtype = grad_NM.dtype
         assert self.recipe.weight_gradient is not None
         one, other = self.recipe.weight_gradient
-        uniform_MN = self._uniform("weight gradient", len(grad_NM), weights)
-        uniform_NM = None if uniform_MN is None else uniform_MN.t()
-        if self.recipe.four_bits:
-            assert isinstance(x_DM, torch.Tensor)
-            grad_NM, x_DM = hadamard(grad_NM), hadamard(x_DM)
-            uniform_NM = None if uniform_NM is None else F.pad(uniform_NM, (0, grad_NM.shape[1] - uniform_NM.shape[1]))
-        left = self._encode("gradient", grad_NM, one, ("out", "tokens"), uniform_NM)
+        numbers, (features, tokens) = self._numbers(weights), grad_NM.shape
+
+        def uniform(outputs: slice) -> torch.Tensor:
+            assert numbers is not None
+            drawn_NM = self._uniform("weight gradient", numbers, outputs, features).t()
+            return F.pad(drawn_NM, (0, -tokens % HADAMARD))
+
+        left = self._encode("gradient", grad_NM, one, ("out", "tokens"), None if numbers is None else uniform)
         right = x_DM if isinstance(x_DM, Encoded) else self._encode("input", x_DM, other, ("in", "tokens"))
-        return self._multiply(left, right, dtype)
+        return self._multiply(left, right, grad_NM.dtype)
 
     def _encode(
         self,
@@ -302,14 +318,16 @@ class LowPrecision(Product):
         tensor_KS: torch.Tensor,
         scaling: Scaling,
         dims: tuple[Dim, Dim],
-        uniform_KS: torch.Tensor | None = None,
+        uniform: Uniform | None = None,
     ) -> Encoded:
+        """Codes; with four bits, products that sum over tokens multiply Hadamard transforms."""
         spread = self.over[dims[0]], self.over[dims[1]]
         scale = None
         if self.past is not None:
             self.past.see(role, tensor_KS)
             scale = self.past.scale(role, scaling)
-        return encode(tensor_KS, scaling, spread, amax=scale, uniform_KS=uniform_KS)
+        mixed = self.recipe.four_bits and dims[1] == "tokens"
+        return encode(tensor_KS, scaling, spread, amax=scale, uniform=uniform, mixed=mixed)
 
     def _multiply(self, left: Encoded, right: Encoded, dtype: torch.dtype) -> torch.Tensor:
         """[K, S] times [N, S], transposed: [K, N]."""
@@ -318,14 +336,19 @@ class LowPrecision(Product):
             return _by_kernel(left, right, dtype)
         return linear(left.decode(), right.decode()).to(dtype)
 
-    def _uniform(self, use: str, features: int, weights: Weights) -> torch.Tensor | None:
-        """Numbers in [0, 1) of 24 bits [M, features], which depend only on the run's seed, layer, use, token and
-        output; None if gradients are rounded to nearest."""
+    def _numbers(self, weights: Weights) -> torch.Tensor | None:
+        """The numbers of tokens [M], by which gradients are rounded; None if they are rounded to nearest."""
         if not self.recipe.four_bits:
             return None
         numbers = weights.get("numbers")
         assert numbers is not None, "gradients are rounded by the numbers of tokens, and this batch has none"
-        bits = drawn_bits(self._keys[use], numbers.flatten(), self.part * features, features)
+        return numbers.flatten()
+
+    def _uniform(self, use: str, numbers_M: torch.Tensor, outputs: slice, features: int) -> torch.Tensor:
+        """Numbers in [0, 1) of 24 bits [M, N], which depend only on the run's seed, layer, use, token and output;
+        `features`: of all outputs on this rank."""
+        first = self.part * features + outputs.start
+        bits = drawn_bits(self._keys[use], numbers_M, first, outputs.stop - outputs.start)
         return (bits >> 7).float() * 2.0**-24
 
     def __repr__(self) -> str:

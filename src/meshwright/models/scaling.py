@@ -45,8 +45,15 @@ def _transform() -> torch.Tensor:
 TRANSFORM = _transform()
 """The random Hadamard transform [16, 16]: orthogonal."""
 
+AT_ONCE = 2**21
+"""Numbers of a matrix that are quantized at a time; intermediates take up to 24 bytes each. Compiled code fuses them
+instead."""
+
 Spread = Callable[[torch.Tensor], torch.Tensor]
 """Reduces maxima over this rank's part of a dim to maxima over all of it."""
+
+Uniform = Callable[[slice], torch.Tensor]
+"""Numbers in [0, 1) for rows of a matrix: [k, S]."""
 
 
 class Format(NamedTuple):
@@ -57,7 +64,7 @@ class Format(NamedTuple):
     exponent: int
     """The exponent of the largest number."""
     dtype: torch.dtype | None
-    """torch's; None for e2m1, whose codes are stored as the numbers that they represent."""
+    """torch's; None for e2m1, whose codes are stored as the numbers that they represent, in bf16."""
 
 
 E4M3 = Format("e4m3", 448.0, 8, torch.float8_e4m3fn)
@@ -91,9 +98,8 @@ class Encoded(NamedTuple):
 
     def decode(self) -> torch.Tensor:
         """The matrix [K, S], in fp32 (fp64)."""
-        codes = self.codes.to(torch.promote_types(self.scales.dtype, torch.float32))
-        blocks = codes * self.scales if self.multiplies else codes / self.scales
-        return self.whole(blocks)
+        numbers = self.codes.to(torch.promote_types(self.scales.dtype, torch.float32))  # a copy: codes are narrower
+        return self.whole(numbers.mul_(self.scales) if self.multiplies else numbers.div_(self.scales))
 
     def transposed(self) -> "Encoded":
         """The matrix [S, K], of the same codes."""
@@ -113,7 +119,8 @@ def encode(
     spread: tuple[Spread, Spread],
     *,
     amax: torch.Tensor | None = None,
-    uniform_KS: torch.Tensor | None = None,
+    uniform: Uniform | None = None,
+    mixed: bool = False,
 ) -> Encoded:
     """Quantize a matrix.
 
@@ -122,24 +129,44 @@ def encode(
         scaling: how.
         spread: of maxima over dim 0, and over dim 1.
         amax: the expected largest value, for delayed scales; 0 if none is known.
-        uniform_KS: numbers in [0, 1) for stochastic rounding; None: to the nearest, ties to even. For e2m1 only.
+        uniform: draws numbers for stochastic rounding; None: to the nearest, ties to even. For e2m1 only.
+        mixed: quantize the matrix's Hadamard transform.
     """
     wide = torch.promote_types(x_KS.dtype, torch.float32)
-    blocks = _blocks(x_KS.to(wide), scaling)
+    parts = _parts(x_KS, scaling)
+
+    def blocks(rows: slice) -> torch.Tensor:
+        return _blocks((hadamard(x_KS[rows]) if mixed else x_KS[rows]).to(wide), scaling)
+
     if scaling.scale == "delayed":
         assert amax is not None
         scales, factors, multiplies = amax.to(torch.float32).expand(1, 1, 1, 1), None, False
     else:
-        largest = _largest(blocks, scaling, spread)
+        largest = _largest([blocks(rows).abs().amax((1, 3), keepdim=True) for rows in parts], scaling, spread)
         scales, factors, multiplies = _scales(largest, scaling, spread)
     scales = scales.to(wide)
-    scaled = blocks * (scales if factors is None else factors.to(wide))
-    scaled = scaled.clamp(-scaling.format.largest, scaling.format.largest)
-    if scaling.format.dtype is not None:
-        codes = scaled.to(scaling.format.dtype)
-    else:
-        codes = round_e2m1(scaled, None if uniform_KS is None else _blocks(uniform_KS.to(wide), scaling))
-    return Encoded(codes, scales, (x_KS.shape[0], x_KS.shape[1]), multiplies)
+    factors = scales if factors is None else factors.to(wide)
+    codes, first = [], 0
+    for rows in parts:
+        scaled = blocks(rows)
+        of_rows = factors[first : first + len(scaled)] if len(factors) > 1 else factors
+        scaled = (scaled * of_rows).clamp_(-scaling.format.largest, scaling.format.largest)
+        first += len(scaled)
+        if scaling.format.dtype is not None:
+            codes.append(scaled.to(scaling.format.dtype))
+        else:
+            drawn = None if uniform is None else _blocks(uniform(rows).to(wide), scaling)
+            codes.append(round_e2m1(scaled, drawn).to(torch.bfloat16))
+    columns = x_KS.shape[1] + (-x_KS.shape[1] % HADAMARD if mixed else 0)
+    whole = codes[0] if len(codes) == 1 else torch.cat(codes, 1 if scaling.rows is None else 0)
+    return Encoded(whole, scales, (x_KS.shape[0], columns), multiplies)
+
+
+def _parts(x_KS: torch.Tensor, scaling: Scaling) -> list[slice]:
+    """The rows that are quantized at a time: whole blocks."""
+    rows, unit = x_KS.shape[0], scaling.rows or 1
+    most = rows if torch.compiler.is_compiling() else max(1, AT_ONCE // max(1, x_KS.shape[1] * unit)) * unit
+    return [slice(start, min(start + most, rows)) for start in range(0, max(1, rows), max(1, most))]
 
 
 def delayed_scale(amax: torch.Tensor, format: Format, margin: int) -> torch.Tensor:
@@ -174,9 +201,11 @@ def _blocks(x_KS: torch.Tensor, scaling: Scaling) -> torch.Tensor:
     return padded.reshape(padded.shape[0] // rows, rows, padded.shape[1] // columns, columns)
 
 
-def _largest(blocks: torch.Tensor, scaling: Scaling, spread: tuple[Spread, Spread]) -> torch.Tensor:
-    """The largest value of every block over all ranks: [K / r, 1, S / c, 1]."""
-    amax = blocks.abs().amax((1, 3), keepdim=True)
+def _largest(maxima: list[torch.Tensor], scaling: Scaling, spread: tuple[Spread, Spread]) -> torch.Tensor:
+    """The largest value of every block over all ranks, [K / r, 1, S / c, 1], from the maxima of rows."""
+    amax = maxima[0] if len(maxima) == 1 else torch.cat(maxima)
+    if scaling.rows is None and len(maxima) > 1:
+        amax = amax.amax(0, keepdim=True)
     for size, over in zip((scaling.rows, scaling.columns), spread, strict=True):
         amax = over(amax) if size is None else amax
     return amax
