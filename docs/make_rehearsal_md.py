@@ -234,10 +234,10 @@ with a GPU's operations): they agree within 2 %.
 
 {cells} cells, {ranks} ranks. Memory differs by {worst:.1%} at worst and {median:.2%} in the median; the plan omits
 tokens, masks, rotary tables, some messages in transit, and the working memory of quantization (which matters where the
-peak is inside a block: pipeline stages without the loss, and experts, in low precision). Traffic agrees to the byte in
-{exact} of {predicted} cells, except for the bytes after +, which are not compared: sums of 4 to 24 bytes for token
-counts, loss and gradient norm, and 8 bytes for every expert's load. The planner leaves out the maxima that
-tensor-parallel ranks exchange for scales in low precision, and delayed scales' maxima; such cells have no prediction.
+peak is inside a block: pipeline stages without the loss, in low precision). Traffic agrees to the byte in {exact} of
+{predicted} cells, except for the bytes after +, which are not compared: sums of 4 to 24 bytes for token counts, loss
+and gradient norm, and 8 bytes for every expert's load. The planner leaves out the maxima that tensor-parallel ranks
+exchange for scales in low precision, and delayed scales' maxima; such cells have no prediction.
 
 | model | strategy | layout | recompute | rehearsed, MB | planned, MB | error | sent, MB | planned |
 |---|---|---|---|---|---|---|---|---|

@@ -121,6 +121,9 @@ class _Engine:
         self.summed = 0.0 if sent == "none" else (result + 4 * self.vocab * job.model.hidden) / job.shards
         # With one microbatch nothing is accumulated before its own backward pass.
         self.kept = 0.0 if job.microbatches == 1 else gradients
+        if job.microbatches == 1 and job.shards > 1 and not job.frozen:
+            # The last sum, of embedding and head, is allocated when their gradients have been copied and freed.
+            self.end_gradients -= stack.gradient_bytes * self.ends / job.shards
 
     def moments(self) -> Iterator[Moment]:
         """The candidates for the peak."""
@@ -190,10 +193,14 @@ class _Engine:
             yield self._ended(left, self.width * min(ends, self.table), self.weights)
             return
         yield self._moment(left, self.gathered * ends + self.width * ends)
+        once = self.job.microbatches == 1
         if self.job.layout.zero_stage >= 2:
-            gone = self.job.layout.zero_stage == 2 and self.job.microbatches == 1
+            gone = self.job.layout.zero_stage == 2 and once
             transit = (self.fresh + self.reduced) * ends + (self.summed if ends else 0.0)
             yield self._ended(left, transit, 0.0 if gone else self.weights)
+            return
+        if self.job.layout.zero_stage == 1 and once:
+            yield self._ended(0.0, (self.fresh + self.reduced) * ends, 0.0)
             return
         # Accumulated gradients are copied for the reduction; a single rank copies them twice.
         transit = self.reduced * ends * (2 if self.job.shards == 1 else 1)
