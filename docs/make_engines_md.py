@@ -134,10 +134,10 @@ the state in host memory, the bytes on disk, the ranks per sample, and the rank'
 with adapters count the trainable parameters; a number other than the recipe's is an error.
 
 DeepSpeed compiles operators on first use. On a CPU it compiles the operator that reduces in shared memory, even for one
-process: about 90 s of CPU time, and 1109 s on a machine of 2 cores with a load of 30. If the build is killed, PyTorch's
-builder leaves a file `lock` in the operator's folder under `~/.cache/torch_extensions` (or `TORCH_EXTENSIONS_DIR`), and
-every later run waits for it without a message until `--patience` ends the run. The error names the file. Delete it when
-no build is running.
+process: about 90 s of CPU time, and 1109 s on a machine of 2 cores with a load of 30. This time does not count against
+`--patience`. If the build is killed, PyTorch's builder leaves a file `lock` in the operator's folder under
+`~/.cache/torch_extensions` (or `TORCH_EXTENSIONS_DIR`), and every later run waits for it without a message until
+`--patience` ends the run. The error names the file. Delete it when no build is running.
 
 DeepSpeed keeps state on disk under ZeRO-3 only, with its asynchronous-IO operator, which needs libaio (`apt install
 libaio-dev`). Parameter groups smaller than 1 MiB stay in memory; if nothing is on disk, the engine's row is an error.

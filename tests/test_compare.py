@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import re
+import shutil
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, ClassVar
@@ -124,6 +125,14 @@ def test_a_program_that_waits_for_deepspeeds_operators_says_so_and_names_the_loc
     lock.touch()
     assert f"if no build is running, remove {lock}, left" in str(waiting_for(engine, error))
     assert waiting_for(Fake(), error) is error
+
+
+def test_the_time_in_which_a_program_compiles_does_not_count(folder, tmp_path):
+    compiler = tmp_path / "cc1plus"
+    shutil.copy(shutil.which("sleep"), compiler)
+    wait = f"step == 3 and __import__('subprocess').run([{str(compiler)!r}, '3'])"
+    rows, _ = contest(folder, Fake(wait), patience=1)
+    assert rows[0].error is None
 
 
 FAULTS = {

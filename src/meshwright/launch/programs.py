@@ -17,6 +17,9 @@ from meshwright.spec.errors import UserError
 LOOK_EVERY = 0.01
 """Seconds between polls for the end of a turn."""
 
+COMPILERS = ("ninja", "cc1plus", "nvcc", "cicc", "ptxas", "clang++")
+"""Processes that build a program's operators, by the names in /proc."""
+
 PR_SET_PDEATHSIG = 1
 """Linux's `prctl` option: the signal that a process receives when its parent ends (`linux/prctl.h`)."""
 
@@ -61,7 +64,8 @@ class RankedProgram:
     def wait_for(self, journal: Path, sign: bytes, seconds: float) -> None:
         """Wait until a whole line of `journal` contains `sign`.
 
-        Raises `ProgramError` if a rank ends first, or `journal` does not grow for `seconds`.
+        Raises `ProgramError` if a rank ends first, or `journal` does not grow for `seconds`. The time in which a rank
+        compiles operators, as DeepSpeed does on first use, does not count.
         """
         size, deadline = -1, time.monotonic() + seconds
         while True:
@@ -73,12 +77,24 @@ class RankedProgram:
                 raise ProgramError(self._explain(ended))
             if len(content) != size:
                 size, deadline = len(content), time.monotonic() + seconds
+            if time.monotonic() > deadline and self._compiles():
+                deadline = time.monotonic() + seconds
             if time.monotonic() > deadline:
                 said = self._lines()[-1:] or ["it printed nothing"]
                 raise NoStepError(
                     f"no step within {seconds:g} s, so the program was ended: {said[0]} (output: {self.log})"
                 )
             time.sleep(LOOK_EVERY)
+
+    def _compiles(self) -> bool:
+        """Whether a rank's session has a compiler; false if there is no /proc."""
+        sessions = {process.pid for process in self._processes}
+        for stat in Path("/proc").glob("[0-9]*/stat"):
+            with contextlib.suppress(OSError):  # it has ended
+                name, _, rest = stat.read_text().partition("(")[2].rpartition(") ")
+                if name in COMPILERS and int(rest.split()[3]) in sessions:
+                    return True
+        return False
 
     def peak_bytes(self) -> int:
         """The largest peak memory of any rank; 0 if there is no /proc."""
