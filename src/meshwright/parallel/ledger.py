@@ -46,6 +46,46 @@ CPU_FLOPS: dict[Any, Callable[..., int]] = {
 """Operations missing in torch's FLOPs table: attention on a CPU, the device of fake tensors."""
 
 
+class _Gathers:
+    """The weights that FSDP2 gathers and frees, by module. It resizes their storages, which no mode sees."""
+
+    def __init__(self, model: nn.Module | None) -> None:
+        self._modules = [] if model is None else [each for each in model.modules() if isinstance(each, FSDPModule)]
+        self.end()
+
+    def begin(self) -> None:
+        """Find the gathered weights again."""
+        self._unknown: list[nn.Module] = list(self._modules)
+
+    def end(self) -> None:
+        """Keep no storage, else none would be released."""
+        self._unknown, self._looking = [], False
+        self._gathered: dict[int, Group] = {}
+        self._freed: dict[int, Group] = {}
+
+    def resized(self, gathering: bool) -> list[torch.UntypedStorage]:
+        """The storages that were freed since the last operation; then, where FSDP2 is `gathering`, the enlarged ones."""
+        self._looking |= gathering
+        found = self._first_gathered() if self._looking and self._unknown else []
+        freed = {key: group for key, group in self._gathered.items() if not group[0].nbytes()}
+        grown = {key: group for key, group in self._freed.items() if group[-1].nbytes()} if gathering else {}
+        for key in freed:
+            self._freed[key] = self._gathered.pop(key)
+        for key in grown:
+            self._gathered[key] = self._freed.pop(key)
+        return [storage for group in (*freed.values(), *found, *grown.values()) for storage in group]
+
+    def _first_gathered(self) -> list[Group]:
+        """The weights of modules that have been gathered for the first time."""
+        groups = {id(module): gathered_storages(module) for module in self._unknown}
+        found = {key: group for key, group in groups.items() if group}
+        if found:
+            self._unknown = [module for module in self._unknown if id(module) not in found]
+            self._looking = False
+            self._gathered |= found
+        return list(found.values())
+
+
 class Ledger(DispatchMode):
     """Tracks storages while it is entered.
 
@@ -74,11 +114,7 @@ class Ledger(DispatchMode):
         self.flops = 0
         self._bytes: dict[int, int] = {}
         self._seen_peak = 0
-        self._modules = [] if model is None else list(model.modules())
-        self._ungathered: list[nn.Module] = []
-        self._looking = False
-        self._gathered: list[Group] = []
-        self._freed: list[Group] = []
+        self._gathers = _Gathers(model)
 
     def begin(self) -> None:
         """Reset peak and operations, but not the allocated bytes."""
@@ -90,12 +126,12 @@ class Ledger(DispatchMode):
             self._watch(tensor.untyped_storage())
 
     def __enter__(self) -> "Ledger":
-        self._ungathered = [module for module in self._modules if isinstance(module, FSDPModule)]
+        self._gathers.begin()
         return super().__enter__()
 
     def __exit__(self, *arguments: Any) -> None:
         self._follow_gathers(True)
-        self._gathered, self._freed = [], []  # else they would never be released
+        self._gathers.end()
         super().__exit__(*arguments)
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -135,36 +171,11 @@ class Ledger(DispatchMode):
         return True
 
     def _follow_gathers(self, gathering: bool) -> None:
-        """Count the weights that FSDP2 has freed since the last operation, and, where it is `gathering`, those that it
-        has made room for. It resizes their storages, which no mode sees."""
-        self._looking |= gathering
-        if self._looking and self._ungathered:
-            self._find_groups()
-        for group in [group for group in self._gathered if not group[0].nbytes()]:
-            self._gathered.remove(group)
-            self._freed.append(group)
-            self._resized(group)
-        if gathering:
-            for group in [group for group in self._freed if group[-1].nbytes()]:
-                self._freed.remove(group)
-                self._gathered.append(group)
-                self._resized(group)
-
-    def _find_groups(self) -> None:
-        """Find the weights of modules that have been gathered for the first time."""
-        for module in [module for module in self._ungathered if gathered_storages(module)]:
-            self._ungathered.remove(module)
-            self._looking = False
-            storages = gathered_storages(module)
-            for storage in storages:
-                self._watch(storage)
-            group = [storage for storage in storages if id(storage) in self._bytes]
-            self._gathered += [group] if group else []
-
-    def _resized(self, group: Group) -> None:
-        for storage in group:
-            if storage.nbytes() != self._bytes[id(storage)]:
-                self._change(id(storage), storage.nbytes())
+        for storage in self._gathers.resized(gathering):
+            self._watch(storage)
+            size = storage.nbytes()
+            if self._bytes.get(id(storage), size) != size:
+                self._change(id(storage), size)
 
     def _change(self, key: int, size: int) -> None:
         self.now += size - self._bytes[key]
