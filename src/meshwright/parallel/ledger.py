@@ -64,7 +64,7 @@ class _Gathers:
         self._freed: dict[int, Group] = {}
 
     def resized(self, gathering: bool) -> list[torch.UntypedStorage]:
-        """The storages that were freed since the last operation; then, where FSDP2 is `gathering`, the enlarged ones."""
+        """The storages freed since the last operation; then, where FSDP2 is `gathering`, the enlarged ones."""
         self._looking |= gathering
         found = self._first_gathered() if self._looking and self._unknown else []
         freed = {key: group for key, group in self._gathered.items() if not group[0].nbytes()}
