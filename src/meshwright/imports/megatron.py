@@ -8,6 +8,7 @@ from meshwright.imports.megatron_combined import LISTS, SWITCHES, Form, combine,
 from meshwright.imports.megatron_combined import RULES as COMBINED_RULES
 from meshwright.imports.reading import Reading, Rule, check_count, check_number, fact, nothing, positive, when, words
 from meshwright.imports.shell import read_flags
+from meshwright.spec.errors import UserError
 
 DEFAULTS: Mapping[str, Any] = {
     "training.optimizer.betas": [0.9, 0.999],
@@ -27,17 +28,42 @@ DECIDED_BY_US = (
     *("no-rope-fusion", "moe-grouped-gemm", "moe-token-dispatcher-type", "cp-comm-type", "no-bias-gelu-fusion"),
     *("eod-mask-loss", "wandb-exp-name"),
 )
+UNSET = re.compile(r"\$[\w{(@*]|`")
+"""What only a shell could replace."""
 STAGES = {"no_shard": 0, "optim": 1, "optim_grads": 2, "optim_grads_params": 3}
 """What Megatron-FSDP shards."""
 
 
 def _data(reading: Reading, value: Any, origin: str) -> None:
-    parts = str(value).split()
-    pairs = [(None, parts[0])] if len(parts) == 1 else list(zip(parts[::2], parts[1::2], strict=False))
-    sources = [
-        {"path": f"{path}.bin"} | ({} if weight is None else {"weight": float(weight)}) for weight, path in pairs
-    ]
-    reading.set("data.sources", sources, origin)
+    """Token files, with a weight before each or before none; words that the file does not set are named.
+
+    Raises `UserError` if only some have a weight.
+    """
+    words = [str(word) for word in value] if isinstance(value, list) else str(value).split()
+    unset = [word for word in words if UNSET.search(word)]
+    weighted = any(map(_is_number, words)) if unset else len(words) % 2 == 0 and _is_number(words[0])
+    sources: list[dict[str, Any]] = []
+    weight: str | None = None
+    for word in words:
+        if weighted and weight is None and _is_number(word):
+            weight = word
+            continue
+        if word not in unset:
+            sources.append({"path": f"{word}.bin"} | ({} if weight is None else {"weight": float(weight)}))
+        weight = None
+    if weight is not None or len({"weight" in source for source in sources}) > 1:
+        raise UserError(f"{origin}: must be paths alone, or a weight before every path")
+    for word in unset:
+        reading.give_up(f"{origin}: {word}", "the file does not set it; add what it stands for to data.sources")
+    if sources:
+        reading.set("data.sources", sources, origin)
+
+
+def _is_number(word: str) -> bool:
+    try:
+        return float(word) >= 0
+    except ValueError:
+        return False
 
 
 def _recompute(reading: Reading, value: Any, origin: str) -> None:
@@ -209,7 +235,7 @@ def read_script(reading: Reading, text: str, file: str) -> None:
 
 def read_megatron(reading: Reading, values: Mapping[str, Any], file: str) -> None:
     """Read Megatron's flags."""
-    open_ones = {flag: value for flag, value in values.items() if re.search(r"\$[\w{(@*]|`", str(value))}
+    open_ones = {flag: value for flag, value in values.items() if UNSET.search(str(value)) and flag != "data-path"}
     for flag, value in open_ones.items():
         reading.give_up(f"{file}: {flag}={value}", "a shell variable that the file does not set")
     empty = [flag for flag in RULES.keys() & values.keys() - SWITCHES if values[flag] is True]
