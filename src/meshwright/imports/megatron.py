@@ -30,6 +30,12 @@ DECIDED_BY_US = (
 )
 UNSET = re.compile(r"\$[\w{(@*]|`")
 """What only a shell could replace."""
+OF_OTHER_MODELS = (
+    *("hybrid-layer-pattern", "hybrid-override-pattern", "hybrid-attention-ratio", "is-hybrid-model", "mask-prob"),
+    *("encoder-num-layers", "decoder-num-layers", "encoder-seq-length", "decoder-seq-length", "short-seq-prob"),
+    *("bert-no-binary-head", "bert-load", "vocab-extra-ids", "language-model-type", "vision-model-type", "img-h"),
+)
+OTHER = "it trains another model than GPT; only the flags are imported"
 STAGES = {"no_shard": 0, "optim": 1, "optim_grads": 2, "optim_grads_params": 3}
 """What Megatron-FSDP shards."""
 
@@ -204,6 +210,7 @@ RULES: Mapping[str, Rule] = {
     "attention-dropout": nothing("models have no dropout"),
     "reset-attention-mask": when("data.separate_documents", True),
     "reset-position-ids": when("data.separate_documents", True),
+    **dict.fromkeys(OF_OTHER_MODELS, nothing(OTHER)),
     **dict.fromkeys(DECIDED_BY_US, nothing("Meshwright decides it")),
 }
 
@@ -229,7 +236,7 @@ def read_script(reading: Reading, text: str, file: str) -> None:
         )
     reading.notes += flags.notes
     for program in dict.fromkeys(OTHER_MODELS.findall(text)):
-        reading.give_up(f"{file}: {program}", "it trains another model than GPT; only the flags are imported")
+        reading.give_up(f"{file}: {program}", OTHER)
     read_megatron(reading, flags.values, file)
 
 

@@ -21,6 +21,7 @@ from meshwright.imports.llama_factory import (
     read_llama_factory,
 )
 from meshwright.imports.megatron import is_flags, read_script
+from meshwright.imports.megatron_tests import is_model_config, read_model_config
 from meshwright.imports.nanogpt import read_assignments, read_nanogpt
 from meshwright.imports.nanotron import is_nanotron, read_nanotron
 from meshwright.imports.nemo import is_nemo, read_nemo
@@ -37,10 +38,11 @@ from meshwright.terminal import printable
 FORMATS = (
     "a DeepSpeed JSON, transformers' TrainingArguments (YAML or JSON), an Accelerate, axolotl, LLaMA-Factory, "
     "LLM-Foundry, Nanotron, NeMo AutoModel, NeMo or Megatron-Bridge YAML, a torchtitan configuration (.py, .toml, "
-    "or the JSON that it prints), a nanoGPT configuration (.py), a script with Megatron-LM's flags, or a program "
-    "from `meshwright export`"
+    "or the JSON that it prints), a nanoGPT configuration (.py), a script with Megatron-LM's flags or its tests' YAML "
+    "(MODEL_ARGS), or a program from `meshwright export`"
 )
 KINDS = (
+    (is_model_config, read_model_config),
     (is_accelerate, read_accelerate),
     (is_axolotl, read_axolotl),
     (is_llama_factory, read_llama_factory),
