@@ -7,6 +7,7 @@ from typing import Any
 from meshwright.imports.megatron_combined import LISTS, SWITCHES, Form, combine, model_defaults, model_ranks
 from meshwright.imports.megatron_combined import RULES as COMBINED_RULES
 from meshwright.imports.reading import Reading, Rule, check_count, check_number, fact, nothing, positive, when, words
+from meshwright.imports.schedules import schedule_words
 from meshwright.imports.shell import read_flags
 from meshwright.spec.errors import UserError
 
@@ -154,9 +155,7 @@ RULES: Mapping[str, Rule] = {
     "train-samples": fact("samples"),
     "lr": "training.optimizer.lr",
     "min-lr": fact("min_lr"),
-    "lr-decay-style": words(
-        "training.lr_schedule.name", {"cosine": "cosine", "linear": "linear", "constant": "constant", "wsd": "wsd"}
-    ),
+    "lr-decay-style": schedule_words({"cosine": "cosine", "linear": "linear", "constant": "constant", "wsd": "wsd"}),
     "lr-wsd-decay-iters": "training.lr_schedule.decay",
     "lr-wsd-decay-style": lambda reading, value, origin: (
         None if value == "linear" else reading.give_up(origin, "wsd always decays linearly")

@@ -6,6 +6,7 @@ from typing import Any
 from meshwright.imports.megatron import RULES as FLAGS
 from meshwright.imports.nemo_precision import SECTION, mixed, named, reduced
 from meshwright.imports.reading import Reading, Rule, apply, fact, nothing, positive, words
+from meshwright.imports.schedules import lose_schedule
 
 SCHEDULES = {"CosineAnnealing": "cosine", "WarmupAnnealing": "linear", "WarmupHoldPolicy": "constant"}
 OURS = "Meshwright decides it"
@@ -80,7 +81,7 @@ def _schedule(reading: Reading, value: Any, origin: str) -> None:
     if value in SCHEDULES:
         reading.set("training.lr_schedule.name", SCHEDULES[value], origin)
     else:
-        reading.give_up(origin, f"supported: {', '.join(SCHEDULES)}")
+        lose_schedule(reading, origin, f"supported: {', '.join(SCHEDULES)}")
 
 
 def _betas(reading: Reading, value: Any, origin: str) -> None:

@@ -28,6 +28,7 @@ from meshwright.imports.nemo import is_nemo, read_nemo
 from meshwright.imports.opening import read_data, read_text
 from meshwright.imports.program import is_program, read_program
 from meshwright.imports.reading import Reading, check_count, check_number
+from meshwright.imports.schedules import settle_lost_schedule
 from meshwright.imports.titan_python import is_titan_python
 from meshwright.imports.torchtitan import is_torchtitan, read_torchtitan, read_torchtitan_python
 from meshwright.spec.document import write_yaml
@@ -84,6 +85,7 @@ def import_files(paths: Sequence[Path], *, ranks: int | None = None, model: str 
         if path not in reading.settings:
             reading.set(path, value, origin)
     settle_what_no_file_gives(reading)
+    settle_lost_schedule(reading)
     _check_warmup(reading)
     text = _written(reading, paths)
     check_recipe(text, reading.settings, ", ".join(path.name for path in paths))
