@@ -464,3 +464,32 @@ def test_a_broken_program_is_one_error(tmp_path: Path, program: str, before: str
     with pytest.raises(UserError) as found:
         import_files([tmp_path / "p.py"])
     assert re.search(message, str(found.value)), found.value
+
+
+@pytest.mark.parametrize(
+    ("given", "sources", "named"),
+    [
+        ("a b c", ["a.bin", "b.bin", "c.bin"], []),
+        ("a b", ["a.bin", "b.bin"], []),
+        ("0.3 a 0.7 b", [{"path": "a.bin", "weight": 0.3}, {"path": "b.bin", "weight": 0.7}], []),
+        ("a $EXTRA", ["a.bin"], ["$EXTRA"]),
+        ("0.3 a 0.7 $B", [{"path": "a.bin", "weight": 0.3}], ["$B"]),
+        ("$FIRST 0.7 b ${MORE}", [{"path": "b.bin", "weight": 0.7}], ["$FIRST", "${MORE}"]),
+        ("$EVERYTHING", None, ["$EVERYTHING"]),
+    ],
+)
+def test_token_files_that_the_script_knows_are_imported(
+    tmp_path: Path, given: str, sources: list[Any] | None, named: list[str]
+) -> None:
+    recipe, reading = flags(tmp_path, f"--data-path {given}")
+    found = recipe.get("data", {}).get("sources")
+    plain = [
+        source["path"] if isinstance(source, dict) and len(source) == 1 else source for source in found or []
+    ] or None
+    assert plain == sources
+    assert [word for word in named if told(reading, f": {word}")] == named
+
+
+def test_a_weight_before_only_some_files_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="a weight before every path"):
+        flags(tmp_path, "--data-path 0.3 a b c")

@@ -6,6 +6,8 @@ from typing import Any
 
 from meshwright.imports.accelerate_fp8 import RULES as FP8_RULES
 from meshwright.imports.accelerate_fp8 import settle_fp8
+from meshwright.imports.accelerate_megatron import RULES as MEGATRON_RULES
+from meshwright.imports.accelerate_megatron import settle_megatron
 from meshwright.imports.deepspeed import folder, offload, settle_offload
 from meshwright.imports.deepspeed_schedules import keep_named
 from meshwright.imports.reading import (
@@ -30,8 +32,8 @@ LAUNCH = "set by torchrun, Slurm or Meshwright's launcher (docs/clusters.md)"
 def _type(reading: Reading, value: Any, origin: str) -> None:
     if value in ("MULTI_GPU", "MULTI_CPU", "NO", False):
         reading.fact("zero", 0, origin)
-    elif value not in ("FSDP", "DEEPSPEED"):
-        reading.give_up(origin, "supported: NO, MULTI_CPU, MULTI_GPU, FSDP, DEEPSPEED")
+    elif value not in ("FSDP", "DEEPSPEED", "MEGATRON_LM"):
+        reading.give_up(origin, "supported: NO, MULTI_CPU, MULTI_GPU, FSDP, DEEPSPEED, MEGATRON_LM")
 
 
 def _sharding(reading: Reading, value: Any, origin: str) -> None:
@@ -122,6 +124,7 @@ KEYS: Mapping[str, Rule] = {
             *("use_orig_params", "cpu_ram_efficient_loading", "sync_module_states", "min_num_params"),
         )
     },
+    **MEGATRON_RULES,
     "deepspeed_config.zero_stage": fact("zero"),
     "deepspeed_config.gradient_accumulation_steps": fact("accumulation"),
     "deepspeed_config.gradient_clipping": positive("training.clip"),
@@ -139,7 +142,7 @@ KEYS: Mapping[str, Rule] = {
     "deepspeed_config.deepspeed_multinode_launcher": nothing(LAUNCH),
     "deepspeed_config.deepspeed_config_file": keep_named,
 }
-SHORT = ("fsdp", "fp8", "dynamo")
+SHORT = ("fsdp", "fp8", "dynamo", "megatron_lm")
 """Sections whose keys may omit the section's prefix."""
 
 
@@ -210,6 +213,7 @@ def read_accelerate(reading: Reading, values: Mapping[str, Any], file: str) -> N
     _settle_hybrid(reading, values)
     _settle_parallelism(reading, values, file)
     _settle_deepspeed(reading, values, file)
+    settle_megatron(reading, values, file)
     precision = str(values.get("mixed_precision", "no")).lower()
     if precision == "fp8":
         settle_fp8(reading, f"{file}: mixed_precision=fp8")

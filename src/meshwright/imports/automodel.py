@@ -18,6 +18,7 @@ from meshwright.imports.reading import (
     unless_none,
     when,
 )
+from meshwright.imports.schedules import lose_schedule
 
 DTYPES = {"bfloat16": "bf16", "bf16": "bf16", "float32": "fp32", "fp32": "fp32", "float16": "fp16", "fp16": "fp16"}
 SCHEDULES = {"cosine": "cosine", "linear": "linear", "constant": "constant", "WSD": "wsd"}
@@ -103,7 +104,7 @@ def _schedule(reading: Reading, value: Any, origin: str) -> None:
     if value in SCHEDULES:
         reading.set("training.lr_schedule.name", SCHEDULES[value], origin)
     else:
-        reading.give_up(origin, f"supported: {', '.join(SCHEDULES)}")
+        lose_schedule(reading, origin, f"supported: {', '.join(SCHEDULES)}")
 
 
 def _pipeline(reading: Reading, value: Any, origin: str) -> None:

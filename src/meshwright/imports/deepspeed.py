@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
+from meshwright.imports.deepspeed_cycles import CYCLES, cycle_rules, name_of
 from meshwright.imports.deepspeed_schedules import (
     MUON_LR,
     OPTIMIZERS,
@@ -28,6 +29,7 @@ from meshwright.imports.reading import (
     when,
     words,
 )
+from meshwright.imports.schedules import schedule_words
 
 PLACES = {"cpu": "host", "nvme": "disk"}
 PARTS = {"offload_optimizer": "optimizer", "offload_param": "parameters"}
@@ -148,7 +150,7 @@ KEYS: Mapping[str, Rule] = {
     "optimizer.params.weight_decay": "training.optimizer.weight_decay",
     "optimizer.params.adam_w_mode": lambda reading, value, origin: None,  # `settle_optimizer` reads these two
     "optimizer.params.torch_adam": lambda reading, value, origin: None,
-    "scheduler.type": words("training.lr_schedule.name", SCHEDULES),
+    "scheduler.type": schedule_words(SCHEDULES | CYCLES),
     "scheduler.params.warmup_num_steps": "training.lr_schedule.warmup",
     "scheduler.params.total_num_steps": "training.steps",
     "scheduler.params.warmup_max_lr": keep_rate(PEAK),
@@ -255,7 +257,8 @@ def read_deepspeed(reading: Reading, values: Mapping[str, Any], file: str) -> No
     reading.facts.setdefault(READ, (file, file))
     keys = flat(values)
     is_muon = str(keys.get("optimizer.type")).lower() == "muon"
-    reading.take(keys, {**RULES, **MUON_RULES} if is_muon else RULES, file)
+    rules = {**RULES, **cycle_rules(name_of(values)), **(MUON_RULES if is_muon else {})}
+    reading.take(keys, rules, file)
     settle_offload(reading)
     _settle_quantized(reading)
     settle_optimizer(reading, values, file)

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import PurePath
 from typing import Any
 
+from meshwright.imports.deepspeed_cycles import CYCLES, settle_cycle, settle_length
 from meshwright.imports.reading import Reading, Rule, check_number, flat
 
 OPTIMIZERS = {"adamw": "adamw", "adam": "adamw", "fusedadam": "adamw", "muon": "muon"}
@@ -15,7 +16,7 @@ SCHEDULES = {"warmuplr": "constant", "warmupdecaylr": "linear", "warmupcosinelr"
 NO_SCHEDULER, NO_OPTIMIZER = "no scheduler", "no optimizer"
 """The facts that a DeepSpeed file has no scheduler or optimizer; another file may have one."""
 SCHEDULE = "DeepSpeed's schedule"
-"""The fact that a DeepSpeed file has a schedule; its value is the recipe's name for it."""
+"""The fact that a DeepSpeed file has a schedule; its value is the recipe's name for it, None if there is none."""
 READ, NAMED = "a DeepSpeed file", "the name of DeepSpeed's file"
 """The facts that a DeepSpeed file was read, and that another file names one."""
 RATE, PEAK, LEAST = "the optimizer's rate", "the schedule's peak", "the schedule's least rate"
@@ -72,7 +73,12 @@ def settle_schedule(reading: Reading, values: Mapping[str, Any], file: str) -> N
     kind, default = _kind(given), f"{file} (DeepSpeed's default)"
     if not kind:
         reading.fact(NO_SCHEDULER, True, file)
+    if kind in CYCLES and (peak := settle_cycle(reading, kind, file)):
+        reading.fact(PEAK, *peak)
     _settle_peak(reading, given, default)
+    if kind and kind not in SCHEDULES:
+        ours = CYCLES.get(kind) if NAME in reading.settings else None
+        reading.fact(SCHEDULE, ours, f"{file}: scheduler.type={given['type']}")
     if kind not in SCHEDULES:
         return
     reading.fact(SCHEDULE, SCHEDULES[kind], f"{file}: scheduler.type={given['type']}")
@@ -104,6 +110,7 @@ def settle_what_no_file_gives(reading: Reading) -> None:
         read = reading.known(READ)
         if read != wanted:
             reading.notes.append(f"{origin}: " + (f"{read} was taken for it" if read else "pass that file too"))
+    settle_length(reading)
     if NO_SCHEDULER in reading.facts and NAME not in reading.settings:
         file = reading.facts[NO_SCHEDULER][1]
         reading.set(NAME, "constant", f"{file} (DeepSpeed's default: no scheduler)")

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from meshwright.imports.reading import Reading, Rule, apply, check_number, fact, flat, nothing, when, words
+from meshwright.imports.schedules import schedule_words
 from meshwright.spec.errors import UserError
 
 PRECISIONS = {"amp_bf16": "bf16", "bf16": "bf16", "amp_fp16": "fp16", "fp16": "fp16", "fp32": "fp32", "amp_fp8": "fp8"}
@@ -244,8 +245,7 @@ RULES: Mapping[str, Rule] = {
     "train_loader.dataset.shuffle": lambda reading, value, origin: reading.set(
         "data.order", "shuffled" if value else "given", origin
     ),
-    "scheduler.name": words(
-        "training.lr_schedule.name",
+    "scheduler.name": schedule_words(
         {
             "cosine_with_warmup": "cosine",
             "linear_decay_with_warmup": "linear",

@@ -10,6 +10,8 @@ from typing import Any
 
 from meshwright.imports.deepspeed_schedules import SCHEDULE
 from meshwright.imports.reading import Reading
+from meshwright.imports.schedules import lose_schedule
+from meshwright.spec.errors import UserError
 
 TYPE, OPTIONS = "lr_scheduler_type", "lr_scheduler_kwargs"
 WARMUP = "training.lr_schedule.warmup"
@@ -18,8 +20,8 @@ FINAL = "training.lr_schedule.final"
 
 def keep_type(reading: Reading, value: Any, origin: str) -> None:
     """Keep the schedule's name for `settle_schedule`."""
-    if value not in SCHEDULES:
-        reading.give_up(origin, f"supported: {', '.join(SCHEDULES)}")
+    if not isinstance(value, str):
+        raise UserError(f"{origin}: must be a schedule's name, as in cosine")
     reading.fact(TYPE, value, origin)
 
 
@@ -34,6 +36,12 @@ def settle_schedule(reading: Reading, default: str, origin: str) -> None:
     """Set the schedule of the name and arguments that were kept; without a name it is `default`, from `origin`."""
     name, where = reading.facts.get(TYPE, (default, origin))
     if name not in SCHEDULES:
+        if SCHEDULE in reading.facts:
+            _give_up_schedule(reading)
+        else:
+            lose_schedule(reading, where, f"supported: {', '.join(SCHEDULES)}")
+            if OPTIONS in reading.facts:
+                reading.give_up(reading.facts[OPTIONS][1], f"{where} has no counterpart")
         return
     options, given = reading.facts.get(OPTIONS, ({}, where))
     kind, known, settle = SCHEDULES[name]

@@ -1,14 +1,25 @@
 """Megatron-LM's command line, from a shell script or a file of flags."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
-from meshwright.imports.megatron_combined import LISTS, SWITCHES, combine, model_defaults, model_ranks
+from meshwright.imports.megatron_combined import LISTS, SWITCHES, Form, combine, model_defaults, model_ranks
 from meshwright.imports.megatron_combined import RULES as COMBINED_RULES
 from meshwright.imports.reading import Reading, Rule, check_count, check_number, fact, nothing, positive, when, words
+from meshwright.imports.schedules import schedule_words
 from meshwright.imports.shell import read_flags
+from meshwright.spec.errors import UserError
 
+DEFAULTS: Mapping[str, Any] = {
+    "training.optimizer.betas": [0.9, 0.999],
+    "training.optimizer.weight_decay": 0.01,
+    "training.precision": "fp32",
+    "training.seed": 1234,
+    "training.lr_schedule.final": 0.0,
+    "training.lr_schedule.warmup": 0,
+}
+"""Megatron's defaults that do not depend on other settings."""
 DECIDED_BY_US = (
     *("overlap-grad-reduce", "overlap-param-gather", "use-flash-attn", "transformer-impl", "use-mcore-models"),
     *("no-gradient-accumulation-fusion", "no-masked-softmax-fusion", "attention-softmax-in-fp32", "log-interval"),
@@ -18,17 +29,48 @@ DECIDED_BY_US = (
     *("no-rope-fusion", "moe-grouped-gemm", "moe-token-dispatcher-type", "cp-comm-type", "no-bias-gelu-fusion"),
     *("eod-mask-loss", "wandb-exp-name"),
 )
+UNSET = re.compile(r"\$[\w{(@*]|`")
+"""What only a shell could replace."""
+OF_OTHER_MODELS = (
+    *("hybrid-layer-pattern", "hybrid-override-pattern", "hybrid-attention-ratio", "is-hybrid-model", "mask-prob"),
+    *("encoder-num-layers", "decoder-num-layers", "encoder-seq-length", "decoder-seq-length", "short-seq-prob"),
+    *("bert-no-binary-head", "bert-load", "vocab-extra-ids", "language-model-type", "vision-model-type", "img-h"),
+)
+OTHER = "it trains another model than GPT; only the flags are imported"
 STAGES = {"no_shard": 0, "optim": 1, "optim_grads": 2, "optim_grads_params": 3}
 """What Megatron-FSDP shards."""
 
 
 def _data(reading: Reading, value: Any, origin: str) -> None:
-    parts = str(value).split()
-    pairs = [(None, parts[0])] if len(parts) == 1 else list(zip(parts[::2], parts[1::2], strict=False))
-    sources = [
-        {"path": f"{path}.bin"} | ({} if weight is None else {"weight": float(weight)}) for weight, path in pairs
-    ]
-    reading.set("data.sources", sources, origin)
+    """Token files, with a weight before each or before none; words that the file does not set are named.
+
+    Raises `UserError` if only some have a weight.
+    """
+    words = [str(word) for word in value] if isinstance(value, list) else str(value).split()
+    unset = [word for word in words if UNSET.search(word)]
+    weighted = any(map(_is_number, words)) if unset else len(words) % 2 == 0 and _is_number(words[0])
+    sources: list[dict[str, Any]] = []
+    weight: str | None = None
+    for word in words:
+        if weighted and weight is None and _is_number(word):
+            weight = word
+            continue
+        if word not in unset:
+            sources.append({"path": f"{word}.bin"} | ({} if weight is None else {"weight": float(weight)}))
+        weight = None
+    if weight is not None or len({"weight" in source for source in sources}) > 1:
+        raise UserError(f"{origin}: must be paths alone, or a weight before every path")
+    for word in unset:
+        reading.give_up(f"{origin}: {word}", "the file does not set it; add what it stands for to data.sources")
+    if sources:
+        reading.set("data.sources", sources, origin)
+
+
+def _is_number(word: str) -> bool:
+    try:
+        return float(word) >= 0
+    except ValueError:
+        return False
 
 
 def _recompute(reading: Reading, value: Any, origin: str) -> None:
@@ -113,9 +155,7 @@ RULES: Mapping[str, Rule] = {
     "train-samples": fact("samples"),
     "lr": "training.optimizer.lr",
     "min-lr": fact("min_lr"),
-    "lr-decay-style": words(
-        "training.lr_schedule.name", {"cosine": "cosine", "linear": "linear", "constant": "constant", "wsd": "wsd"}
-    ),
+    "lr-decay-style": schedule_words({"cosine": "cosine", "linear": "linear", "constant": "constant", "wsd": "wsd"}),
     "lr-wsd-decay-iters": "training.lr_schedule.decay",
     "lr-wsd-decay-style": lambda reading, value, origin: (
         None if value == "linear" else reading.give_up(origin, "wsd always decays linearly")
@@ -169,6 +209,7 @@ RULES: Mapping[str, Rule] = {
     "attention-dropout": nothing("models have no dropout"),
     "reset-attention-mask": when("data.separate_documents", True),
     "reset-position-ids": when("data.separate_documents", True),
+    **dict.fromkeys(OF_OTHER_MODELS, nothing(OTHER)),
     **dict.fromkeys(DECIDED_BY_US, nothing("Meshwright decides it")),
 }
 
@@ -194,13 +235,13 @@ def read_script(reading: Reading, text: str, file: str) -> None:
         )
     reading.notes += flags.notes
     for program in dict.fromkeys(OTHER_MODELS.findall(text)):
-        reading.give_up(f"{file}: {program}", "it trains another model than GPT; only the flags are imported")
+        reading.give_up(f"{file}: {program}", OTHER)
     read_megatron(reading, flags.values, file)
 
 
 def read_megatron(reading: Reading, values: Mapping[str, Any], file: str) -> None:
     """Read Megatron's flags."""
-    open_ones = {flag: value for flag, value in values.items() if re.search(r"\$[\w{(@*]|`", str(value))}
+    open_ones = {flag: value for flag, value in values.items() if UNSET.search(str(value)) and flag != "data-path"}
     for flag, value in open_ones.items():
         reading.give_up(f"{file}: {flag}={value}", "a shell variable that the file does not set")
     empty = [flag for flag in RULES.keys() & values.keys() - SWITCHES if values[flag] is True]
@@ -208,45 +249,46 @@ def read_megatron(reading: Reading, values: Mapping[str, Any], file: str) -> Non
         reading.give_up(f"{file}: {flag}", "the file gives it no value")
     left = values.keys() - open_ones.keys() - set(empty)
     reading.take({flag: value for flag, value in values.items() if flag in left}, RULES, file)
+    if "Megatron-FSDP" in reading.facts:
+        reading.facts["zero"] = reading.facts.get("sharding", (3, reading.facts["Megatron-FSDP"][1]))
+    settle(reading, values.keys(), file, Form())
+
+
+def settle(reading: Reading, given: Collection[str], file: str, form: Form) -> None:
+    """Set what follows from several settings, and Megatron's defaults where no flag is `given`."""
     said = f"{file} (Megatron's default)"
-    defaults: dict[str, Any] = {
-        "training.optimizer.weight_decay": 0.01,
-        "training.precision": "fp32",
-        "training.seed": 1234,
-    }
-    defaults |= {"training.lr_schedule.final": 0.0, "training.lr_schedule.warmup": 0}
-    if "lr-decay-style" not in values:
-        defaults["training.lr_schedule.name"] = "linear"
-    if "eval-interval" in values:
-        defaults["training.evaluation.batches"] = 100
-    defaults["training.optimizer.betas"] = [0.9, 0.999]
     for name, beta in (("beta1", 0.9), ("beta2", 0.999)):
         if {"beta1", "beta2"} & reading.facts.keys() and name not in reading.facts:
             reading.fact(name, beta, said)
-    _family(reading, values, file)
-    model_defaults(reading, values, file)
+    if form.defaults or "model.name" not in reading.settings:
+        _family(reading, given, file)
+    if form.defaults:
+        model_defaults(reading, given, file, form)
     rope_scaling(reading)
-    if "Megatron-FSDP" in reading.facts:
-        reading.facts["zero"] = reading.facts.get("sharding", (3, reading.facts["Megatron-FSDP"][1]))
     if ranks := reading.known("ranks of a node"):
         nodes, where = reading.facts.get("nodes", (1, "one node"))
         reading.fact("ranks", ranks * nodes, f"{reading.facts['ranks of a node'][1]}; {where}")
     replicas(reading)
-    combine(reading, file)
-    for path, value in defaults.items():
-        reading.default(path, value, said)
-    _schedule_and_optimizer(reading, values, file)
+    combine(reading, file, form)
+    if form.whole:
+        for path, value in DEFAULTS.items():
+            reading.default(path, value, said)
+        if "lr-decay-style" not in given:
+            reading.default("training.lr_schedule.name", "linear", said)
+    if "eval-interval" in given:
+        reading.default("training.evaluation.batches", 100, said)
+    _schedule_and_optimizer(reading, given, file, form)
 
 
-def _schedule_and_optimizer(reading: Reading, values: Mapping[str, Any], file: str) -> None:
+def _schedule_and_optimizer(reading: Reading, given: Collection[str], file: str, form: Form) -> None:
     """Name what Megatron's schedule and optimizer do by default, but ours do not."""
     settings = reading.settings
-    if settings.get("training.lr_schedule.name", ("", ""))[0] == "wsd" and "lr-wsd-decay-style" not in values:
-        reading.give_up(f"{file} (no --lr-wsd-decay-style: exponential)", "wsd always decays linearly")
+    if settings.get("training.lr_schedule.name", ("", ""))[0] == "wsd" and "lr-wsd-decay-style" not in given:
+        reading.give_up(f"{file} (no {form.key('lr-wsd-decay-style')}: exponential)", "wsd always decays linearly")
     if settings.get("training.optimizer.name", ("", ""))[0] == "muon":
         reading.notes.append(
-            f"{settings['training.optimizer.name'][1]}: Megatron's Muon takes --lr and scales its update otherwise; "
-            "set training.optimizer.muon_lr"
+            f"{settings['training.optimizer.name'][1]}: Megatron's Muon takes {form.key('lr')} and scales its update "
+            "otherwise; set training.optimizer.muon_lr"
         )
 
 
@@ -266,11 +308,11 @@ def replicas(reading: Reading) -> None:
         reading.fact("shard", max(1, ranks // (model_ranks(reading) * instances)), where)
 
 
-def _family(reading: Reading, values: Mapping[str, Any], file: str) -> None:
+def _family(reading: Reading, given: Collection[str], file: str) -> None:
     """The family that has these layers."""
     gated = reading.known("swiglu") or reading.known("positions") == "rope"
     kind = "llama" if gated else "gpt2"
-    if "num-experts" in values:
+    if "num-experts" in given:
         kind = "mixtral"
     elif gated and reading.known("qk norm"):
         kind = "qwen3"
@@ -281,12 +323,10 @@ def _family(reading: Reading, values: Mapping[str, Any], file: str) -> None:
     for name in ("qk norm", "qkv bias"):
         if name in reading.facts and FAMILY_OF[name] != kind:
             reading.give_up(reading.facts[name][1], f"{kind} has none; {FAMILY_OF[name]} has, without experts")
-    if kind == "gpt2" and reading.known("normalization", "LayerNorm") != "LayerNorm":
-        reading.give_up(reading.facts["normalization"][1], "gpt2 has LayerNorm")
+    layers = ("LayerNorm", "learned_absolute") if kind == "gpt2" else ("RMSNorm", "rope")
+    for name, ours in zip(("normalization", "positions"), layers, strict=True):
+        if reading.known(name, ours) != ours:
+            reading.give_up(reading.facts[name][1], f"{kind} has {ours}")
     told = ("swiglu", "positions", "normalization", "qk norm", "qkv bias")
     origins = [reading.facts[name][1] for name in told if name in reading.facts]
     reading.set("model.family", kind, "; ".join(origins) or f"{file} (no flag sets another activation)")
-    if "untie-embeddings-and-output-weights" not in values:
-        reading.default("model.tied_embeddings", True, f"{file} (Megatron's default)")
-    if kind != "gpt2" and "disable-bias-linear" not in values:
-        reading.give_up(f"{file} (no --disable-bias-linear)", f"{kind} has no such biases")

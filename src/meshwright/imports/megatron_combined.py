@@ -1,6 +1,10 @@
-"""Settings that follow from several of Megatron-LM's flags, and its defaults that a recipe lacks."""
+"""Settings that follow from several of Megatron-LM's flags, and its defaults that a recipe lacks.
 
-from collections.abc import Mapping
+Megatron-Bridge and NeMo have the same settings under other names, which a `Form` tells.
+"""
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from meshwright.imports.reading import Reading, Rule, check_count, fact
@@ -59,17 +63,45 @@ FORMATS = {"hybrid": ("tensorwise", "delayed"), "e4m3": ("blockwise", "mxfp8")}
 RULES: Mapping[str, Rule] = {flag: fact(name) for flag, name in COMBINED.items()}
 
 
-def combine(reading: Reading, file: str) -> None:
+def _as_flag(flag: str) -> str:
+    return f"--{flag}"
+
+
+def _two_thirds(hidden: int) -> int:
+    return int((4 * hidden * 2 / 3) / 64) * 64
+
+
+@dataclass(frozen=True)
+class Form:
+    """How a file writes Megatron's settings, and where its program's defaults differ from Megatron-LM's."""
+
+    key: Callable[[str], str] = _as_flag
+    """Megatron-LM's flag -> the name in the file."""
+    groups_when_asked: bool = True
+    """Whether key and value heads need a switch of their own besides their number."""
+    gated_ffn: Callable[[int], int] = _two_thirds
+    """The model's width -> the default inner width of gated layers."""
+    defaults: bool = True
+    """Whether Megatron's defaults of the model count; the classes of single models have others."""
+    whole: bool = True
+    """Whether Megatron's other defaults count; a file that changes a recipe in Python keeps that one's settings."""
+
+
+def combine(reading: Reading, file: str, form: Form) -> None:
     """Set what several flags say together."""
-    _low_precision(reading, file)
+    _low_precision(reading, file, form)
     _in_samples(reading)
     recomputation(reading)
 
 
-def model_defaults(reading: Reading, values: Mapping[str, Any], file: str) -> None:
-    """Megatron's defaults of the model; those that no recipe can express are named."""
+def model_defaults(reading: Reading, given: Collection[str], file: str, form: Form) -> None:
+    """Megatron's defaults of the model where no flag is `given`; those that no recipe can express are named."""
     settings = reading.settings
     family = settings["model.family"][0]
+    if "untie-embeddings-and-output-weights" not in given:
+        reading.default("model.tied_embeddings", True, f"{file} (Megatron's default)")
+    if family != "gpt2" and "disable-bias-linear" not in given:
+        reading.give_up(f"{file} (no {form.key('disable-bias-linear')})", f"{family} has no such biases")
     hidden, origin = settings.get("model.hidden", (None, ""))
     said = f"{file} (Megatron's default)"
     reading.default("model.norm_eps", 1e-5, said)
@@ -77,28 +109,31 @@ def model_defaults(reading: Reading, values: Mapping[str, Any], file: str) -> No
         reading.default("model.rope_theta", 10000, said)
         if hidden is not None and reading.known("swiglu"):
             check_count(hidden, origin)
-            reading.default("model.ffn", int((4 * hidden * 2 / 3) / 64) * 64, f"{said} for {origin}")
+            reading.default("model.ffn", form.gated_ffn(hidden), f"{said} for {origin}")
     if family == "mixtral":
         reading.default("model.balance_loss", 0.0, said)
         reading.default("model.experts_per_token", 2, said)
     for flag, path in REQUIRED.items():
-        if flag not in values and "model.name" not in settings:
-            reading.give_up(f"{file} (no --{flag})", f"Megatron has no default; set {path}")
-    _key_value_heads(reading, values, file)
+        if flag not in given and "model.name" not in settings:
+            reading.give_up(f"{file} (no {form.key(flag)})", f"Megatron has no default; set {path}")
+    if form.groups_when_asked:
+        _key_value_heads(reading, given, file)
     lacks = {"normalization": "RMSNorm", "position-embedding-type": "rope", "swiglu": "SwiGLU"}
-    if values.get("use-rotary-position-embeddings"):
+    if "use-rotary-position-embeddings" in given:
         lacks.pop("position-embedding-type")
     for flag, ours in lacks.items() if family != "gpt2" else ():
-        if flag not in values:
-            reading.notes.append(f"{file} has no --{flag}, so Megatron has no {ours}; {family} has it")
+        if flag not in given:
+            reading.notes.append(f"{file} has no {form.key(flag)}, so Megatron has no {ours}; {family} has it")
     for flag in ("hidden-dropout", "attention-dropout"):
-        if flag not in values:
-            reading.notes.append(f"{file} has no --{flag}: Megatron's default is 0.1; models have no dropout here")
+        if flag not in given:
+            reading.notes.append(
+                f"{file} has no {form.key(flag)}: Megatron's default is 0.1; models have no dropout here"
+            )
 
 
-def _key_value_heads(reading: Reading, values: Mapping[str, Any], file: str) -> None:
-    """Megatron groups heads only where a flag says so."""
-    path, asked = "model.num_kv_heads", "group-query-attention" in values
+def _key_value_heads(reading: Reading, given: Collection[str], file: str) -> None:
+    """Megatron-LM groups heads only where a flag says so."""
+    path, asked = "model.num_kv_heads", "group-query-attention" in given
     if not asked and path in reading.settings:
         _, origin = reading.settings.pop(path)
         reading.give_up(origin, "without --group-query-attention it has no effect")
@@ -106,24 +141,27 @@ def _key_value_heads(reading: Reading, values: Mapping[str, Any], file: str) -> 
         reading.default(path, 1, f"{file}: group-query-attention (Megatron's default)")
 
 
-def _low_precision(reading: Reading, file: str) -> None:
+def _low_precision(reading: Reading, file: str, form: Form) -> None:
     """The precision of matrix products, with its recipe."""
     facts = {name: reading.facts[name] for name in COMBINED.values() if name in reading.facts}
     eight, four = facts.pop("fp8 format", None), facts.pop("fp4 format", None)
     facts = {name: found for name, found in facts.items() if name.startswith(("fp8", "fp4"))}
     if four:
-        _narrow(reading, "nvfp4", four[1])
+        _narrow(reading, "nvfp4", four[1], form)
         for name, (value, origin) in facts.items():
             if (name, value) != ("fp4 recipe", "nvfp4"):
                 reading.give_up(origin, "unknown to nvfp4")
     elif eight:
-        _eight_bits(reading, eight, facts, file)
+        _eight_bits(reading, eight, facts, file, form)
     else:
         for _, origin in facts.values():
-            reading.give_up(origin, "without --fp8-format or --fp4-format it has no effect")
+            formats = f"{form.key('fp8-format')} or {form.key('fp4-format')}"
+            reading.give_up(origin, f"without {formats} it has no effect")
 
 
-def _eight_bits(reading: Reading, given: tuple[Any, str], facts: dict[str, tuple[Any, str]], file: str) -> None:
+def _eight_bits(
+    reading: Reading, given: tuple[Any, str], facts: dict[str, tuple[Any, str]], file: str, form: Form
+) -> None:
     kind, origin = given
     recipe, where = facts.pop("fp8 recipe", ("delayed", f"{file} (Megatron's default)"))
     known = [one for recipes in FORMATS.values() for one in recipes]
@@ -135,7 +173,8 @@ def _eight_bits(reading: Reading, given: tuple[Any, str], facts: dict[str, tuple
     if recipe not in FORMATS[kind]:
         grads = "in e5m2" if recipe in FORMATS["hybrid"] else "in e4m3"
         reading.give_up(origin, f"products are imported, but gradients of recipe {recipe} are {grads}")
-    _narrow(reading, "mxfp8" if recipe == "mxfp8" else "fp8", f"{origin}; {where}")
+    both = origin if origin == where else f"{origin}; {where}"
+    _narrow(reading, "mxfp8" if recipe == "mxfp8" else "fp8", both, form)
     if recipe != "mxfp8":
         reading.set("training.low_precision.recipe", recipe, where)
     if recipe == "delayed":
@@ -143,13 +182,13 @@ def _eight_bits(reading: Reading, given: tuple[Any, str], facts: dict[str, tuple
     else:
         for name in (name for name in ("fp8 history", "fp8 margin", "fp8 algorithm") if name in facts):
             reading.give_up(facts[name][1], f"recipe {recipe} takes no scales from previous steps")
-    _wide_layers(reading, facts)
+    _wide_layers(reading, facts, form)
     if "fp8 weights" in facts:
         reading.give_up(facts["fp8 weights"][1], "weights stay in bf16, and are rounded to fp8 for each product")
     if "fp8 weight gradients" in facts:
         reading.give_up(facts["fp8 weight gradients"][1], f"recipe {recipe} computes weight gradients in fp8, too")
     if "fp4 recipe" in facts:
-        reading.give_up(facts["fp4 recipe"][1], "without --fp4-format it has no effect")
+        reading.give_up(facts["fp4 recipe"][1], f"without {form.key('fp4-format')} it has no effect")
 
 
 def _delayed(reading: Reading, facts: dict[str, tuple[Any, str]], where: str) -> None:
@@ -166,23 +205,23 @@ def _delayed(reading: Reading, facts: dict[str, tuple[Any, str]], where: str) ->
         reading.set("training.low_precision.margin", *facts["fp8 margin"])
 
 
-def _narrow(reading: Reading, precision: str, origin: str) -> None:
+def _narrow(reading: Reading, precision: str, origin: str, form: Form) -> None:
     """Set the precision of products beside that of everything else, which another flag has set."""
     path = "training.precision"
     beside, where = reading.settings.pop(path, ("fp32", ""))
-    reading.set(path, precision, f"{origin}; {where}" if beside == "bf16" else origin)
+    reading.set(path, precision, f"{origin}; {where}" if beside == "bf16" and where != origin else origin)
     if beside == "fp16":
         reading.give_up(where, f"beside {precision} products everything is in bf16")
     elif beside == "fp32":
-        reading.set("training.low_precision.compute", "fp32", "no --bf16")
+        reading.set("training.low_precision.compute", "fp32", f"no {form.key('bf16')}")
 
 
-def _wide_layers(reading: Reading, facts: dict[str, tuple[Any, str]]) -> None:
+def _wide_layers(reading: Reading, facts: dict[str, tuple[Any, str]], form: Form) -> None:
     """The first and last layers that stay in bf16."""
     ends = [facts.get(f"fp8 {end}") for end in ("first", "last")]
     if "fp8 ends" not in facts:
         for found in filter(None, ends):
-            reading.give_up(found[1], "without --first-last-layers-bf16 it has no effect")
+            reading.give_up(found[1], f"without {form.key('first-last-layers-bf16')} it has no effect")
         return
     first, last = (found[0] if found else 1 for found in ends)
     origins = [facts["fp8 ends"][1], *(found[1] for found in ends if found)]
@@ -190,7 +229,7 @@ def _wide_layers(reading: Reading, facts: dict[str, tuple[Any, str]]) -> None:
         if not isinstance(number, int) or not 0 <= number <= 1000:
             raise UserError(f"{found[1] if found else origins[0]}: must be a whole number of layers")
     keep = [f"layers.{index}" for index in range(first)] + [f"layers.{-index}" for index in range(last, 0, -1)]
-    reading.set("training.low_precision.keep", keep, "; ".join(origins))
+    reading.set("training.low_precision.keep", keep, "; ".join(dict.fromkeys(origins)))
 
 
 def _in_samples(reading: Reading) -> None:

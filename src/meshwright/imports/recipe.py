@@ -21,12 +21,14 @@ from meshwright.imports.llama_factory import (
     read_llama_factory,
 )
 from meshwright.imports.megatron import is_flags, read_script
+from meshwright.imports.megatron_tests import is_model_config, read_model_config
 from meshwright.imports.nanogpt import read_assignments, read_nanogpt
 from meshwright.imports.nanotron import is_nanotron, read_nanotron
 from meshwright.imports.nemo import is_nemo, read_nemo
 from meshwright.imports.opening import read_data, read_text
 from meshwright.imports.program import is_program, read_program
 from meshwright.imports.reading import Reading, check_count, check_number
+from meshwright.imports.schedules import settle_lost_schedule
 from meshwright.imports.titan_python import is_titan_python
 from meshwright.imports.torchtitan import is_torchtitan, read_torchtitan, read_torchtitan_python
 from meshwright.spec.document import write_yaml
@@ -37,10 +39,11 @@ from meshwright.terminal import printable
 FORMATS = (
     "a DeepSpeed JSON, transformers' TrainingArguments (YAML or JSON), an Accelerate, axolotl, LLaMA-Factory, "
     "LLM-Foundry, Nanotron, NeMo AutoModel, NeMo or Megatron-Bridge YAML, a torchtitan configuration (.py, .toml, "
-    "or the JSON that it prints), a nanoGPT configuration (.py), a script with Megatron-LM's flags, or a program "
-    "from `meshwright export`"
+    "or the JSON that it prints), a nanoGPT configuration (.py), a script with Megatron-LM's flags or its tests' YAML "
+    "(MODEL_ARGS), or a program from `meshwright export`"
 )
 KINDS = (
+    (is_model_config, read_model_config),
     (is_accelerate, read_accelerate),
     (is_axolotl, read_axolotl),
     (is_llama_factory, read_llama_factory),
@@ -82,6 +85,7 @@ def import_files(paths: Sequence[Path], *, ranks: int | None = None, model: str 
         if path not in reading.settings:
             reading.set(path, value, origin)
     settle_what_no_file_gives(reading)
+    settle_lost_schedule(reading)
     _check_warmup(reading)
     text = _written(reading, paths)
     check_recipe(text, reading.settings, ", ".join(path.name for path in paths))

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from meshwright.imports.reading import Reading, Rule, check_count, fact, flat, nothing, positive, when, words
+from meshwright.imports.schedules import schedule_words
 from meshwright.imports.titan_python import read_titan_python
 from meshwright.spec.errors import UserError
 
@@ -182,7 +183,7 @@ RULES: Mapping[str, Rule] = {
     "optimizer.beta2": fact("beta2"),
     "optimizer.weight_decay": "training.optimizer.weight_decay",
     "lr_scheduler.warmup_steps": "training.lr_schedule.warmup",
-    "lr_scheduler.decay_type": words("training.lr_schedule.name", {"linear": "linear", "cosine": "cosine"}),
+    "lr_scheduler.decay_type": schedule_words({"linear": "linear", "cosine": "cosine"}),
     "lr_scheduler.decay_ratio": fact("decay_ratio"),
     "lr_scheduler.lr_min": "training.lr_schedule.final",
     "lr_scheduler.min_lr_factor": "training.lr_schedule.final",

@@ -1,0 +1,195 @@
+"""The precision of Megatron-Bridge and NeMo: its names, the section `mixed_precision`, and the model's own keys."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from meshwright.imports.reading import Reading, Rule, nothing
+
+PATH, REDUCED = "training.precision", "training.reduce_dtype"
+SECTION = "mixed_precision"
+DELAYED = {"fp8 format": "hybrid", "fp8 recipe": "delayed", "fp8 history": 1024, "fp8 algorithm": "max"}
+CURRENT = {"fp8 format": "hybrid", "fp8 recipe": "tensorwise", "fp8 ends": True, "fp8 first": 1, "fp8 last": 1}
+SUBCHANNEL = {"fp8 format": "hybrid", "fp8 recipe": "blockwise"}
+MX = {"fp8 format": "e4m3", "fp8 recipe": "mxfp8", "fp8 weights": True}
+FP4 = {"fp4 format": "e2m1"}
+LAST_FOURTEEN = {"fp8 ends": True, "fp8 first": 0, "fp8 last": 14}
+NAMES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
+    **dict.fromkeys(("bf16", "bf16_mixed", "bfloat16"), ("bf16", {})),
+    **dict.fromkeys(("16", "fp16", "16_mixed", "fp16_mixed", "float16"), ("fp16", {})),
+    **dict.fromkeys(("32", "32_true", "fp32", "float32"), ("fp32", {})),
+    "bf16_with_fp8_mixed": ("bf16", {**DELAYED, "fp8 weights": True}),
+    **{
+        f"{wide}_with_{name}_mixed": (wide, facts)
+        for wide in ("bf16", "fp16")
+        for name, facts in {
+            "fp8_delayed_scaling": {**DELAYED, "fp8 weights": True},
+            "fp8_current_scaling": {**CURRENT, "fp8 weights": True},
+            "fp8_subchannel_scaling": SUBCHANNEL,
+            "mxfp8": MX,
+        }.items()
+    },
+    "nemotron_h_bf16_with_fp8_current_scaling_mixed": (
+        "bf16",
+        {**CURRENT, "fp8 first": 2, "fp8 last": 2, "fp8 weights": True},
+    ),
+    "nanov2_bf16_with_fp8_current_scaling_mixed": (
+        "bf16",
+        {**CURRENT, "fp8 recipe": "blockwise", "fp8 first": 2, "fp8 last": 2, "fp8 weights": True},
+    ),
+    "bf16_with_nvfp4_mixed": ("bf16", FP4),
+    "nemotron_3_super_bf16_with_nvfp4_mixed": ("bf16", {**FP4, **LAST_FOURTEEN}),
+}
+"""Name -> the precision of everything but products, and what else it states (Megatron-Bridge's
+`training/mixed_precision.py`, NeMo's before it)."""
+PRODUCTS = {
+    "fp8": ("fp8 format", None),
+    "fp8_recipe": ("fp8 recipe", "delayed"),
+    "fp8_margin": ("fp8 margin", 0),
+    "fp8_amax_history_len": ("fp8 history", 1),
+    "fp8_amax_compute_algo": ("fp8 algorithm", "most_recent"),
+    "fp8_param": ("fp8 weights", False),
+    "fp8_param_gather": ("fp8 weights", False),
+    "first_last_layers_bf16": ("fp8 ends", False),
+    "num_layers_at_start_in_bf16": ("fp8 first", None),
+    "num_layers_at_end_in_bf16": ("fp8 last", None),
+    "fp4": ("fp4 format", None),
+    "fp4_recipe": ("fp4 recipe", "nvfp4"),
+}
+"""Key -> the fact that it states, and its value where that is the default."""
+BOTH = {
+    "fp8_interval": "scales are computed at every step",
+    "fp8_dot_product_attention": "attention is computed in bf16",
+    "fp8_multi_head_attention": "attention is computed in bf16",
+    "fp4_param": "weights stay in bf16, and are rounded to fp4 for each product",
+    "fp4_param_gather": "weights stay in bf16, and are rounded to fp4 for each product",
+}
+LOSS_SCALE = ("loss_scale", "initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis")
+
+
+def named(reading: Reading, value: Any, origin: str) -> None:
+    """A precision by its name, with everything that the name states; a section's keys are read one by one."""
+    if isinstance(value, Mapping):
+        return
+    word = str(value).lower().replace("-", "_")
+    if word not in NAMES:
+        reading.give_up(origin, f"supported: {', '.join(sorted(NAMES))}")
+        return
+    wide, facts = NAMES[word]
+    reading.set(PATH, wide, origin)
+    for name, fact in facts.items():
+        reading.fact(name, fact, origin)
+
+
+def named_for_all(reading: Reading, value: Any, origin: str) -> None:
+    """Megatron-Bridge's `mixed_precision`, which decides about gradients too."""
+    named(reading, value, origin)
+    wide = reading.settings.get(PATH, ("", ""))
+    if wide[1] != origin or wide[0] == "fp32":
+        return
+    if wide[0] == "bf16":
+        reading.set(REDUCED, "fp32", origin)
+    else:
+        reading.notes.append(f"{origin}: gradients are reduced in fp16; a recipe reduces them in fp32")
+
+
+def mixed(name: str) -> Rule:
+    """A switch for a precision."""
+    return lambda reading, value, origin: reading.set(PATH, name, origin) if value is True else None
+
+
+def reduced(reading: Reading, value: Any, origin: str) -> None:
+    """Whether gradients are reduced in fp32."""
+    reading.set(REDUCED, "fp32" if value else "bf16", origin)
+
+
+def _stated(name: str, usual: Any) -> Rule:
+    return lambda reading, value, origin: None if value == usual else reading.fact(name, value, origin)
+
+
+def _overruled(name: str, usual: Any) -> Rule:
+    """A key of the model that `mixed_precision` replaces."""
+
+    def rule(reading: Reading, value: Any, origin: str) -> None:
+        if value != usual and reading.known(name) != value and name not in ("fp8 first", "fp8 last"):
+            reading.give_up(origin, f"{SECTION} decides")
+
+    return rule
+
+
+def _wgrad(reading: Reading, value: Any, origin: str) -> None:
+    if value is False:
+        reading.fact("fp8 weight gradients", True, origin)
+
+
+def _unused(reading: Reading, value: Any, origin: str) -> None:
+    """A key without effect."""
+
+
+def _old_format(reading: Reading, value: Any, origin: str) -> None:
+    """NeMo's switch, beside which two others name the format; Megatron-Bridge names it here."""
+    if value is not True and value is not False:
+        reading.fact("fp8 format", value, origin)
+
+
+SECTION_RULES: Mapping[str, Rule] = {
+    **{f"{SECTION}.{key}": _stated(name, usual) for key, (name, usual) in PRODUCTS.items()},
+    f"{SECTION}.fp8_recipe": _stated("fp8 recipe", "tensorwise"),
+    f"{SECTION}.fp8_wgrad": _wgrad,
+    f"{SECTION}.bf16": mixed("bf16"),
+    f"{SECTION}.fp16": mixed("fp16"),
+    f"{SECTION}.fp32": mixed("fp32"),
+    f"{SECTION}.grad_reduce_in_fp32": reduced,
+    **{f"{SECTION}.{key}": nothing(why) for key, why in BOTH.items()},
+    **dict.fromkeys(
+        [
+            f"{SECTION}.{key}"
+            for key in (
+                *("params_dtype", "pipeline_dtype", "autocast_dtype", "autocast_enabled", "_target_"),
+                "reuse_grad_buf_for_mxfp8_param_ag",
+            )
+        ],
+        nothing("training.precision decides it"),
+    ),
+}
+MODEL_RULES: Mapping[str, Rule] = {
+    **{f"model.{key}": _stated(name, usual) for key, (name, usual) in PRODUCTS.items()},
+    "model.fp8": _old_format,
+    "model.fp8_e4m3": lambda reading, value, origin: None,  # `old_formats` reads these two
+    "model.fp8_hybrid": lambda reading, value, origin: None,
+    "model.fp8_wgrad": _wgrad,
+    **{f"model.{key}": nothing(why) for key, why in BOTH.items() if key != "fp8_interval"},
+    "model.fp8_interval": lambda reading, value, origin: (
+        None if value == 1 else reading.give_up(origin, "scales are computed at every step")
+    ),
+}
+
+
+def precision_rules(values: Mapping[str, Any]) -> dict[str, Rule]:
+    """The rules for the precision of a file with these dotted keys."""
+    rules = {**SECTION_RULES, **MODEL_RULES, SECTION: named_for_all}
+    if any(key.split(".")[0] == SECTION and value is not None for key, value in values.items()):
+        rules |= {f"model.{key}": _overruled(name, usual) for key, (name, usual) in PRODUCTS.items()}
+    ours = nothing("fp16's loss scale is dynamic, with fixed constants")
+    in_fp16 = any(values.get(f"{part}.fp16") is True for part in (SECTION, "optimizer", "model"))
+    return rules | {
+        f"{part}.{key}": ours if in_fp16 else _unused for part in (SECTION, "optimizer") for key in LOSS_SCALE
+    }
+
+
+def settle_formats(reading: Reading, values: Mapping[str, Any], file: str) -> None:
+    """What the keys of the precision state together: NeMo's format, the section's defaults, layers in bf16."""
+    if values.get("model.fp8") is True:
+        kind = next((kind for kind in ("e4m3", "hybrid") if values.get(f"model.fp8_{kind}") is True), None)
+        if kind is None:
+            reading.give_up(f"{file}: model.fp8=True", "neither model.fp8_e4m3 nor model.fp8_hybrid is true")
+        else:
+            reading.fact("fp8 format", kind, f"{file}: model.fp8=True; {file}: model.fp8_{kind}=True")
+    in_section = any(key.startswith(f"{SECTION}.") for key in values)
+    said = f"{file} (Megatron-Bridge's default)"
+    if in_section and "fp8 format" in reading.facts and "fp8 recipe" not in reading.facts:
+        reading.fact("fp8 recipe", "tensorwise", said)
+    for name in ("fp8 first", "fp8 last"):
+        if "fp8 ends" not in reading.facts:
+            reading.facts.pop(name, None)
+        elif in_section and name not in reading.facts:
+            reading.fact(name, 0, said)

@@ -1,0 +1,43 @@
+"""Learning-rate schedules that no recipe has: they are named together with the schedule that the recipe has instead."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from meshwright.imports.reading import Reading, Rule
+from meshwright.spec.training import LrScheduleSpec
+
+NAME = "training.lr_schedule.name"
+LOST = "a schedule without a counterpart"
+"""The fact that a file has such a schedule; its value is why it is not imported."""
+
+
+def schedule_words(known: Mapping[str, str]) -> Rule:
+    """The schedule by a table of words."""
+
+    def rule(reading: Reading, value: Any, origin: str) -> None:
+        word = str(value).lower().replace("-", "_")
+        if word in known:
+            reading.set(NAME, known[word], origin)
+        else:
+            lose_schedule(reading, origin, f"supported: {', '.join(sorted(known))}")
+
+    return rule
+
+
+def lose_schedule(reading: Reading, origin: str, why: str) -> None:
+    """Keep a schedule without a counterpart for `settle_lost_schedule`."""
+    if LOST in reading.facts:
+        reading.give_up(origin, why)
+    else:
+        reading.fact(LOST, why, origin)
+
+
+def settle_lost_schedule(reading: Reading) -> None:
+    """Name the schedule that was lost, and write the one that the recipe has instead."""
+    if LOST not in reading.facts:
+        return
+    why, origin = reading.facts[LOST]
+    default = LrScheduleSpec.model_fields["name"].default
+    instead, where = reading.settings.get(NAME, (default, f"the default of recipes, in place of {origin}"))
+    reading.give_up(origin, f"{why}; the recipe's schedule is {instead} instead; set training.lr_schedule")
+    reading.settings[NAME] = instead, where
