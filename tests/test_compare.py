@@ -16,12 +16,12 @@ from meshwright.cli.main import main
 from meshwright.data.mixture import training_samples
 from meshwright.engines.compare import Contestant, Pace, Row, compare
 from meshwright.engines.deepspeed import DeepSpeedEngine
-from meshwright.engines.engine import Engine, waiting_for
+from meshwright.engines.engine import Engine, explained
 from meshwright.engines.layouts import layout_called
 from meshwright.engines.page import comparison_page
 from meshwright.engines.registry import ENGINES
 from meshwright.engines.report import as_json, describe, markdown, text
-from meshwright.launch.programs import NoStepError
+from meshwright.launch.programs import NoStepError, ProgramError
 from meshwright.spec.recipe import parse_spec
 from meshwright.spec.run import ResolvedRun, Run
 from meshwright.trainer.resolve import resolve_run
@@ -119,12 +119,15 @@ def test_engines_take_turns_and_never_compute_at_once(folder):
 def test_a_program_that_waits_for_deepspeeds_operators_says_so_and_names_the_lock(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     engine, error = DeepSpeedEngine(), NoStepError("no step within 9 s, so the program was ended: it printed nothing")
-    assert str(waiting_for(engine, error)).endswith("operators on first use; raise --patience")
+    assert str(explained(engine, error)).endswith("operators on first use; raise --patience")
     lock = tmp_path / ".cache" / "torch_extensions" / "py311_cpu" / "deepspeed_shm_comm" / "lock"
     lock.parent.mkdir(parents=True)
     lock.touch()
-    assert f"if no build is running, remove {lock}, left" in str(waiting_for(engine, error))
-    assert waiting_for(Fake(), error) is error
+    assert f"if no build is running, remove {lock}, left" in str(explained(engine, error))
+    assert explained(Fake(), error) is error
+    no_operator = ProgramError("rank 0 ended with status 1: RuntimeError: Unable to JIT load the async_io op")
+    assert str(explained(engine, no_operator)).endswith("op; this operator needs libaio: apt install libaio-dev")
+    assert explained(engine, ProgramError("rank 0 ended by SIGKILL")).args == ("rank 0 ended by SIGKILL",)
 
 
 def test_the_time_in_which_a_program_compiles_does_not_count(folder, tmp_path):

@@ -9,13 +9,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from meshwright.engines.engine import Engine, InexpressibleError, Translation, waiting_for
+from meshwright.engines.engine import Engine, InexpressibleError, Translation, explained
 from meshwright.engines.materials import write_materials
 from meshwright.engines.ours import Ours
 from meshwright.engines.readback import check_optimizer, check_what_ran
 from meshwright.engines.registry import MissingPackageError, check_installed
 from meshwright.launch.launcher import find_worker
-from meshwright.launch.programs import NoStepError, RankedProgram
+from meshwright.launch.programs import ProgramError, RankedProgram
 from meshwright.plan.machine import find_machine
 from meshwright.spec.errors import UserError
 from meshwright.spec.run import ResolvedRun
@@ -197,8 +197,8 @@ class _Running:
         assert self.program is not None
         try:
             self.program.wait_for(self.folder / JOURNAL, f'"step": {step},'.encode(), self.patience)
-        except NoStepError as error:
-            raise waiting_for(self.contestant.engine, error) from error
+        except ProgramError as error:
+            raise explained(self.contestant.engine, error) from error
 
     def _steps(self) -> list[dict[str, Any]]:
         return [record for record in read_journal(self.folder / JOURNAL) if record["kind"] == "step"]

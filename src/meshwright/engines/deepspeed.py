@@ -78,6 +78,10 @@ class DeepSpeedEngine(TemplateEngine):
         left = f"; if no build is running, remove {locks[0]}, left by a build that was killed" if locks else ""
         return f"DeepSpeed compiles operators on first use; raise --patience{left}"
 
+    def remedy(self, error: str) -> str:
+        """The library that the operator for state on disk is built with."""
+        return "this operator needs libaio: apt install libaio-dev" if "async_io" in error else ""
+
     def needs_gpu(self, resolved: ResolvedRun) -> str:
         """ZeRO++'s kernels."""
         return NEEDS_GPU if _zero_plus_plus(resolved.run.layout) else ""

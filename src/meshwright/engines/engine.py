@@ -12,7 +12,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from meshwright.engines.settings import Rule, Setting, settings_of
 from meshwright.imports.program import with_recipe
 from meshwright.launch.launcher import threads_per_rank
-from meshwright.launch.programs import NoStepError
+from meshwright.launch.programs import NoStepError, ProgramError
 from meshwright.spec.data import DataSpec
 from meshwright.spec.errors import UserError
 from meshwright.spec.finetune import Ia3Spec, LoraSpec
@@ -110,6 +110,10 @@ class Engine(ABC):
         """What a program that makes no step may wait for; empty if nothing is known."""
         return ""
 
+    def remedy(self, error: str) -> str:
+        """A remedy for the error with which a program ended; empty if none is known."""
+        return ""
+
     def translate(self, resolved: ResolvedRun) -> Translation:
         """The recipe in this engine's terms.
 
@@ -139,10 +143,10 @@ class Engine(ABC):
         """Name of the program, and the text of every file, of a run in which `cannot` found nothing."""
 
 
-def waiting_for(engine: Engine, error: NoStepError) -> NoStepError:
-    """The error, with a possible cause of the wait."""
-    known = engine.may_wait_for()
-    return NoStepError(f"{error}; {known}") if known else error
+def explained(engine: Engine, error: ProgramError) -> ProgramError:
+    """The error of a program, with a possible cause or a remedy."""
+    known = engine.may_wait_for() if isinstance(error, NoStepError) else engine.remedy(str(error))
+    return type(error)(f"{error}; {known}") if known else error
 
 
 @cache

@@ -16,13 +16,13 @@ from meshwright.checkpoint.peft import stored_places
 from meshwright.data.mixture import Mixture
 from meshwright.data.packing import ConcatenatedSamples
 from meshwright.data.token_file import file_in_memory
-from meshwright.engines.engine import Engine, waiting_for
+from meshwright.engines.engine import Engine, explained
 from meshwright.engines.materials import DATA, write_order, write_start
 from meshwright.engines.ours import Ours
 from meshwright.engines.readback import check_what_ran
 from meshwright.engines.registry import check_installed
 from meshwright.families import family_of, parameter_table, state_table
-from meshwright.launch.programs import NoStepError, RankedProgram
+from meshwright.launch.programs import ProgramError, RankedProgram
 from meshwright.prove.difference import Difference, measure
 from meshwright.prove.reference import Reference, train_reference
 from meshwright.prove.tolerance import Tolerance, derive_tolerance
@@ -110,8 +110,8 @@ def verify_engine(
         try:
             with RankedProgram(command, ranks, log) as program:
                 program.wait_for(journal, f'"step": {steps},'.encode(), patience)
-        except NoStepError as error:
-            raise waiting_for(engine, error) from error
+        except ProgramError as error:
+            raise explained(engine, error) from error
         log.unlink()
         records = read_journal(journal)
         check_what_ran(resolved, next(record for record in records if record["kind"] == "engine"))
