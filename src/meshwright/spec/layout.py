@@ -67,6 +67,9 @@ class LayoutSpec(Spec):
     quantized_gradients: Literal["none", "int8", "int4"] = "none"
     """Format in which gradients are reduced (ZeRO++'s qgZ). int8, int4: gradients of matrices are quantized once, sent
     to the rank that keeps them and summed there. Across `dp_replicate` they are reduced in training.reduce_dtype."""
+    gradient_error_feedback: bool = False
+    """Whether each rank adds the error of a quantized reduction to its next gradient, so that errors do not add up
+    (Seide et al., 2014). Costs about one byte of memory on every rank for each parameter that it computes with."""
 
     @field_validator("zero", mode="before")
     @classmethod
@@ -132,6 +135,11 @@ class LayoutSpec(Spec):
                     f"{field}={value} with zero={self.zero_stage} and dp_shard={self.dp_shard}: no rank {what}; "
                     f"{NEAREST} {field}=none, or with {field}={value} dp_shard=2, zero=3"
                 )
+        if self.gradient_error_feedback and self.quantized_gradients == "none":
+            yield (
+                "gradient_error_feedback=true with quantized_gradients=none: no gradient is rounded; set "
+                "quantized_gradients, or leave gradient_error_feedback out"
+            )
 
     def _pipeline_problems(self) -> Iterator[str]:
         given = {"stages_per_rank": self.stages_per_rank, "stage_layers": self.stage_layers}
@@ -278,6 +286,7 @@ class LayoutSpec(Spec):
             name = f"ZeRO-{self.zero_stage} x {self.dp_shard}"
         else:
             name = f"hybrid ZeRO-{self.zero_stage}: {self.dp_replicate} replicas x {self.dp_shard} shards"
+        fed_back = " with error feedback" if self.gradient_error_feedback else ""
         parts = [
             f"pipeline x {self.pp} ({self.schedule})" if self.pp > 1 else "",
             name,
@@ -286,6 +295,6 @@ class LayoutSpec(Spec):
             f"expert parallel x {self.ep}" if self.ep > 1 else "",
             self.tiers.words,
             f"weights gathered in {self.quantized_weights}" if self.quantized_weights != "none" else "",
-            f"gradients reduced in {self.quantized_gradients}" if self.quantized_gradients != "none" else "",
+            f"gradients reduced in {self.quantized_gradients}{fed_back}" if self.quantized_gradients != "none" else "",
         ]
         return " + ".join(part for part in parts if part)
