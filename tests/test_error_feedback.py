@@ -5,10 +5,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from meshwright.checkpoint.manifest import checkpoint_name
 from meshwright.comm.quantize import Coded
 from meshwright.parallel.error_feedback import ErrorFeedback, KeptErrors
+from meshwright.parallel.quantized import QuantizedReduceScatter, Rounding
 from meshwright.spec.layout import LayoutSpec
 from meshwright.spec.quantized import BLOCK, KEPT, Piece, bytes_each, levels
 from meshwright.spec.run import ResolvedRun
@@ -233,6 +235,31 @@ def test_layouts_are_proved_with_the_errors_that_a_step_inherits(
         if "precision" not in options:
             shares = [difference.share for difference in comparison.gradients.values()]
             assert 0.05 < max(shares) <= 1, "the room is that of the errors, no more"
+
+
+def off_by(steps: list[list[float]]) -> list[tuple[float, float]]:
+    """Of each step, reductions of gradients of these sizes: the largest error of this rank's sum, and the largest that
+    a proof allows. Collective."""
+    rank, piece = dist.get_rank(), Piece("wq", 4 * 64, 64, matrix=True)
+    reduction, found = QuantizedReduceScatter([piece], "int4", kept_of(piece)), []
+    group, generator = dist.group.WORLD, torch.Generator().manual_seed(0)
+    assert group is not None
+    for sizes in steps:
+        reduction.rounding, off = Rounding(), torch.zeros(piece.numbers, dtype=torch.float64)
+        for size in sizes:
+            gradients = size * torch.randn(2, 2, piece.numbers, dtype=torch.float64, generator=generator)
+            summed = torch.empty(piece.numbers, dtype=torch.float64)
+            reduction(summed, gradients[rank].flatten().clone(), group, dist.ReduceOp.SUM)
+            off += summed - gradients[:, rank].sum(0)
+        found.append((float(off.abs().max()), float(reduction.rounding.most["wq"])))
+    return found
+
+
+def test_a_proof_allows_the_errors_before_and_after_a_step_and_no_more(ranks: RankPool) -> None:
+    """In the second step hardly anything but the first one's last error, in the third hardly anything but its own."""
+    for found in ranks.run(2, off_by, [[1.0, 1.0, 1.0], [1e-3], [1e-3, 1.0]]):
+        for off, allowed in found:
+            assert 0.5 * allowed < off <= allowed
 
 
 def test_rehearsal_and_plan_know_the_errors() -> None:
