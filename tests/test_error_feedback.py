@@ -22,6 +22,7 @@ from meshwright.trainer.setup import Trainer
 from meshwright.trainer.state import describe_restored, gradient_errors, restore
 from test_quantized import peaks
 from test_resume import differences, uninterrupted
+from test_traffic import counted_and_predicted
 from tiny import tiny_run
 
 INT4 = {"quantized_gradients": "int4", "gradient_error_feedback": True}
@@ -34,7 +35,7 @@ def layout_of(**fields: Any) -> LayoutSpec:
 def sent(kept: KeptErrors, values_RN: torch.Tensor) -> torch.Tensor:
     """A reduction of one matrix in int4 as its receivers decode it."""
     (piece,) = kept.matrices
-    rows = torch.empty(len(values_RN), piece.bytes_as("int4"), dtype=torch.uint8)
+    rows = torch.empty(len(values_RN), piece.sent_bytes(4), dtype=torch.uint8)
     coded, decoded = Coded(rows, piece.numbers, "int4", piece.row), torch.empty_like(values_RN, dtype=torch.float32)
     kept.write(piece, values_RN, coded)
     coded.read(decoded)
@@ -55,7 +56,7 @@ def errors_of(kept: KeptErrors) -> torch.Tensor:
     return decoded
 
 
-MATRIX = Piece("wq", 3 * 300, 300, matrix=True)
+MATRIX = Piece("wq", 3 * 300, 300, matrix=True, sent="int4")
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
@@ -85,15 +86,15 @@ def test_a_block_ends_with_its_row() -> None:
     """The gradient of a rare token's row is not rounded to zero because of a frequent one's."""
     rows = torch.ones(4, 96)
     rows[1::2] = 1e-3
-    piece = Piece("tok_embeddings.weight", rows.numel(), 96, matrix=True)
-    coded = Coded(torch.empty(1, piece.bytes_as("int4"), dtype=torch.uint8), piece.numbers, "int4", 96)
+    piece = Piece("w1", rows.numel(), 96, matrix=True, sent="int4")
+    coded = Coded(torch.empty(1, piece.sent_bytes(4), dtype=torch.uint8), piece.numbers, "int4", 96)
     coded.write(rows.reshape(1, -1).clone())
     decoded = torch.empty(1, piece.numbers)
     coded.read(decoded)
     torch.testing.assert_close(decoded.view(4, 96), rows, rtol=1e-6, atol=0.0)
-    assert piece.bytes_as("int4") == 4 * 96 // 2 + 4 * 4
-    wide = Piece("wo", 2 * (BLOCK + 1), BLOCK + 1, matrix=True)
-    assert wide.bytes_as("int8") == wide.numbers + 4 * 4
+    assert piece.sent_bytes(4) == 4 * 96 // 2 + 4 * 4
+    wide = Piece("wo", 2 * (BLOCK + 1), BLOCK + 1, matrix=True, sent="int8")
+    assert wide.sent_bytes(4) == wide.numbers + 4 * 4
 
 
 def means(resolved: ResolvedRun, count: int) -> dict[str, torch.Tensor]:
@@ -240,8 +241,8 @@ def test_layouts_are_proved_with_the_errors_that_a_step_inherits(
 def off_by(steps: list[list[float]]) -> list[tuple[float, float]]:
     """Of each step, reductions of gradients of these sizes: the largest error of this rank's sum, and the largest that
     a proof allows. Collective."""
-    rank, piece = dist.get_rank(), Piece("wq", 4 * 64, 64, matrix=True)
-    reduction, found = QuantizedReduceScatter([piece], "int4", kept_of(piece)), []
+    rank, piece = dist.get_rank(), Piece("wq", 4 * 64, 64, matrix=True, sent="int4")
+    reduction, found = QuantizedReduceScatter([piece], kept_of(piece)), []
     group, generator = dist.group.WORLD, torch.Generator().manual_seed(0)
     assert group is not None
     for sizes in steps:
@@ -262,18 +263,36 @@ def test_a_proof_allows_the_errors_before_and_after_a_step_and_no_more(ranks: Ra
             assert 0.5 * allowed < off <= allowed
 
 
-def test_rehearsal_and_plan_know_the_errors() -> None:
+@pytest.mark.parametrize("sent", ["int8", pytest.param("int4", marks=pytest.mark.exhaustive)])
+def test_rehearsal_and_plan_know_the_errors(sent: str) -> None:
     """A byte of every matrix and its scales, on each of four ranks that share everything else."""
-    apart, without = RankPool(), RankPool()  # a process can be only one rank
-    try:
-        ((rehearsed, predicted),) = apart.run(1, peaks, {"zero": 3, **INT4})
-        ((less, predicted_less),) = without.run(1, peaks, {"zero": 3, "quantized_gradients": "int4"})
-    finally:
-        apart.close()
-        without.close()
-    matrices = 2 * 32000 * 512 + 2 * (4 * 512 * 512 + 3 * 512 * 1024)
-    assert predicted - predicted_less == pytest.approx(matrices * bytes_each(KEPT))
-    assert rehearsed - less == pytest.approx(predicted - predicted_less, rel=0.001)
+    found = []
+    for feeds in (True, False):
+        pool = RankPool()  # a process can be only one rank
+        try:
+            layout = {"zero": 3, "quantized_gradients": sent, "gradient_error_feedback": feeds}
+            found += pool.run(1, peaks, layout)
+        finally:
+            pool.close()
+    (rehearsed, predicted), (less, predicted_less) = found
+    ends = 2 * 32000 * 512
+    more = bytes_each(KEPT) * (ends + 2 * (4 * 512 * 512 + 3 * 512 * 1024))
+    if sent == "int4":  # codes of embeddings and head on their way out and in, now in int8
+        more += 2 * (bytes_each("int8") - bytes_each("int4")) * ends
+    assert predicted - predicted_less == pytest.approx(more, rel=1e-5)  # the last norm counts among the ends
+    assert rehearsed - less == pytest.approx(more, rel=0.001)
+
+
+def test_embeddings_and_head_are_sent_in_int8(ranks: RankPool) -> None:
+    """Counted and predicted bytes agree; without feedback everything is in int4."""
+    for fields in ({"zero": 3}, {"gradient_error_feedback": False}):
+        run = tiny_run(layout_of(**fields), precision="fp32", accumulation=2)
+        for counted, predicted in ranks.run(2, counted_and_predicted, run):
+            assert counted == predicted
+    layout = layout_of()
+    assert layout.gradient_format(("vocab", "embed")) == "int8"
+    assert layout.gradient_format(("ffn", "embed")) == "int4"
+    assert layout_of(gradient_error_feedback=False).gradient_format(("vocab", "embed")) == "int4"
 
 
 def test_feedback_without_quantization_is_refused() -> None:

@@ -37,13 +37,13 @@ class KeptErrors:
 
     def allocate(self, device: torch.device) -> None:
         """Begin without errors."""
-        size = sum(piece.bytes_as(KEPT) for piece in self.matrices)
+        size = sum(piece.kept_bytes for piece in self.matrices)
         self.bytes_RB = torch.zeros(self.ranks, size, dtype=torch.uint8, device=device)
 
     def of(self, piece: Piece) -> Coded:
         """The errors of a matrix."""
-        start = sum(other.bytes_as(KEPT) for other in self.matrices[: self.matrices.index(piece)])
-        return Coded(self.bytes_RB[:, start : start + piece.bytes_as(KEPT)], piece.numbers, KEPT, piece.row)
+        start = sum(other.kept_bytes for other in self.matrices[: self.matrices.index(piece)])
+        return Coded(self.bytes_RB[:, start : start + piece.kept_bytes], piece.numbers, KEPT, piece.row)
 
     def write(self, piece: Piece, values_RN: torch.Tensor, sent: Coded) -> None:
         """Encode a matrix's gradient plus its error, and keep the new error; row by row, to save memory."""

@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor
 
 from meshwright.comm.collectives import all_gather, all_to_all
 from meshwright.comm.quantize import Coded
+from meshwright.models import Decoder
 from meshwright.parallel.error_feedback import ErrorFeedback, KeptErrors
 from meshwright.spec.errors import UserError
 from meshwright.spec.layout import LayoutSpec
@@ -33,9 +34,8 @@ from meshwright.torch_internals import FsdpAllGather, FsdpReduceScatter, grouped
 class _Comm:
     """The layout of the bytes on the wire, for gather and reduction."""
 
-    def __init__(self, pieces: Sequence[Piece], sent: Sent) -> None:
+    def __init__(self, pieces: Sequence[Piece]) -> None:
         self.pieces = tuple(pieces)
-        self.sent: Sent = sent
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """A buffer for FSDP2's input or output of the collective."""
@@ -43,7 +43,7 @@ class _Comm:
 
     def _bytes(self, width: int) -> int:
         """Bytes that a rank sends for its part."""
-        return sum(piece.bytes_as(self.sent, width) for piece in self.pieces)
+        return sum(piece.sent_bytes(width) for piece in self.pieces)
 
     def _parts(
         self, values_RN: torch.Tensor, bytes_RB: torch.Tensor
@@ -51,12 +51,12 @@ class _Comm:
         """Every piece with its columns of values and of bytes."""
         numbers = size = 0
         for piece in self.pieces:
-            count = piece.bytes_as(self.sent, values_RN.element_size())
+            count = piece.sent_bytes(values_RN.element_size())
             yield piece, values_RN[:, numbers : numbers + piece.numbers], bytes_RB[:, size : size + count]
             numbers, size = numbers + piece.numbers, size + count
 
     def _coded(self, piece: Piece, rows: torch.Tensor) -> Coded:
-        return Coded(rows, piece.numbers, self.sent, piece.row)
+        return Coded(rows, piece.numbers, piece.sent, piece.row)
 
     def _write(self, values_RN: torch.Tensor, bytes_RB: torch.Tensor, kept: KeptErrors | None = None) -> None:
         for piece, values, coded in self._parts(values_RN, bytes_RB):
@@ -120,8 +120,8 @@ class Rounding:
 class QuantizedReduceScatter(_Comm, FsdpReduceScatter):
     """FSDP2's reduction of gradients; matrices' gradients are sent as codes."""
 
-    def __init__(self, pieces: Sequence[Piece], sent: Sent, kept: KeptErrors | None = None) -> None:
-        super().__init__(pieces, sent)
+    def __init__(self, pieces: Sequence[Piece], kept: KeptErrors | None = None) -> None:
+        super().__init__(pieces)
         self.kept = kept
         """Errors to add; None without error feedback."""
         self.rounding: Rounding | None = None
@@ -141,8 +141,8 @@ class QuantizedReduceScatter(_Comm, FsdpReduceScatter):
         rows = group.size()
         if output_tensor.numel() != sum(piece.numbers for piece in self.pieces):
             raise UserError(
-                f"layout.quantized_gradients={self.sent}: some parameter that is reduced with {self.pieces[0].name} "
-                "has no gradient after a backward pass; use layout.quantized_gradients=none"
+                f"layout.quantized_gradients: some parameter that is reduced with {self.pieces[0].name} has no "
+                "gradient after a backward pass; use layout.quantized_gradients=none"
             )
         sent = torch.empty(
             rows, self._bytes(input_tensor.element_size()), dtype=torch.uint8, device=input_tensor.device
@@ -187,28 +187,35 @@ def _as_numbers(bytes_RB: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return bytes_RB.clone(memory_format=torch.contiguous_format).view(dtype)
 
 
-def apply_quantized(model: nn.Module, layout: LayoutSpec) -> None:
+def apply_quantized(model: Decoder, layout: LayoutSpec) -> None:
     """Set the layout's quantized collectives in every group of parameters that FSDP2 gathers and reduces together."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
+    dims = {row.name: row.dims for row in model.table}
     for module in model.modules():
         if not isinstance(module, FSDPModule):
             continue
-        parts = [
-            (Piece(names[id(parameter)], shape.numel(), shape[-1], len(shape) >= 2), parameter.requires_grad)
-            for parameter, shape in grouped_parts(module)
+        parts = [(parameter, names[id(parameter)], shape) for parameter, shape in grouped_parts(module)]
+        trained = [
+            _piece(name, shape, layout.gradient_format(dims[name]))
+            for parameter, name, shape in parts
+            if parameter.requires_grad
         ]
-        trained = [piece for piece, trains in parts if trains]
         if layout.quantized_weights in BITS and parts:
-            module.set_custom_all_gather(QuantizedAllGather([piece for piece, _ in parts], layout.quantized_weights))
+            gathered = [_piece(name, shape, layout.quantized_weights) for _, name, shape in parts]
+            module.set_custom_all_gather(QuantizedAllGather(gathered))
         if layout.quantized_gradients != "none" and trained:
-            feeds = layout.gradient_error_feedback and any(piece.matrix for piece in trained)
-            kept = _kept_errors(module, trained) if feeds else None
-            _REDUCTIONS[module] = QuantizedReduceScatter(trained, layout.quantized_gradients, kept)
+            kept = _kept_errors(module, trained) if layout.gradient_error_feedback else None
+            _REDUCTIONS[module] = QuantizedReduceScatter(trained, kept)
             module.set_custom_reduce_scatter(_REDUCTIONS[module])
 
 
-def _kept_errors(module: FSDPModule, trained: Sequence[Piece]) -> KeptErrors:
-    """Room for the errors of the matrices that are reduced together around a module."""
+def _piece(name: str, shape: torch.Size, sent: Sent) -> Piece:
+    return Piece(name, shape.numel(), shape[-1], matrix=len(shape) >= 2, sent=sent)
+
+
+def _kept_errors(module: FSDPModule, trained: Sequence[Piece]) -> KeptErrors | None:
+    """Room for the errors of the matrices that are reduced together around a module; None without matrices."""
     parameter = grouped_parts(module)[0][0]
     assert isinstance(parameter, DTensor)
-    return KeptErrors([piece for piece in trained if piece.matrix], parameter.device_mesh["shard"].size())
+    matrices = [piece for piece in trained if piece.matrix]
+    return KeptErrors(matrices, parameter.device_mesh["shard"].size()) if matrices else None

@@ -114,8 +114,10 @@ class _Engine:
         self.reduced = 0.0 if self.job.alone or job.frozen else stack.reduce_bytes
         # Tensor-parallel ranks' gradients are widened before they are added up (`parallel/data.py`).
         fresh = self.reduced if job.layout.tp > 1 else float(self.width)
-        sent = job.layout.quantized_gradients  # codes on their way out and in
+        sent = job.layout.gradient_format(())  # codes on their way out and in
+        of_ends = job.layout.gradient_format(("vocab",))
         self.fresh = fresh if sent == "none" else fresh + 2 * bytes_each(sent)
+        self.fresh_ends = fresh if of_ends == "none" else fresh + 2 * bytes_each(of_ends)
         # The sum of the largest matrix's parts in fp32 and, beside accumulated gradients, the result.
         result = self.reduced * self.ends if job.layout.zero_stage == 3 and job.microbatches > 1 else 0.0
         self.summed = 0.0 if sent == "none" else (result + 4 * self.vocab * job.model.hidden) / job.shards
@@ -192,7 +194,7 @@ class _Engine:
         yield self._moment(left, self.gathered * ends + self.width * ends)
         if self.job.layout.zero_stage >= 2:
             gone = self.job.layout.zero_stage == 2 and self.job.microbatches == 1
-            transit = (self.fresh + self.reduced) * ends + (self.summed if ends else 0.0)
+            transit = (self.fresh_ends + self.reduced) * ends + (self.summed if ends else 0.0)
             yield self._ended(left, transit, 0.0 if gone else self.weights)
             return
         # Accumulated gradients are copied for the reduction; a single rank copies them twice.

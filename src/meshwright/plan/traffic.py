@@ -157,7 +157,8 @@ def _weights(rank: _Rank) -> Traffic:
                 if layout.tp > 1 and not is_experts(row):
                     traffic["all-reduce", "tp"] += agreed
             part, width = numbers // shards, rank.row_of(row)
-            weights, gradients = layout.quantized_weights, layout.quantized_gradients
+            weights = layout.quantized_weights
+            gradients = layout.gradient_format(row.dims)
             in_codes = row.name in coded if weights == "fp8" else matrix
             gathered = shards * sent_bytes(part, weights, rank.bytes_of(row), matrix=in_codes, row=width)
             reduced = shards * sent_bytes(part, gradients, rank.reduced, matrix=matrix, row=width)

@@ -1,6 +1,6 @@
 """Layouts: arrangements of ranks, and the rules of legal ones."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from math import gcd
 from pathlib import Path
 from typing import Any, Literal
@@ -11,6 +11,7 @@ from meshwright.spec.base import Spec
 from meshwright.spec.errors import UserError
 from meshwright.spec.offload import CPU, NOTHING, OffloadSpec
 from meshwright.spec.problems import did_you_mean
+from meshwright.spec.quantized import Sent
 from meshwright.spec.schedule import SCHEDULES, Schedule, build_schedule, is_asynchronous
 
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
@@ -69,7 +70,8 @@ class LayoutSpec(Spec):
     to the rank that keeps them and summed there. Across `dp_replicate` they are reduced in training.reduce_dtype."""
     gradient_error_feedback: bool = False
     """Whether each rank adds the error of a quantized reduction to its next gradient, so that errors do not add up
-    (Seide et al., 2014). Costs about one byte of memory on every rank for each parameter that it computes with."""
+    (Seide et al., 2014); under int4 it also sends the gradients of embeddings and head in int8. Costs about one byte of
+    memory on every rank for each parameter that it computes with."""
 
     @field_validator("zero", mode="before")
     @classmethod
@@ -249,6 +251,15 @@ class LayoutSpec(Spec):
     def zero_stage(self) -> int:
         """The ZeRO stage with `auto` resolved."""
         return (3 if self.dp_shard > 1 else 0) if self.zero == "auto" else self.zero
+
+    def gradient_format(self, dims: Iterable[str]) -> Sent:
+        """The format in which the gradient of a matrix with these dims is reduced.
+
+        Under int4 with error feedback, those of embeddings and head are in int8, because in int4 they cost most of the
+        loss that error feedback leaves (docs/strategies.md).
+        """
+        wide = self.quantized_gradients == "int4" and self.gradient_error_feedback and "vocab" in dims
+        return "int8" if wide else self.quantized_gradients
 
     @property
     def virtual_stages(self) -> int:

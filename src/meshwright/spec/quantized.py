@@ -60,7 +60,14 @@ class Piece:
     row: int
     """Numbers of a row."""
     matrix: bool
+    sent: Sent
+    """The format on the wire, if it is a matrix."""
 
-    def bytes_as(self, sent: Sent, width: int = 0) -> int:
-        """Bytes in a format; `width`: bytes of an unquantized number."""
-        return sent_bytes(self.numbers, sent, width, matrix=self.matrix, row=self.row)
+    def sent_bytes(self, width: int) -> int:
+        """Bytes on the wire; `width`: bytes of an unquantized number."""
+        return sent_bytes(self.numbers, self.sent, width, matrix=self.matrix, row=self.row)
+
+    @property
+    def kept_bytes(self) -> int:
+        """Bytes of a matrix's errors."""
+        return sent_bytes(self.numbers, KEPT, 0, matrix=True, row=self.row)
