@@ -92,6 +92,11 @@ def test_zero_plus_plus_is_for_weights_and_gradients_of_zero_3():
             DeepSpeedEngine().translate(resolved(*overrides))
 
 
+def test_deepspeed_has_no_error_feedback_any_more():
+    with pytest.raises(InexpressibleError, match=r"layout.gradient_error_feedback=.*has removed LoCo"):
+        DeepSpeedEngine().translate(resolved(*VARIANTS["deepspeed"][0], "layout.gradient_error_feedback=true"))
+
+
 @pytest.mark.parametrize("number", range(len(VARIANTS["accelerate_fsdp"])))
 def test_accelerate_takes_the_plug_in(number):
     accelerate = pytest.importorskip("accelerate")

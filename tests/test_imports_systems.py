@@ -617,6 +617,16 @@ QUANTIZED: dict[str, tuple[dict[str, Any], dict[str, Any], list[str]]] = {
         {"dp_shard": 4, "quantized_weights": "none", "quantized_gradients": "none"},
         ["zero_quantized_weights", "zero_quantized_gradients"],
     ),
+    "LoCo": (
+        {"stage": 2, "zero_quantized_gradients": True, "zeropp_loco_param": {"err_beta": 0.8, "reset_T": 1024}},
+        {"dp_shard": 4, "zero": 2, "quantized_gradients": "int4", "gradient_error_feedback": True},
+        [],
+    ),
+    "LoCo without anything to correct": (
+        {"stage": 3, "zeropp_loco_param": {"err_beta": 0.8}},
+        {"dp_shard": 4, "quantized_gradients": "none", "gradient_error_feedback": False},
+        ["zeropp_loco_param.err_beta"],
+    ),
     "of frozen weights": (
         {"stage": 3, "zero_quantized_nontrainable_weights": True},
         {"dp_shard": 4, "quantized_weights": "none"},
@@ -635,6 +645,14 @@ def test_zero_plus_plus_is_a_layout(tmp_path, what):
     assert {field: getattr(layout, field) for field in expected} == expected
     assert len(reading.without) == len(without)
     assert all(any(key in origin for origin, _ in reading.without) for key in without)
+
+
+@pytest.mark.parametrize(("key", "value"), [("err_beta", "much"), ("reset_T", True), ("reset_T", "soon")])
+def test_loco_s_constants_are_numbers(tmp_path, key, value):
+    zero = {"stage": 3, "zero_quantized_gradients": True, "zeropp_loco_param": {key: value}}
+    (tmp_path / "ds.json").write_text(json.dumps({"train_micro_batch_size_per_gpu": 1, "zero_optimization": zero}))
+    with pytest.raises(UserError, match=rf"zeropp_loco_param\.{key}={value}: must be a number"):
+        import_files([tmp_path / "ds.json"], ranks=4, model="llama-3.2-1b")
 
 
 AGAIN: dict[str, dict[str, Any]] = {

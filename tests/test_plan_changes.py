@@ -165,3 +165,9 @@ def test_where_nothing_fits_an_exact_change_is_taken_and_said(recipe: Path) -> N
     assert (written.training.precision, written.training.optimizer) == (run.training.precision, run.training.optimizer)
     plain = search(plan.base, plan.cluster, top=1)
     assert not plain.ranked
+
+
+def test_a_change_may_switch_something_on() -> None:
+    change = named("int4_gradients_with_feedback")
+    assert change.layout == {"quantized_gradients": "int4", "gradient_error_feedback": True}
+    assert change.overrides[-1] == "layout.gradient_error_feedback=true"

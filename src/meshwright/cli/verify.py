@@ -254,9 +254,10 @@ def _quantized(resolved: ResolvedRun, proof: Any) -> list[str]:
     if layout.quantized_gradients != "none":
         moved = [comparison.rounded for comparison in proof.comparisons if comparison.rounded is not None]
         by = f", which changed them by {max(moved):.1%}" if moved else ""
-        lines.append(
-            f"  gradients  reduced in {layout.quantized_gradients}{by}; half a quantization step per rank is allowed"
-        )
+        allowed = "half a quantization step per rank is allowed"
+        if layout.gradient_error_feedback:
+            allowed = "the errors carried into and out of a step, half a quantization step per rank each, are allowed"
+        lines.append(f"  gradients  reduced in {layout.quantized_gradients}{by}; {allowed}")
     return ["quantized collectives", *lines] if lines else []
 
 

@@ -1,10 +1,10 @@
-"""Blockwise quantization for collectives: symmetric, one fp32 scale per block, rounded to nearest.
+"""Blockwise quantization for collectives: symmetric, one fp32 scale per block of a row, rounded to nearest.
 
 A block's largest magnitude becomes the largest code, so the error of a number is at most half a step: the block's
 largest magnitude over 254 (int8) or over 14 (int4). One non-finite number makes its whole block non-finite.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -20,21 +20,32 @@ class Coded:
     numbers: int
     """Numbers of a row."""
     sent: Sent
+    row: int | None = None
+    """Numbers of a row of the matrix, whose blocks are its own; None if all numbers are one."""
+
+    @property
+    def blocks(self) -> int:
+        """Blocks of a part."""
+        return num_blocks(self.numbers, self.row)
+
+    def part(self, index: int) -> "Coded":
+        """One of the parts."""
+        return replace(self, rows=self.rows[index : index + 1])
 
     @property
     def scales(self) -> torch.Tensor:
         """A copy of the scales [rows, blocks], fp32."""
-        end = num_blocks(self.numbers) * SCALE_BYTES
+        end = self.blocks * SCALE_BYTES
         return self.rows[:, :end].clone(memory_format=torch.contiguous_format).view(torch.float32)
 
     def write(self, values_RN: torch.Tensor) -> None:
         """Encode [rows, numbers]; overwrites values in fp32 and fp64."""
         values_RN = values_RN.to(torch.promote_types(values_RN.dtype, torch.float32))
-        end = num_blocks(self.numbers) * SCALE_BYTES
-        scales = torch.empty(len(values_RN), num_blocks(self.numbers), dtype=torch.float32, device=values_RN.device)
-        for blocks, values in _blocks(self.numbers, values_RN):
+        end = self.blocks * SCALE_BYTES
+        scales = torch.empty(len(values_RN), self.blocks, dtype=torch.float32, device=values_RN.device)
+        for of_blocks, values in self._blocks(scales, values_RN):
             largest = torch.linalg.vector_norm(values, torch.inf, dim=-1).to(torch.float32).div_(levels(self.sent))
-            scales[:, blocks] = largest
+            of_blocks.copy_(largest)
             values.div_(largest.masked_fill_(largest == 0, 1).unsqueeze(-1)).round_()
         self.rows[:, :end].copy_(scales.view(torch.uint8))
         codes = self.rows[:, end:].view(torch.int8)
@@ -47,33 +58,35 @@ class Coded:
 
     def read(self, into_RN: torch.Tensor) -> None:
         """Decode into [rows, numbers] of any floating dtype."""
-        end = num_blocks(self.numbers) * SCALE_BYTES
+        end = self.blocks * SCALE_BYTES
         codes, scales = self.rows[:, end:].view(torch.int8), self.scales
         if self.sent == "int8":
             into_RN.copy_(codes)
         else:
             into_RN[:, 1::2].copy_(codes[:, : self.numbers // 2].bitwise_right_shift(4))
             into_RN[:, 0::2].copy_(codes.bitwise_left_shift(4).bitwise_right_shift_(4))
-        for blocks, values in _blocks(self.numbers, into_RN):
-            values.mul_(scales[:, blocks].unsqueeze(-1))
+        for of_blocks, values in self._blocks(scales, into_RN):
+            values.mul_(of_blocks.unsqueeze(-1))
+
+    def _blocks(self, scales: torch.Tensor, values_RN: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Views of the scales and of the values of blocks: of the full ones, and of the last of each row if it is
+        shorter."""
+        row = self.row or self.numbers
+        values, scales = values_RN.unflatten(1, (-1, row)), scales.unflatten(1, (self.numbers // row, -1))
+        count, left = divmod(row, BLOCK)
+        parts = []
+        if count:
+            parts.append((scales[..., :count], values[..., : count * BLOCK].unflatten(2, (count, BLOCK))))
+        if left:
+            parts.append((scales[..., count:], values[..., count * BLOCK :].unsqueeze(2)))
+        return parts
 
 
-def _blocks(numbers: int, values_RN: torch.Tensor) -> list[tuple[slice, torch.Tensor]]:
-    """Views of values [rows, numbers] as blocks: the full ones, and the last one if it is shorter."""
-    count, left = divmod(numbers, BLOCK)
-    parts = []
-    if count:
-        parts.append((slice(0, count), values_RN[:, : count * BLOCK].unflatten(1, (count, BLOCK))))
-    if left:
-        parts.append((slice(count, count + 1), values_RN[:, count * BLOCK :].unsqueeze(1)))
-    return parts
-
-
-def quantized(values: torch.Tensor, sent: Sent) -> torch.Tensor:
-    """A flat tensor as the receiver decodes it, if it is sent as one part."""
+def quantized(values: torch.Tensor, sent: Sent, row: int | None = None) -> torch.Tensor:
+    """A flat tensor as the receiver decodes it, if it is sent as one part; `row`: see `Coded`."""
     result = values.clone().view(1, -1)
-    size = num_blocks(values.numel()) * SCALE_BYTES + code_bytes(values.numel(), sent)
-    coded = Coded(torch.empty(1, size, dtype=torch.uint8, device=values.device), values.numel(), sent)
+    size = num_blocks(values.numel(), row) * SCALE_BYTES + code_bytes(values.numel(), sent)
+    coded = Coded(torch.empty(1, size, dtype=torch.uint8, device=values.device), values.numel(), sent, row)
     coded.write(result)
     coded.read(result)
     return result.view(-1)

@@ -37,6 +37,7 @@ class DeepSpeedEngine(TemplateEngine):
     rules: ClassVar[Mapping[str, Rule]] = {
         "layout.quantized_weights": only("none", "int8", why="DeepSpeed's qwZ gathers int8"),
         "layout.quantized_gradients": only("none", "int4", why="DeepSpeed's qgZ reduces int4"),
+        "layout.gradient_error_feedback": only(False, why="DeepSpeed 0.19 has removed LoCo (zeropp_loco_param)"),
     }
 
     def cannot(self, resolved: ResolvedRun) -> Mapping[str, str]:

@@ -124,6 +124,7 @@ RULES: Mapping[str, Rule] = {
     "layout": said,
     "layout.quantized_weights": only("none", why="the program does not quantize gathered weights"),
     "layout.quantized_gradients": only("none", why="the program does not quantize reduced gradients"),
+    "layout.gradient_error_feedback": only(False, why="the program keeps no errors of reduced gradients"),
     "cluster": said,
     "checkpoint": _left_out("the program saves no checkpoints"),
     "checkpoint.start_from": _start,

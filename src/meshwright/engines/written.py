@@ -44,6 +44,7 @@ ARRANGED: Mapping[str, Rule] = {
     "training.compile": without("no compilation: the same losses, slower steps"),
     "layout.quantized_weights": said,
     "layout.quantized_gradients": said,
+    "layout.gradient_error_feedback": said,
 }
 """Settings that only arrange the same computation. Quantized communication is expressed, or found to be missing."""
 

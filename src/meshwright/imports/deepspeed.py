@@ -21,6 +21,7 @@ from meshwright.imports.reading import (
     EvenAuto,
     Reading,
     Rule,
+    check_number,
     fact,
     flat,
     nothing,
@@ -132,6 +133,22 @@ def _settle_quantized(reading: Reading) -> None:
             reading.give_up(origin, f"ZeRO-{stage} has no such communication")
         else:
             reading.set(path, kind, origin)
+    if "error feedback" in reading.facts:
+        origin = reading.facts["error feedback"][1]
+        if "layout.quantized_gradients" in reading.settings:
+            reading.set("layout.gradient_error_feedback", True, origin)
+            reading.notes.append(
+                f"{origin}: imported as error feedback, which adds the whole last error; LoCo adds a moving average "
+                "(err_beta), which it resets (reset_T)"
+            )
+        else:
+            reading.give_up(origin, "without zero_quantized_gradients, no gradient is rounded")
+
+
+def _loco(reading: Reading, value: Any, origin: str) -> None:
+    """LoCo's two constants: error feedback for quantized gradients."""
+    check_number(value, origin)
+    reading.fact("error feedback", True, origin)
 
 
 MUON_RULES: Mapping[str, Rule] = {
@@ -221,6 +238,8 @@ KEYS: Mapping[str, Rule] = {
     "zero_optimization.zero_quantized_gradients": lambda reading, value, origin: (
         reading.fact("quantized gradients", value, origin) if value is True else None
     ),
+    "zero_optimization.zeropp_loco_param.err_beta": _loco,
+    "zero_optimization.zeropp_loco_param.reset_T": _loco,
     "zero_optimization.zero_quantized_nontrainable_weights": nothing("set finetune.base=int8 or nf4"),
     "activation_checkpointing.partition_activations": nothing("set training.recompute if the model used it"),
     "activation_checkpointing.cpu_checkpointing": nothing("set layout.offload={activations: host}"),

@@ -120,7 +120,7 @@ def apply_fp8_gather(model: nn.Module, meshes: Meshes, layout: LayoutSpec) -> No
     for module in model.modules():
         if not isinstance(module, FSDPModule):
             continue
-        found = grouped_parts(module)
+        found = [(weight, shape.numel()) for weight, shape in grouped_parts(module)]
         parts = [_part(weight, numbers, layout) if id(weight) in coded else Part(numbers) for weight, numbers in found]
         if any(part.matrices for part in parts):
             dense = any(weight.dim() == 2 and id(weight) in coded for weight, _ in found)

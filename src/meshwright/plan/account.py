@@ -8,6 +8,7 @@ from meshwright.plan.job import Job
 from meshwright.plan.recipe import choice_reason
 from meshwright.plan.report import Plan
 from meshwright.spec.errors import UserError
+from meshwright.spec.quantized import KEPT, bytes_each
 
 GB = 1e9
 
@@ -51,7 +52,8 @@ def _explain_memory(plan: Plan, chosen: Candidate) -> list[str]:
         + (", on disk" if tiers.parameters == "disk" and job.alone else "")
         + (", gathered layer by layer (see communication)" if job.layout.zero_stage == 3 and job.shards > 1 else ""),
         "gradients": f"{job.stack.gradient_bytes:g} bytes {trained}"
-        + (f", split over {job.shards} ranks" if job.layout.zero_stage >= 2 else ""),
+        + (f", split over {job.shards} ranks" if job.layout.zero_stage >= 2 else "")
+        + (f", and {bytes_each(KEPT):.3g} of errors, not split" if job.layout.gradient_error_feedback else ""),
         "optimizer": f"{job.stack.state_bytes:g} bytes {trained}: master weights and moments"
         + (f", split over {job.shards} ranks" if job.layout.zero_stage >= 1 else "")
         + offloaded,

@@ -39,7 +39,7 @@ class Change:
         moved = {name.removeprefix(OFFLOAD): value for name, value in self.settings if name.startswith(OFFLOAD)}
         tiers = OffloadSpec.model_validate(moved)
         fields = {
-            name.removeprefix("layout."): value
+            name.removeprefix("layout."): value == "true" or value
             for name, value in self.settings
             if name.startswith("layout.") and not name.startswith(OFFLOAD)
         }
@@ -95,6 +95,11 @@ CHANGES = {
         ),  # exact beside fp8
         Change("int8_gradients", (("layout.quantized_gradients", "int8"),), exact=False),
         Change("int4_gradients", (("layout.quantized_gradients", "int4"),), exact=False),
+        Change(
+            "int4_gradients_with_feedback",
+            (("layout.quantized_gradients", "int4"), ("layout.gradient_error_feedback", "true")),
+            exact=False,
+        ),
         Change("bf16_states", (("training.optimizer.state_dtype", "bf16"),), exact=False),
         Change("8bit_states", (("training.optimizer.name", "adamw_8bit"),), exact=False),
     )

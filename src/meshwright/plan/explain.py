@@ -46,6 +46,8 @@ def describe(job: Job) -> str:
     for field in ("quantized_weights", "quantized_gradients"):
         if getattr(layout, field) != "none":
             degrees.append(f"{field}={getattr(layout, field)}")
+    if layout.gradient_error_feedback:
+        degrees.append("gradient_error_feedback=true")
     rest = f"zero={layout.zero_stage}", f"micro_batch={job.micro_batch}", f"recompute={recomputes(job)}"
     return " ".join((*degrees, *rest))
 

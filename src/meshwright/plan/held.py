@@ -15,6 +15,12 @@ def held_parameters(job: Job, stage: int) -> tuple[float, float]:
     return dense + end_parameters(job, stage), experts
 
 
+def vectors(job: Job, stage: int) -> float:
+    """Parameters of norms and biases of a stage, which every rank holds."""
+    blocks = sum(count * job.model.kinds[kind].vectors for kind, count in job.stage_kinds[stage])
+    return blocks + (job.model.final if stage == job.head_rank else 0)
+
+
 def expert_shards(job: Job) -> int:
     """Ranks over which ZeRO splits a rank's experts."""
     if job.layout.ep == 1 and job.stack.splits_experts:

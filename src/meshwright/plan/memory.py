@@ -9,9 +9,10 @@ from dataclasses import dataclass
 from math import inf
 
 from meshwright.plan.activations import microbatches_in_flight, pass_activations
-from meshwright.plan.held import end_parameters, expert_shards, held_parameters
+from meshwright.plan.held import end_parameters, expert_shards, held_parameters, vectors
 from meshwright.plan.job import Groups, Job
 from meshwright.plan.peak import peak_moment
+from meshwright.spec.quantized import KEPT, bytes_each
 
 KINDS = ("weights", "gradients", "optimizer", "activations", "logits", "communication", "fragmentation", "context")
 
@@ -23,6 +24,7 @@ class MemoryUse:
     weights: float
     """Weights that the model computes with, gathered copies included."""
     gradients: float
+    """Accumulated gradients, and the errors that error feedback keeps of them."""
     optimizer: float
     """Master weights and the optimizer's moments."""
     activations: float
@@ -131,7 +133,7 @@ def stage_memory(job: Job, stage: int, groups: Sequence[Groups] | None = None) -
     peak = peak_moment(job, stage, weights, gradients, groups)
     return MemoryUse(
         weights=peak.weights,
-        gradients=peak.gradients,
+        gradients=peak.gradients + kept_errors(job, stage) * trainable,
         optimizer=optimizer,
         activations=peak.activations,
         logits=peak.logits,
@@ -142,6 +144,15 @@ def stage_memory(job: Job, stage: int, groups: Sequence[Groups] | None = None) -
         disk=disk,
         stage=stage,
     )
+
+
+def kept_errors(job: Job, stage: int) -> float:
+    """Bytes of the errors that a rank of a stage keeps if every matrix trains: of all matrices that it computes with,
+    because it sends their whole gradients."""
+    if not job.layout.gradient_error_feedback:
+        return 0.0
+    held, experts = held_parameters(job, stage)
+    return bytes_each(KEPT) * (held + experts - vectors(job, stage))
 
 
 def _offloaded_activations(job: Job, stage: int, groups: Sequence[Groups]) -> float:

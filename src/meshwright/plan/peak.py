@@ -114,8 +114,10 @@ class _Engine:
         self.reduced = 0.0 if self.job.alone or job.frozen else stack.reduce_bytes
         # Tensor-parallel ranks' gradients are widened before they are added up (`parallel/data.py`).
         fresh = self.reduced if job.layout.tp > 1 else float(self.width)
-        sent = job.layout.quantized_gradients  # codes on their way out and in
+        sent = job.layout.gradient_format(())  # codes on their way out and in
+        of_ends = job.layout.gradient_format(("vocab",))
         self.fresh = fresh if sent == "none" else fresh + 2 * bytes_each(sent)
+        self.fresh_ends = fresh if of_ends == "none" else fresh + 2 * bytes_each(of_ends)
         # The sum of the largest matrix's parts in fp32 and, beside accumulated gradients, the result.
         result = self.reduced * self.ends if job.layout.zero_stage == 3 and job.microbatches > 1 else 0.0
         self.summed = 0.0 if sent == "none" else (result + 4 * self.vocab * job.model.hidden) / job.shards
@@ -194,13 +196,13 @@ class _Engine:
             return
         yield self._moment(left, self.gathered * ends + self.width * ends)
         once = self.job.microbatches == 1
+        transit = (self.fresh_ends + self.reduced) * ends + (self.summed if ends else 0.0)
         if self.job.layout.zero_stage >= 2:
             gone = self.job.layout.zero_stage == 2 and once
-            transit = (self.fresh + self.reduced) * ends + (self.summed if ends else 0.0)
             yield self._ended(left, transit, 0.0 if gone else self.weights)
             return
         if self.job.layout.zero_stage == 1 and once:
-            yield self._ended(0.0, (self.fresh + self.reduced) * ends, 0.0)
+            yield self._ended(0.0, transit, 0.0)
             return
         # Accumulated gradients are copied for the reduction; a single rank copies them twice.
         transit = self.reduced * ends * (2 if self.job.shards == 1 else 1)

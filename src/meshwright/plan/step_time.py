@@ -336,7 +336,10 @@ class StepModel:
         sent = job.layout.quantized_gradients
         if sent == "none":
             return self.wires.all_gather(self.shard, numel * job.stack.reduce_bytes)
-        return self.wires.all_gather(self.shard, numel * bytes_each(sent)) / self.wires.scattered
+        model = job.model
+        ends = model.embedding * (1 if model.tied else 2) / model.num_parameters  # the same share on every rank
+        each = (1 - ends) * bytes_each(sent) + ends * bytes_each(job.layout.gradient_format(("vocab",)))
+        return self.wires.all_gather(self.shard, numel * each) / self.wires.scattered
 
     def _send(self) -> float:
         """Seconds of one message between stages."""

@@ -122,6 +122,10 @@ class _Rank:
         shape = kept_shape(row, self.model, self.layout, tp_rank=0, shard_rank=0)
         return prod(shape) * (self.layout.expert_shard if is_experts(row) else self.layout.shard)
 
+    def row_of(self, row: Parameter) -> int:
+        """Numbers of a row of a parameter's part on a rank."""
+        return kept_shape(row, self.model, self.layout, tp_rank=0, shard_rank=0)[-1]
+
 
 def _coded_weights(rank: _Rank) -> frozenset[str]:
     """Weights that are gathered in fp8, whose largest values ranks agree on."""
@@ -152,10 +156,12 @@ def _weights(rank: _Rank) -> Traffic:
                 traffic["all-reduce", f"{prefix}shard"] += agreed
                 if layout.tp > 1 and not is_experts(row):
                     traffic["all-reduce", "tp"] += agreed
-            part, weights, gradients = numbers // shards, layout.quantized_weights, layout.quantized_gradients
+            part, width = numbers // shards, rank.row_of(row)
+            weights = layout.quantized_weights
+            gradients = layout.gradient_format(row.dims)
             in_codes = row.name in coded if weights == "fp8" else matrix
-            gathered = shards * sent_bytes(part, weights, rank.bytes_of(row), matrix=in_codes)
-            reduced = shards * sent_bytes(part, gradients, rank.reduced, matrix=matrix)
+            gathered = shards * sent_bytes(part, weights, rank.bytes_of(row), matrix=in_codes, row=width)
+            reduced = shards * sent_bytes(part, gradients, rank.reduced, matrix=matrix, row=width)
             kind = "reduce-scatter" if gradients == "none" else "all-to-all"
             traffic["all-gather", f"{prefix}shard"] += gathered * gathers
             traffic[kind, f"{prefix}shard"] += reduced * scatters * row.trained

@@ -143,7 +143,7 @@ def _updates(
     if tolerance.statistical:
         here = {name: shards.local(parameter) for name, parameter in trainer.parameters.items()}
         slope = max(tolerance.slope, tolerance.muon_slope) * facts["factor"]
-        least = {name: slope * room.after_clipping(name, facts) for name in room.most}
+        least = {name: slope * room.after_clipping(name, facts) for name in here}
         return compare_rounded(trainer, reference, step, "weights", here, least)
     for name, parameter in trainer.parameters.items():
         expected = shards.part_like(reference.weight(step, name), parameter)

@@ -3,7 +3,8 @@ by half the quantization steps that ranks report.
 
 Gathered weights are a function of the weights and of the ranks' split. The reference computes with exactly these
 weights (`as_gathered`), so the tolerance does not change. The rounding of a sum of gradients depends on each rank's
-share. Every reduction knows its scales, and therefore its largest possible error (`parallel.quantized.Rounding`).
+share. Every reduction knows its scales, and therefore its largest possible error (`parallel.quantized.Rounding`). With
+error feedback a step differs by the errors that ranks carry into it and out of it.
 """
 
 from collections.abc import Iterable, Iterator
@@ -36,7 +37,7 @@ def as_gathered(trainer: Trainer, layout: LayoutSpec) -> Iterator[None]:
                 weight = parameters[row.name]
                 kept.append((weight, weight.detach().clone()))
                 for part in parts(weight.detach(), row, trainer.resolved.model, layout):
-                    part.copy_(quantized(part.reshape(-1), sent).view_as(part))
+                    part.copy_(quantized(part.reshape(-1), sent, part.shape[-1]).view_as(part))
     try:
         yield
     finally:

@@ -37,7 +37,12 @@ def _restricted(layout: LayoutSpec, pair: tuple[str, ...]) -> LayoutSpec | None:
     if degrees["pp"] == 1:
         fields |= {"stages_per_rank": "auto", "schedule": "1f1b"}
     if degrees["dp_shard"] * degrees["cp"] == 1:
-        fields |= {"zero": "auto", "quantized_weights": "none", "quantized_gradients": "none"}
+        fields |= {
+            "zero": "auto",
+            "quantized_weights": "none",
+            "quantized_gradients": "none",
+            "gradient_error_feedback": False,
+        }
     try:
         return LayoutSpec.model_validate(fields)
     except (UserError, ValueError):

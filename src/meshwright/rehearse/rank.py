@@ -23,6 +23,7 @@ from meshwright.data.loader import HostBatch, Loader
 from meshwright.data.packing import ConcatenatedSamples
 from meshwright.launch.launcher import Worker
 from meshwright.parallel import Meshes, build_meshes
+from meshwright.parallel.error_feedback import ERRORS
 from meshwright.parallel.ledger import Ledger, Storages
 from meshwright.parallel.traffic import Traffic
 from meshwright.rehearse.fake import FakeTensors, UncountedTier, budgets_of_gpu, fake_rank, fill_slots
@@ -33,8 +34,10 @@ from meshwright.spec.run import ResolvedRun
 from meshwright.torch_internals import local_tensor, passing_tensors
 from meshwright.trainer.setup import Trainer, build_parallel_model, give_state, has_group
 from meshwright.trainer.start import read_resolved
-from meshwright.trainer.state import state_tensors
+from meshwright.trainer.state import gradient_errors, state_tensors
 
+LASTING = "model.", "optimizer.", ERRORS
+"""The beginnings of the names of state on the device."""
 CPU = torch.device("cpu")
 """The device of fake tensors: autograd crashes if one is on a missing device."""
 
@@ -60,7 +63,7 @@ def rehearse_rank(resolved: ResolvedRun, rank: int, *, on_gpu: bool, fp8: bool =
             saved = state_tensors(trainer)  # creates the optimizer's state, as in a resumed run
             lasting = _storages(trainer)
             ledger = Ledger(lambda: lasting | _passing_storages(trainer), elsewhere, trainer.model)
-            ledger.watch(_local(tensor for name, tensor in saved.items() if name.startswith(("model.", "optimizer."))))
+            ledger.watch(_local(tensor for name, tensor in saved.items() if name.startswith(LASTING)))
             ledger.watch(_local(_frozen(trainer)))
             at_rest = ledger.by_kind()
             for step, count in enumerate(counts, start=1):
@@ -117,7 +120,8 @@ def _storages(trainer: Trainer) -> Storages:
     """The storages that persist from step to step."""
     stored = list(trainer.parameters.values())
     states = (state for tensor in stored for state in trainer.optimizers.state_of(tensor).values())
-    return _named("optimizer", states) | _named("weights", [*stored, *_frozen(trainer)])
+    errors = _named("gradients", gradient_errors(trainer).values())
+    return errors | _named("optimizer", states) | _named("weights", [*stored, *_frozen(trainer)])
 
 
 def _frozen(trainer: Trainer) -> list[torch.Tensor]:

@@ -1,6 +1,6 @@
 """Layouts: arrangements of ranks, and the rules of legal ones."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from math import gcd
 from pathlib import Path
 from typing import Any, Literal
@@ -11,6 +11,7 @@ from meshwright.spec.base import Spec
 from meshwright.spec.errors import UserError
 from meshwright.spec.offload import CPU, NOTHING, OffloadSpec
 from meshwright.spec.problems import did_you_mean
+from meshwright.spec.quantized import Sent
 from meshwright.spec.schedule import SCHEDULES, Schedule, build_schedule, is_asynchronous
 
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
@@ -67,6 +68,10 @@ class LayoutSpec(Spec):
     quantized_gradients: Literal["none", "int8", "int4"] = "none"
     """Format in which gradients are reduced (ZeRO++'s qgZ). int8, int4: gradients of matrices are quantized once, sent
     to the rank that keeps them and summed there. Across `dp_replicate` they are reduced in training.reduce_dtype."""
+    gradient_error_feedback: bool = False
+    """Whether each rank adds the error of a quantized reduction to its next gradient, so that errors do not add up
+    (Seide et al., 2014); under int4 it also sends the gradients of embeddings and head in int8. Costs about one byte of
+    memory on every rank for each parameter that it computes with."""
 
     @field_validator("zero", mode="before")
     @classmethod
@@ -132,6 +137,11 @@ class LayoutSpec(Spec):
                     f"{field}={value} with zero={self.zero_stage} and dp_shard={self.dp_shard}: no rank {what}; "
                     f"{NEAREST} {field}=none, or with {field}={value} dp_shard=2, zero=3"
                 )
+        if self.gradient_error_feedback and self.quantized_gradients == "none":
+            yield (
+                "gradient_error_feedback=true with quantized_gradients=none: no gradient is rounded; set "
+                "quantized_gradients, or leave gradient_error_feedback out"
+            )
 
     def _pipeline_problems(self) -> Iterator[str]:
         given = {"stages_per_rank": self.stages_per_rank, "stage_layers": self.stage_layers}
@@ -242,6 +252,15 @@ class LayoutSpec(Spec):
         """The ZeRO stage with `auto` resolved."""
         return (3 if self.dp_shard > 1 else 0) if self.zero == "auto" else self.zero
 
+    def gradient_format(self, dims: Iterable[str]) -> Sent:
+        """The format in which the gradient of a matrix with these dims is reduced.
+
+        Under int4 with error feedback, those of embeddings and head are in int8, because in int4 they cost most of the
+        loss that error feedback leaves (docs/strategies.md).
+        """
+        wide = self.quantized_gradients == "int4" and self.gradient_error_feedback and "vocab" in dims
+        return "int8" if wide else self.quantized_gradients
+
     @property
     def virtual_stages(self) -> int:
         """Pipeline stages on each rank, with `auto` resolved; 1 for a schedule from a file."""
@@ -278,6 +297,7 @@ class LayoutSpec(Spec):
             name = f"ZeRO-{self.zero_stage} x {self.dp_shard}"
         else:
             name = f"hybrid ZeRO-{self.zero_stage}: {self.dp_replicate} replicas x {self.dp_shard} shards"
+        fed_back = " with error feedback" if self.gradient_error_feedback else ""
         parts = [
             f"pipeline x {self.pp} ({self.schedule})" if self.pp > 1 else "",
             name,
@@ -286,6 +306,6 @@ class LayoutSpec(Spec):
             f"expert parallel x {self.ep}" if self.ep > 1 else "",
             self.tiers.words,
             f"weights gathered in {self.quantized_weights}" if self.quantized_weights != "none" else "",
-            f"gradients reduced in {self.quantized_gradients}" if self.quantized_gradients != "none" else "",
+            f"gradients reduced in {self.quantized_gradients}{fed_back}" if self.quantized_gradients != "none" else "",
         ]
         return " + ".join(part for part in parts if part)

@@ -238,12 +238,12 @@ def keep_gradients_as_reduced(module: nn.Module) -> None:
     module.register_forward_pre_hook(keep)  # after FSDP2's own, which decides on dtypes before the first pass
 
 
-def grouped_parts(module: FSDPModule) -> list[tuple[nn.Parameter, int]]:
-    """The parameters that FSDP2 gathers together around `module`, in its order, and how many numbers of each a rank
-    sends, padding included. 2.11-2.15; public: none."""
+def grouped_parts(module: FSDPModule) -> list[tuple[nn.Parameter, torch.Size]]:
+    """The parameters that FSDP2 gathers together around `module`, in its order, and the shape of the part of each that
+    a rank sends, padding included. 2.11-2.15; public: none."""
     group = _group(module)
     parts = group.fsdp_params if group is not None else ()
-    return [(part.sharded_param, part.padded_sharded_param_size.numel()) for part in parts]
+    return [(part.sharded_param, part.padded_sharded_param_size) for part in parts]
 
 
 def keep_gradient_as_made(parameter: torch.Tensor) -> None:

@@ -56,6 +56,8 @@ def trial_steps(trainer: Trainer, loader: Loader) -> Iterator[Callable[[int, flo
         finite = math.isfinite(loss) and math.isfinite(gnorm)
         if finite:
             train_step.update(trainer.step + 1 + index, gnorm, lr / trainer.resolved.run.training.optimizer.lr)
+        else:
+            train_step.feedback.drop()
         train_step.store.zero_grad()
         if train_step.scaler is not None:
             train_step.scaler.update(finite=finite)
@@ -98,7 +100,9 @@ class ComingBatch(NextBatch):
         scale = train_step.scaler.scale if train_step.scaler else 1.0
         train_step.balance.begin(0.0)
         batches = [to_device(microbatch, trainer.device) for microbatch in self.microbatches]
-        train_step.passes.train(batches, [scale * weight for weight in weights[self._here]])
+        train_step.feedback.begin(scale)
+        with train_step.feedback.untouched():
+            train_step.passes.train(batches, [scale * weight for weight in weights[self._here]])
         norm = train_step.gradient_norm()
         train_step.store.zero_grad()
         restore_random_state(trainer, random)

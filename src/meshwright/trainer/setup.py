@@ -28,6 +28,7 @@ from meshwright.parallel.context import sequence_places
 from meshwright.parallel.data import release_gathered
 from meshwright.parallel.materialize import RowSource, fill
 from meshwright.parallel.passes import evaluating
+from meshwright.parallel.quantized import error_feedback
 from meshwright.plan.machine import Machine, find_machine
 from meshwright.spec.fit import context_method
 from meshwright.spec.layout import LayoutSpec
@@ -209,6 +210,7 @@ def give_state(
     tier = build_tier(resolved, worker, kind.home(device), make_tier)
     with torch.no_grad():
         kind.allocate(model, kind.home(device), tier)
+    error_feedback(model).allocate(device)
     if weights is not None:
         fill(model, (*here, *state), weights)
     store = kind(model, [row for row in here if row.trained], training, tier=tier)

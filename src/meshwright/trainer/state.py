@@ -59,9 +59,14 @@ def state_tensors(trainer: Trainer) -> dict[str, torch.Tensor]:
 
 
 def own_tensors(trainer: Trainer) -> dict[str, torch.Tensor]:
-    """Weights, optimizer state and random state of this rank."""
+    """Weights, optimizer state, errors of gradients and random state of this rank."""
     buffers = {f"model.{name}": buffer for name, buffer in named_state(trainer.model).items()}
-    return trainer.store.tensors() | buffers | random_state(trainer)
+    return trainer.store.tensors() | buffers | gradient_errors(trainer) | random_state(trainer)
+
+
+def gradient_errors(trainer: Trainer) -> dict[str, torch.Tensor]:
+    """The errors that this rank adds to its next gradients, under names unique to the rank."""
+    return trainer.train_step.feedback.tensors(trainer.worker.rank)
 
 
 def _callback_tensors(trainer: Trainer, names: Iterable[str]) -> dict[str, torch.Tensor]:
@@ -161,6 +166,10 @@ def restore(trainer: Trainer, checkpoint: Path) -> dict[str, Any]:
         tensors.pop(name).zero_()
     if not _same_ranks(trainer, saved) or not random.keys() <= held:
         tensors = {name: tensor for name, tensor in tensors.items() if name not in random}
+    errors = gradient_errors(trainer)
+    if not (_same_layout(trainer, saved) and errors.keys() <= held):
+        trainer.train_step.feedback.drop()
+        tensors = {name: tensor for name, tensor in tensors.items() if name not in errors}
     load_tensors(checkpoint, tensors)
     trainer.store.refresh()
     restore_random_state(trainer, tensors)
@@ -207,6 +216,8 @@ def describe_restored(trainer: Trainer, saved: dict[str, Any]) -> str:
     if "data" not in saved and any(line.startswith("data.") for line in changed):
         other_data = "see below"
     exact = "weights, optimizer state, loss scale" + ("" if other_data else ", position in the data")
+    if trainer.resolved.run.layout.gradient_error_feedback and _same_layout(trainer, saved):
+        exact += ", errors of gradients"
     if _same_ranks(trainer, saved):
         exact += ", random state"
     layout = LayoutSpec.model_validate(saved["layout"])
@@ -225,6 +236,8 @@ def describe_restored(trainer: Trainer, saved: dict[str, Any]) -> str:
         lines.append(f"tolerance from here on, sums are computed in another order: {'; '.join(reasons)}")
     elif not other_data:
         lines.append("exact     from here on every step, bit by bit if kernels are deterministic")
+    if not _same_layout(trainer, saved) and saved["layout"].get("gradient_error_feedback"):
+        lines.append("dropped   the errors of quantized gradients: they belong to the ranks of the checkpoint's layout")
     if saved.get(NEW):
         lines.append(f"new       delayed scales of {saved[NEW]} layers start empty, because the checkpoint has none")
     if changed:
@@ -337,6 +350,10 @@ def _flat(value: dict[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
 
 def _same_ranks(trainer: Trainer, saved: dict[str, Any]) -> bool:
     return LayoutSpec.model_validate(saved["layout"]).world_size == trainer.worker.world_size
+
+
+def _same_layout(trainer: Trainer, saved: dict[str, Any]) -> bool:
+    return LayoutSpec.model_validate(saved["layout"]) == trainer.resolved.run.layout
 
 
 def seed_generators(trainer: Trainer) -> None:

@@ -17,6 +17,7 @@ from meshwright.optim.loss_scale import LossScaler
 from meshwright.optim.schedule import find_shape, lr_factor
 from meshwright.optim.spikes import SpikeGuard
 from meshwright.parallel import Passes
+from meshwright.parallel.quantized import error_feedback
 from meshwright.spec.errors import UserError
 from meshwright.spec.run import Run
 from meshwright.state import StateStore
@@ -71,6 +72,7 @@ class TrainStep:
         self.balance = ExpertBalance(passes.model, device)
         delayed = low_precision_state(passes.model.table, run.training)
         self.scaling = DelayedScaling(passes.model, sum(row.shape[0] for row in delayed), device)
+        self.feedback = error_feedback(passes.model)
         self.scaler = LossScaler() if run.training.dtypes.scales_loss else None
         self.spikes = None if run.guards.spikes == "off" else SpikeGuard()
         self.shape = find_shape(run.training.lr_schedule)
@@ -94,6 +96,8 @@ class TrainStep:
         spike = finite and self.spikes is not None and self.spikes.is_spike(loss, gnorm)
         if finite and not spike and has_gradient:
             self.update(step, gnorm)
+        elif has_gradient:
+            self.feedback.drop()
         self.store.zero_grad()
         overflow = self.scaler is not None and np.isfinite(loss) and self._scale > 1
         policy = self.run.guards.spikes if spike else self.training.non_finite if not finite and not overflow else ""
@@ -159,6 +163,7 @@ class TrainStep:
         sequences = sum(len(microbatch.tokens) for microbatch in microbatches) * self.run.layout.data_parallel
         self.balance.begin(self._scale / sequences)
         self.scaling.begin()
+        self.feedback.begin(self._scale)
         batches = [to_device(microbatch, self.device) for microbatch in microbatches]
         loss_sum = self.passes.train(batches, self._scale / trained).to(self.device)
         return self._sum_over_ranks(loss_sum).item() / trained, trained
