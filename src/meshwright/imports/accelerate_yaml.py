@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from meshwright.imports.accelerate_fp8 import RULES as FP8_RULES
-from meshwright.imports.accelerate_fp8 import give_up_fp8, settle_fp8
+from meshwright.imports.accelerate_fp8 import settle_fp8
 from meshwright.imports.accelerate_megatron import RULES as MEGATRON_RULES
 from meshwright.imports.accelerate_megatron import settle_megatron
 from meshwright.imports.deepspeed import folder, offload, settle_offload
@@ -207,23 +207,6 @@ def _settle_deepspeed(reading: Reading, values: Mapping[str, Any], file: str) ->
         reading.fact("zero", 2, f"{file} (Accelerate's default: zero_stage=2)")
 
 
-def _settle_precision(reading: Reading, values: Mapping[str, Any], file: str) -> None:
-    """The precision that is left by the files before, and what comes with it."""
-    if "mixed_precision" not in values:
-        reading.default("training.precision", "fp32", f"{file} (Accelerate's default: mixed_precision=no)")
-    said = f"{file}: mixed_precision={values.get('mixed_precision')}"
-    precision, origin = reading.settings.get("training.precision", ("fp32", ""))
-    if precision == "fp8" and said in origin:
-        settle_fp8(reading, said)
-    else:
-        give_up_fp8(reading)
-    if precision in ("bf16", "fp8") and values.get("distributed_type") == "FSDP":
-        reading.notes.append(
-            f"{file}: FSDP reduces gradients in bf16 under mixed_precision={precision}, a recipe in fp32; set "
-            "training.reduce_dtype=bf16 for the same"
-        )
-
-
 def read_accelerate(reading: Reading, values: Mapping[str, Any], file: str) -> None:
     """Read an Accelerate configuration."""
     reading.take(flat(values), RULES, file)
@@ -231,6 +214,15 @@ def read_accelerate(reading: Reading, values: Mapping[str, Any], file: str) -> N
     _settle_parallelism(reading, values, file)
     _settle_deepspeed(reading, values, file)
     settle_megatron(reading, values, file)
-    _settle_precision(reading, values, file)
+    precision = str(values.get("mixed_precision", "no")).lower()
+    if precision == "fp8":
+        settle_fp8(reading, f"{file}: mixed_precision=fp8")
+    if "mixed_precision" not in values:
+        reading.default("training.precision", "fp32", f"{file} (Accelerate's default: mixed_precision=no)")
+    if precision in ("bf16", "fp8") and values.get("distributed_type") == "FSDP":
+        reading.notes.append(
+            f"{file}: FSDP reduces gradients in bf16 under mixed_precision={precision}, a recipe in fp32; set "
+            "training.reduce_dtype=bf16 for the same"
+        )
     if values.get("distributed_type") == "FSDP" and "zero" not in reading.facts:
         reading.fact("zero", 3, f"{file}: distributed_type=FSDP")

@@ -187,7 +187,6 @@ def is_axolotl(values: Mapping[str, Any]) -> bool:
 
 def read_axolotl(reading: Reading, values: Mapping[str, Any], file: str) -> None:
     """Read an axolotl configuration."""
-    given = set(values)
     values = {key: value for key, value in values.items() if value is not None}
     reading.fact("keys", tuple(values), file)
     if values.get("bf16") == "auto":
@@ -213,11 +212,6 @@ def read_axolotl(reading: Reading, values: Mapping[str, Any], file: str) -> None
     if "micro_batch_size" not in values:
         reading.set("training.micro_batch", 1, default)
     reading.default("training.precision", "fp32", f"{file} (neither bf16 nor fp16)")
-    if not {"bf16", "bfloat16", "fp16"} & given:
-        reading.notes.append(
-            f"{file} has neither bf16 nor fp16: newer releases of axolotl take bf16=auto then; set "
-            "training.precision=bf16 for the same"
-        )
     if not values.get("sample_packing"):
         reading.set("data.packing", "padded", f"{file} (axolotl's default: sample_packing=false)")
     if "adapter" not in values:
