@@ -5,7 +5,6 @@ from typing import Any
 
 from meshwright.imports.accelerate_yaml import RULES as ACCELERATE_RULES
 from meshwright.imports.axolotl_data import chat_template, read_datasets
-from meshwright.imports.axolotl_intervals import FLOOR, settle_floor, settle_intervals
 from meshwright.imports.axolotl_ranks import RULES as RANK_RULES
 from meshwright.imports.axolotl_ranks import settle_batch, settle_preference, settle_ranks
 from meshwright.imports.hf_arguments import HYBRID, take_defaults
@@ -95,6 +94,13 @@ def _sharded(reading: Reading, value: Any, origin: str) -> None:
         )
 
 
+def _per_epoch(path: str) -> Rule:
+    def rule(reading: Reading, value: Any, origin: str) -> None:
+        reading.give_up(origin, f"set {path}, in steps")
+
+    return rule
+
+
 LEFT_TO_US = (
     *("attn_implementation", "liger_rope", "liger_rms_norm", "liger_layer_norm", "liger_glu_activation"),
     *("liger_fused_linear_cross_entropy", "lora_mlp_kernel", "lora_qkv_kernel", "lora_o_kernel", "wandb_log_model"),
@@ -170,9 +176,10 @@ RULES: Mapping[str, Rule] = {
     "optimizer": HF_RULES["optim"],
     "lr_scheduler": HF_RULES["lr_scheduler_type"],
     "lr_scheduler_kwargs": HF_RULES["lr_scheduler_kwargs"],
-    FLOOR: lambda reading, value, origin: None,  # `settle_floor` reads it
+    "cosine_min_lr_ratio": lambda reading, value, origin: None,  # in place of the schedule's 0, below
     "val_set_size": _evaluation,
-    **dict.fromkeys(("saves_per_epoch", "evals_per_epoch"), lambda reading, value, origin: None),  # `settle_intervals`
+    "saves_per_epoch": _per_epoch("checkpoint.every"),
+    "evals_per_epoch": _per_epoch("training.evaluation.every"),
     "wandb_project": lambda reading, value, origin: reading.set("trackers", ["wandb"], origin) if value else None,
     "special_tokens": nothing("the tokenizer's special tokens are used"),
     "early_stopping_patience": nothing("use the callback early_stopping (docs/callbacks.md)"),
@@ -205,8 +212,8 @@ def read_axolotl(reading: Reading, values: Mapping[str, Any], file: str) -> None
         else:
             reading.fact("warmup_ratio", 0.03, f"{default}: warm-up of 3 % of the steps, at most 100")
     take_defaults(reading, values, default, "cosine")
-    settle_floor(reading, values, file)
-    settle_intervals(reading, values, file)
+    if (floor := values.get("cosine_min_lr_ratio")) is not None:
+        reading.settings["training.lr_schedule.final"] = (floor, f"{file}: cosine_min_lr_ratio={floor}")
     reading.default("data.held_out", 0.0, default)
     reading.default("data.sequence_length", 512, default)
     if "micro_batch_size" not in values:
