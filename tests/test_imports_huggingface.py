@@ -478,3 +478,15 @@ def test_a_backend_or_mode_compiles_in_the_trainer(tmp_path: Path) -> None:
         assert not told(reading, key)
     _, reading = imported(tmp_path, 1, args_json=ARGUMENTS | {"torch_compile_mode": "max-autotune"})
     assert told(reading, "torch_compile_mode=max-autotune")
+
+
+@pytest.mark.parametrize("make", [dict, factory])
+def test_a_share_of_the_steps_is_named_with_its_number(tmp_path: Path, make: Any) -> None:
+    arguments = {**make(), **ARGUMENTS, "eval_steps": 0.0301, "save_steps": 0.1, "eval_strategy": "steps"}
+    _, reading = imported(tmp_path, 1, f_json=arguments)
+    assert told(reading, "save_steps=0.1") == ["a share of all steps; set checkpoint.every, in steps: 500"]
+    assert told(reading, "eval_steps=") == ["a share of all steps; set training.evaluation.every, in steps: 151"]
+    _, reading = imported(tmp_path, 1, f_json=arguments | {"max_steps": -1})
+    assert told(reading, "save_steps=0.1") == ["a share of all steps; set checkpoint.every, in steps"]
+    _, reading = imported(tmp_path, 1, f_json=arguments | {"save_strategy": "epoch"})
+    assert told(reading, "save_steps=0.1") == ["the Trainer ignores it with the strategy epoch"]
