@@ -385,7 +385,8 @@ def test_the_least_rate_of_a_cosine_is_not_that_of_deepspeeds_schedule(tmp_path:
 
 @pytest.mark.parametrize(("kind", "final"), [("cosine", 0.2), (None, 0.2), ("linear", 0.0), ("constant", None)])
 def test_only_the_cosine_has_a_least_rate(tmp_path: Path, kind: str | None, final: float | None) -> None:
-    told = axolotl(tmp_path, cosine_min_lr_ratio=0.2, **({"lr_scheduler": kind} if kind else {}))
+    keys: dict[str, Any] = {"lr_scheduler": kind} if kind else {}
+    told = axolotl(tmp_path, cosine_min_lr_ratio=0.2, **keys)
     assert told.recipe["training"]["lr_schedule"].get("final") == final
     assert bool(told.why("cosine_min_lr_ratio")) == (final != 0.2)
 
@@ -436,3 +437,22 @@ def test_without_data_for_it_nothing_is_evaluated(tmp_path: Path) -> None:
 def test_intervals_that_axolotl_refuses_end_in_one_line(tmp_path: Path, keys: dict[str, Any]) -> None:
     with pytest.raises(UserError, match=r"a\.yml: "):
         axolotl(tmp_path, **keys)
+
+
+def test_what_axolotl_keeps_and_drops_by_default_is_told(tmp_path: Path) -> None:
+    def notes(**keys: Any) -> str:
+        found, told = sources(tmp_path, {"path": "some/data", "type": "alpaca"}, **keys)
+        assert found == [{"path": "hub:some/data", "format": "alpaca"}]
+        return "\n".join(told.reading.notes)
+
+    assert "axolotl keeps 4 checkpoints" in notes()
+    assert "set data.chat.overlong=drop for the same" in notes()
+    assert "template cannot tell the two apart" in notes()
+    assert "checkpoints" not in notes(save_total_limit=3)
+    assert "overlong" not in notes(excess_length_strategy="truncate")
+    _, told = sources(tmp_path, {"path": "some/text", "type": "completion"}, save_total_limit=0)
+    assert not any("overlong" in note for note in told.reading.notes)
+    assert told.recipe["checkpoint"]["keep_last"] == 4
+    assert axolotl(tmp_path, save_total_limit=7).recipe["checkpoint"]["keep_last"] == 7
+    with pytest.raises(UserError, match="save_total_limit=few: must be a number"):
+        axolotl(tmp_path, save_total_limit="few")

@@ -53,6 +53,26 @@ def _warmup(reading: Reading, value: Any, origin: str) -> None:
     apply(HF_RULES["warmup_steps"], reading, 2 if value == 1 else value, origin)
 
 
+def _kept(reading: Reading, value: Any, origin: str) -> None:
+    """axolotl keeps 4 checkpoints where it is told 0."""
+    check_number(value, origin)
+    reading.set("checkpoint.keep_last", value or MOST_KEPT, origin)
+
+
+def _tell_defaults(reading: Reading, values: Mapping[str, Any], file: str) -> None:
+    """Name the defaults that the recipe does not take over."""
+    if "save_total_limit" not in values:
+        reading.notes.append(
+            f"{file} has no save_total_limit: axolotl keeps {MOST_KEPT} checkpoints; checkpoint.keep_last decides here"
+        )
+    sources = reading.settings.get("data.sources", ([], ""))[0]
+    if "excess_length_strategy" not in values and any(source.get("format") != "text" for source in sources):
+        reading.notes.append(
+            f"{file} has no excess_length_strategy: axolotl drops records longer than a sample, a recipe stops at "
+            "them; set data.chat.overlong=drop for the same"
+        )
+
+
 def _targets(reading: Reading, value: Any, origin: str) -> None:
     if isinstance(value, list) or value == "all-linear":
         reading.set("finetune.targets", value, origin)
@@ -87,6 +107,8 @@ def _sharded(reading: Reading, value: Any, origin: str) -> None:
         )
 
 
+MOST_KEPT = 4
+"""Checkpoints that axolotl keeps."""
 LEAST = "the cosine's least rate"
 LEFT_TO_US = (
     *("attn_implementation", "liger_rope", "liger_rms_norm", "liger_layer_norm", "liger_glu_activation"),
@@ -116,7 +138,6 @@ SHARED = (
     "torch_compile",
     "seed",
     "output_dir",
-    "save_total_limit",
     "deepspeed",
     "fsdp",
 )
@@ -146,6 +167,7 @@ RULES: Mapping[str, Rule] = {
     **{name: HF_RULES[name] for name in SHARED},
     **RANK_RULES,
     **INTERVAL_RULES,
+    "save_total_limit": _kept,
     "excess_length_strategy": words("data.chat.overlong", {"drop": "drop", "truncate": "truncate", "raise": "error"}),
     "unfrozen_parameters": nothing("set finetune.train to the modules that train"),
     "bf16": _bf16,
@@ -196,6 +218,7 @@ def read_axolotl(reading: Reading, values: Mapping[str, Any], file: str) -> None
     _least_rate(reading, values)
     take_defaults(reading, values, default, "cosine")
     reading.default("data.held_out", 0.0, default)
+    _tell_defaults(reading, values, file)
     reading.default("data.sequence_length", 512, default)
     if "micro_batch_size" not in values:
         reading.set("training.micro_batch", 1, default)
