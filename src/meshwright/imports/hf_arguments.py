@@ -3,8 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
+from meshwright.imports.accelerate_yaml import PRECISION, compile_in_mode, compile_with
 from meshwright.imports.accelerate_yaml import RULES as ACCELERATE_RULES
-from meshwright.imports.accelerate_yaml import compile_in_mode, compile_with
 from meshwright.imports.deepspeed import read_named
 from meshwright.imports.hf_schedules import keep_options, keep_type, settle_schedule
 from meshwright.imports.intervals import EVALUATES, SAVES, every, settle_intervals
@@ -63,6 +63,23 @@ def _saves(reading: Reading, value: Any, origin: str) -> None:
         reading.give_up(origin, "intervals are in steps")
 
 
+def _precision(name: str) -> Rule:
+    """A switch of the Trainer, which replaces Accelerate's precision; here the first file's counts."""
+
+    def rule(reading: Reading, value: Any, origin: str) -> None:
+        if value is not True:
+            return
+        accelerates, where = reading.facts.get(PRECISION, (name, ""))
+        if accelerates != name and reading.settings.get("training.precision", (name, ""))[0] != name:
+            reading.notes.append(
+                f"{origin}: the Trainer takes this, not Accelerate's precision ({where}); the recipe has that of the "
+                "first file, so give the Trainer's file first"
+            )
+        reading.set("training.precision", name, origin)
+
+    return rule
+
+
 def _compiled_mode(reading: Reading, value: Any, origin: str) -> None:
     """The mode of compilation, which switches it on."""
     reading.set("training.compile", True, origin)
@@ -110,8 +127,8 @@ RULES: Mapping[str, Rule] = {
     "num_train_epochs": fact("epochs"),
     "per_device_train_batch_size": "training.micro_batch",
     "gradient_accumulation_steps": fact("accumulation"),
-    "bf16": when("training.precision", "bf16"),
-    "fp16": when("training.precision", "fp16"),
+    "bf16": _precision("bf16"),
+    "fp16": _precision("fp16"),
     "gradient_checkpointing": when("training.recompute", "full"),
     "torch_compile": when("training.compile", True),
     "torch_compile_backend": compile_with,  # these two switch it on
