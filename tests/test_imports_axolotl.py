@@ -366,3 +366,93 @@ def test_targets_of_adapters(tmp_path: Path) -> None:
     assert "regular expression" in told.why("lora_target_modules=")
     told = axolotl(tmp_path, **lora, lora_target_modules=["q_proj"], lora_target_linear=True)
     assert told.recipe["finetune"]["targets"] == "all-linear"  # which has the others, too
+
+
+def deepspeed(folder: Path, kind: str, **keys: Any) -> Imported:
+    """An axolotl configuration beside a DeepSpeed file with a scheduler of 100 steps."""
+    params = {"warmup_num_steps": 5, "total_num_steps": 100, "warmup_type": "linear", "warmup_max_lr": 1e-4}
+    config = {"train_batch_size": "auto", "gradient_clipping": 1.0, "scheduler": {"type": kind, "params": params}}
+    return axolotl(folder, deepspeed=config, **keys)
+
+
+@pytest.mark.parametrize("kind", ["WarmupDecayLR", "WarmupCosineLR"])
+def test_the_least_rate_of_a_cosine_is_not_that_of_deepspeeds_schedule(tmp_path: Path, kind: str) -> None:
+    told = deepspeed(tmp_path, kind, cosine_min_lr_ratio=0.2, lr_scheduler="cosine")
+    final = 0.0 if kind == "WarmupDecayLR" else 1e-4
+    assert told.recipe["training"]["lr_schedule"]["final"] == final
+    assert "DeepSpeed's schedule is used" in told.why("cosine_min_lr_ratio=0.2")
+
+
+@pytest.mark.parametrize(("kind", "final"), [("cosine", 0.2), (None, 0.2), ("linear", 0.0), ("constant", None)])
+def test_only_the_cosine_has_a_least_rate(tmp_path: Path, kind: str | None, final: float | None) -> None:
+    keys: dict[str, Any] = {"lr_scheduler": kind} if kind else {}
+    told = axolotl(tmp_path, cosine_min_lr_ratio=0.2, **keys)
+    assert told.recipe["training"]["lr_schedule"].get("final") == final
+    assert bool(told.why("cosine_min_lr_ratio")) == (final != 0.2)
+
+
+def test_a_least_rate_of_another_kind_ends_in_one_line(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="cosine_min_lr_ratio=low: must be a number"):
+        axolotl(tmp_path, cosine_min_lr_ratio="low")
+
+
+def test_numbers_in_an_epoch_are_shares_of_all_steps(tmp_path: Path) -> None:
+    told = axolotl(tmp_path, evals_per_epoch=4, saves_per_epoch=1, num_epochs=2, val_set_size=0.1)
+    assert "a share of all steps; set training.evaluation.every, in steps: 13" in told.why("evals_per_epoch=4")
+    assert "a share of all steps; set checkpoint.every, in steps: 50" in told.why("saves_per_epoch=1")
+    told = axolotl(tmp_path, saves_per_epoch=2, num_epochs=2, max_steps=None)
+    assert told.why("saves_per_epoch=2").endswith("in steps")
+    assert not axolotl(tmp_path, saves_per_epoch=1, num_epochs=1).why("saves_per_epoch")
+
+
+def test_intervals_without_a_key_are_axolotls(tmp_path: Path) -> None:
+    told = axolotl(tmp_path)
+    assert "checkpoint" not in told.recipe
+    assert any("it saves after each epoch" in note for note in told.reading.notes)
+    told = axolotl(tmp_path, save_strategy="steps", eval_strategy="steps", val_set_size=0.1)
+    assert told.recipe["checkpoint"]["every"] == 500
+    assert told.recipe["training"]["evaluation"]["every"] == 500
+    assert axolotl(tmp_path, save_strategy="epoch").why("save_strategy=epoch") == "intervals are in steps"
+    assert not axolotl(tmp_path, save_strategy=False).why("save_strategy")
+
+
+def test_without_data_for_it_nothing_is_evaluated(tmp_path: Path) -> None:
+    told = axolotl(tmp_path, eval_steps=50)
+    assert "evaluation" not in told.recipe["training"]
+    assert "nothing to evaluate" in told.why("eval_steps=50")
+    assert axolotl(tmp_path, eval_steps=50, val_set_size=0.1).recipe["training"]["evaluation"]["every"] == 50
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"save_steps": 10, "saves_per_epoch": 1},
+        {"eval_steps": 10, "evals_per_epoch": 1, "val_set_size": 0.1},
+        {"save_steps": 10, "save_strategy": "epoch"},
+        {"saves_per_epoch": "often"},
+        {"saves_per_epoch": 2, "num_epochs": "all"},
+        {"saves_per_epoch": -2},
+    ],
+)
+def test_intervals_that_axolotl_refuses_end_in_one_line(tmp_path: Path, keys: dict[str, Any]) -> None:
+    with pytest.raises(UserError, match=r"a\.yml: "):
+        axolotl(tmp_path, **keys)
+
+
+def test_what_axolotl_keeps_and_drops_by_default_is_told(tmp_path: Path) -> None:
+    def notes(**keys: Any) -> str:
+        found, told = sources(tmp_path, {"path": "some/data", "type": "alpaca"}, **keys)
+        assert found == [{"path": "hub:some/data", "format": "alpaca"}]
+        return "\n".join(told.reading.notes)
+
+    assert "axolotl keeps 4 checkpoints" in notes()
+    assert "set data.chat.overlong=drop for the same" in notes()
+    assert "template cannot tell the two apart" in notes()
+    assert "checkpoints" not in notes(save_total_limit=3)
+    assert "overlong" not in notes(excess_length_strategy="truncate")
+    _, told = sources(tmp_path, {"path": "some/text", "type": "completion"}, save_total_limit=0)
+    assert not any("overlong" in note for note in told.reading.notes)
+    assert told.recipe["checkpoint"]["keep_last"] == 4
+    assert axolotl(tmp_path, save_total_limit=7).recipe["checkpoint"]["keep_last"] == 7
+    with pytest.raises(UserError, match="save_total_limit=few: must be a number"):
+        axolotl(tmp_path, save_total_limit="few")

@@ -478,3 +478,41 @@ def test_a_backend_or_mode_compiles_in_the_trainer(tmp_path: Path) -> None:
         assert not told(reading, key)
     _, reading = imported(tmp_path, 1, args_json=ARGUMENTS | {"torch_compile_mode": "max-autotune"})
     assert told(reading, "torch_compile_mode=max-autotune")
+
+
+@pytest.mark.parametrize("make", [dict, factory])
+def test_a_share_of_the_steps_is_named_with_its_number(tmp_path: Path, make: Any) -> None:
+    arguments = {**make(), **ARGUMENTS, "eval_steps": 0.0301, "save_steps": 0.1, "eval_strategy": "steps"}
+    _, reading = imported(tmp_path, 1, f_json=arguments)
+    assert told(reading, "save_steps=0.1") == ["a share of all steps; set checkpoint.every, in steps: 500"]
+    assert told(reading, "eval_steps=") == ["a share of all steps; set training.evaluation.every, in steps: 151"]
+    _, reading = imported(tmp_path, 1, f_json=arguments | {"max_steps": -1})
+    assert told(reading, "save_steps=0.1") == ["a share of all steps; set checkpoint.every, in steps"]
+    _, reading = imported(tmp_path, 1, f_json=arguments | {"save_strategy": "epoch"})
+    assert told(reading, "save_steps=0.1") == ["the Trainer ignores it with the strategy epoch"]
+
+
+@pytest.mark.parametrize(
+    ("accelerates", "trainers", "ours", "lost"),
+    [
+        ("bf16", {"fp16": True}, "fp16", "mixed_precision=bf16"),
+        ("fp8", {"bf16": True}, "bf16", "mixed_precision=fp8"),
+        ("no", {"bf16": True}, "bf16", "mixed_precision=False"),
+        ("bf16", {"bf16": False, "fp16": False}, "bf16", ""),
+        ("fp8", {}, "fp8", ""),
+        ("bf16", {"bf16": True}, "bf16", ""),
+    ],
+)
+def test_a_precision_of_the_trainer_beside_accelerates_is_told_in_either_order(
+    tmp_path: Path, accelerates: str, trainers: dict[str, Any], ours: str, lost: str
+) -> None:
+    config = f"compute_environment: LOCAL_MACHINE\ndistributed_type: MULTI_GPU\nmixed_precision: {accelerates}\n"
+    arguments = {**ARGUMENTS, **trainers}
+    recipe, reading = imported(tmp_path, args_json=arguments, acc_yaml=config)
+    assert recipe["training"]["precision"] == ours
+    assert ("low_precision" in recipe["training"]) == (ours == "fp8")
+    assert not lost or told(reading, lost)
+    recipe, reading = imported(tmp_path, acc_yaml=config, args_json=arguments)
+    assert recipe["training"]["precision"] == {"no": "fp32"}.get(accelerates, accelerates)
+    note = f"args.json: {ours}=True: the Trainer takes this, not Accelerate's precision"
+    assert any(text.startswith(note) for text in reading.notes) == bool(lost)

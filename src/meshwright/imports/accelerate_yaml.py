@@ -13,6 +13,7 @@ from meshwright.imports.deepspeed_schedules import keep_named
 from meshwright.imports.reading import (
     Reading,
     Rule,
+    apply,
     check_count,
     degree,
     fact,
@@ -26,6 +27,8 @@ from meshwright.imports.reading import (
 from meshwright.spec.errors import UserError
 
 SHARDING = {"full_shard": 3, "hybrid_shard": 3, "shard_grad_op": 2, "hybrid_shard_zero2": 2, "no_shard": 0}
+PRECISIONS = {"no": "fp32", "false": "fp32", "bf16": "bf16", "fp16": "fp16", "fp8": "fp8"}
+PRECISION = "Accelerate's precision"
 LAUNCH = "set by torchrun, Slurm or Meshwright's launcher (docs/clusters.md)"
 
 
@@ -51,6 +54,14 @@ def _reshard(reading: Reading, value: Any, origin: str) -> None:
         reading.fact("zero", 3 if value else 2, origin)
     else:
         _sharding(reading, value, origin)
+
+
+def _precision(reading: Reading, value: Any, origin: str) -> None:
+    """The precision, and the fact that it is Accelerate's; YAML reads `no` as false."""
+    word = str(value).lower()
+    if word in PRECISIONS:
+        reading.fact(PRECISION, PRECISIONS[word], origin)
+    apply(words("training.precision", PRECISIONS), reading, value, origin)
 
 
 def _offload(reading: Reading, value: Any, origin: str) -> None:
@@ -87,9 +98,7 @@ KEYS: Mapping[str, Rule] = {
     **dict.fromkeys(("machine_rank", "main_process_ip", "main_process_port", "same_network"), nothing(LAUNCH)),
     **dict.fromkeys(("main_training_function", "rdzv_backend", "gpu_ids", "downcast_bf16"), nothing(LAUNCH)),
     **dict.fromkeys(("tpu_use_cluster", "tpu_use_sudo", "tpu_env", "enable_cpu_affinity"), nothing(LAUNCH)),
-    "mixed_precision": words(
-        "training.precision", {"no": "fp32", "false": "fp32", "bf16": "bf16", "fp16": "fp16", "fp8": "fp8"}
-    ),
+    "mixed_precision": _precision,
     **{f"fp8_config.fp8_{key}": rule for key, rule in FP8_RULES.items()},
     **dict.fromkeys(("dynamo_backend", "dynamo_config.dynamo_backend"), compile_with),
     "dynamo_config.dynamo_mode": compile_in_mode,
@@ -215,7 +224,7 @@ def read_accelerate(reading: Reading, values: Mapping[str, Any], file: str) -> N
     _settle_deepspeed(reading, values, file)
     settle_megatron(reading, values, file)
     precision = str(values.get("mixed_precision", "no")).lower()
-    if precision == "fp8":
+    if precision == "fp8" and reading.settings["training.precision"][0] == "fp8":
         settle_fp8(reading, f"{file}: mixed_precision=fp8")
     if "mixed_precision" not in values:
         reading.default("training.precision", "fp32", f"{file} (Accelerate's default: mixed_precision=no)")

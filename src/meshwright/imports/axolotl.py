@@ -5,11 +5,14 @@ from typing import Any
 
 from meshwright.imports.accelerate_yaml import RULES as ACCELERATE_RULES
 from meshwright.imports.axolotl_data import chat_template, read_datasets
+from meshwright.imports.axolotl_intervals import RULES as INTERVAL_RULES
+from meshwright.imports.axolotl_intervals import settle_intervals
 from meshwright.imports.axolotl_ranks import RULES as RANK_RULES
 from meshwright.imports.axolotl_ranks import settle_batch, settle_preference, settle_ranks
+from meshwright.imports.deepspeed_schedules import FINAL, SCHEDULE
 from meshwright.imports.hf_arguments import HYBRID, take_defaults
 from meshwright.imports.hf_arguments import RULES as HF_RULES
-from meshwright.imports.reading import Reading, Rule, apply, check_count, fact, nothing, when, words
+from meshwright.imports.reading import Reading, Rule, apply, check_count, check_number, fact, nothing, when, words
 
 
 def _packing(reading: Reading, value: Any, origin: str) -> None:
@@ -50,21 +53,31 @@ def _warmup(reading: Reading, value: Any, origin: str) -> None:
     apply(HF_RULES["warmup_steps"], reading, 2 if value == 1 else value, origin)
 
 
+def _kept(reading: Reading, value: Any, origin: str) -> None:
+    """axolotl keeps 4 checkpoints where it is told 0."""
+    check_number(value, origin)
+    reading.set("checkpoint.keep_last", value or MOST_KEPT, origin)
+
+
+def _tell_defaults(reading: Reading, values: Mapping[str, Any], file: str) -> None:
+    """Name the defaults that the recipe does not take over."""
+    if "save_total_limit" not in values:
+        reading.notes.append(
+            f"{file} has no save_total_limit: axolotl keeps {MOST_KEPT} checkpoints; checkpoint.keep_last decides here"
+        )
+    sources = reading.settings.get("data.sources", ([], ""))[0]
+    if "excess_length_strategy" not in values and any(source.get("format") != "text" for source in sources):
+        reading.notes.append(
+            f"{file} has no excess_length_strategy: axolotl drops records longer than a sample, a recipe stops at "
+            "them; set data.chat.overlong=drop for the same"
+        )
+
+
 def _targets(reading: Reading, value: Any, origin: str) -> None:
     if isinstance(value, list) or value == "all-linear":
         reading.set("finetune.targets", value, origin)
     else:
         reading.give_up(origin, "a regular expression; list patterns in finetune.targets, as in [q_proj, v_proj]")
-
-
-def _interval(path: str) -> Rule:
-    def rule(reading: Reading, value: Any, origin: str) -> None:
-        if 0 < value < 1:
-            reading.give_up(origin, f"a share of all steps; set {path}, in steps")
-        else:
-            reading.set(path, value, origin)
-
-    return rule
 
 
 def _sharded(reading: Reading, value: Any, origin: str) -> None:
@@ -94,13 +107,9 @@ def _sharded(reading: Reading, value: Any, origin: str) -> None:
         )
 
 
-def _per_epoch(path: str) -> Rule:
-    def rule(reading: Reading, value: Any, origin: str) -> None:
-        reading.give_up(origin, f"set {path}, in steps")
-
-    return rule
-
-
+MOST_KEPT = 4
+"""Checkpoints that axolotl keeps."""
+LEAST = "the cosine's least rate"
 LEFT_TO_US = (
     *("attn_implementation", "liger_rope", "liger_rms_norm", "liger_layer_norm", "liger_glu_activation"),
     *("liger_fused_linear_cross_entropy", "lora_mlp_kernel", "lora_qkv_kernel", "lora_o_kernel", "wandb_log_model"),
@@ -110,8 +119,8 @@ LEFT_TO_US = (
     *("eval_sample_packing", "save_safetensors", "debug", "wandb_entity", "wandb_watch", "wandb_name", "local_rank"),
 )
 
-ORDER = {"lora_target_linear": 0, "fp16": 2}
-"""Keys that count before the others, and after them: bf16 overrules fp16."""
+ORDER = {"deepspeed": 0, "lora_target_linear": 0, "fp16": 2}
+"""Keys that count before the others, and after them: DeepSpeed's configuration wins, bf16 overrules fp16."""
 DATASETS = ("datasets", "pretraining_dataset")
 SHARED = (
     "gradient_accumulation_steps",
@@ -129,10 +138,6 @@ SHARED = (
     "torch_compile",
     "seed",
     "output_dir",
-    "save_strategy",
-    "save_total_limit",
-    "eval_strategy",
-    "evaluation_strategy",
     "deepspeed",
     "fsdp",
 )
@@ -161,8 +166,8 @@ RULES: Mapping[str, Rule] = {
     "num_epochs": fact("epochs"),
     **{name: HF_RULES[name] for name in SHARED},
     **RANK_RULES,
-    "save_steps": _interval("checkpoint.every"),
-    "eval_steps": _interval("training.evaluation.every"),
+    **INTERVAL_RULES,
+    "save_total_limit": _kept,
     "excess_length_strategy": words("data.chat.overlong", {"drop": "drop", "truncate": "truncate", "raise": "error"}),
     "unfrozen_parameters": nothing("set finetune.train to the modules that train"),
     "bf16": _bf16,
@@ -176,10 +181,8 @@ RULES: Mapping[str, Rule] = {
     "optimizer": HF_RULES["optim"],
     "lr_scheduler": HF_RULES["lr_scheduler_type"],
     "lr_scheduler_kwargs": HF_RULES["lr_scheduler_kwargs"],
-    "cosine_min_lr_ratio": lambda reading, value, origin: None,  # in place of the schedule's 0, below
+    "cosine_min_lr_ratio": fact(LEAST),
     "val_set_size": _evaluation,
-    "saves_per_epoch": _per_epoch("checkpoint.every"),
-    "evals_per_epoch": _per_epoch("training.evaluation.every"),
     "wandb_project": lambda reading, value, origin: reading.set("trackers", ["wandb"], origin) if value else None,
     "special_tokens": nothing("the tokenizer's special tokens are used"),
     "early_stopping_patience": nothing("use the callback early_stopping (docs/callbacks.md)"),
@@ -204,6 +207,7 @@ def read_axolotl(reading: Reading, values: Mapping[str, Any], file: str) -> None
     settle_batch(reading, values, file)
     settle_preference(reading, file)
     settle_ranks(reading)
+    settle_intervals(reading, values, file)
     default = f"{file} (axolotl's default)"
     if not {"warmup_steps", "warmup_ratio"} & values.keys():
         if steps := reading.settings.get("training.steps", (None, ""))[0]:
@@ -211,10 +215,10 @@ def read_axolotl(reading: Reading, values: Mapping[str, Any], file: str) -> None
             _warmup(reading, min(int(0.03 * steps), 100), default)
         else:
             reading.fact("warmup_ratio", 0.03, f"{default}: warm-up of 3 % of the steps, at most 100")
+    _least_rate(reading, values)
     take_defaults(reading, values, default, "cosine")
-    if (floor := values.get("cosine_min_lr_ratio")) is not None:
-        reading.settings["training.lr_schedule.final"] = (floor, f"{file}: cosine_min_lr_ratio={floor}")
     reading.default("data.held_out", 0.0, default)
+    _tell_defaults(reading, values, file)
     reading.default("data.sequence_length", 512, default)
     if "micro_batch_size" not in values:
         reading.set("training.micro_batch", 1, default)
@@ -223,6 +227,21 @@ def read_axolotl(reading: Reading, values: Mapping[str, Any], file: str) -> None
         reading.set("data.packing", "padded", f"{file} (axolotl's default: sample_packing=false)")
     if "adapter" not in values:
         _without_adapter(reading, file)
+
+
+def _least_rate(reading: Reading, values: Mapping[str, Any]) -> None:
+    """The least rate of axolotl's own cosine, which neither DeepSpeed's schedules nor others have."""
+    if LEAST not in reading.facts:
+        return
+    share, origin = reading.facts[LEAST]
+    check_number(share, origin)
+    kind = values.get("lr_scheduler", "cosine")
+    if SCHEDULE in reading.facts:
+        reading.give_up(origin, f"DeepSpeed's schedule is used: {reading.facts[SCHEDULE][1]}")
+    elif kind != "cosine":
+        reading.give_up(origin, f"only lr_scheduler=cosine has it, not {kind}")
+    elif share:
+        reading.set(FINAL, share, origin)
 
 
 def _without_adapter(reading: Reading, file: str) -> None:

@@ -252,8 +252,8 @@ def _format(entry: Entry, usual: str) -> None:
         entry.reading.give_up(origin, f"supported: {', '.join(FORMATS)}; the format is told by the columns")
     if base == "alpaca":
         entry.reading.notes.append(
-            f"{origin}: axolotl writes its prompt ('### Instruction:'); the recipe makes messages, which "
-            "data.chat.template writes"
+            f"{origin}: axolotl writes its prompt ('### Instruction:', '### Input:'); the recipe makes messages, whose "
+            "template cannot tell the two apart; for the same words, write records of prompt and completion"
         )
     if base == "chat_template":
         entry.column("messages", "field_messages", "messages")

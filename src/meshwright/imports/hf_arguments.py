@@ -3,10 +3,11 @@
 from collections.abc import Mapping
 from typing import Any
 
+from meshwright.imports.accelerate_yaml import PRECISION, compile_in_mode, compile_with
 from meshwright.imports.accelerate_yaml import RULES as ACCELERATE_RULES
-from meshwright.imports.accelerate_yaml import compile_in_mode, compile_with
 from meshwright.imports.deepspeed import read_named
 from meshwright.imports.hf_schedules import keep_options, keep_type, settle_schedule
+from meshwright.imports.intervals import EVALUATES, SAVES, every, settle_intervals
 from meshwright.imports.reading import Reading, Rule, fact, nothing, positive, when, words
 
 OPTIMIZERS = {
@@ -62,14 +63,19 @@ def _saves(reading: Reading, value: Any, origin: str) -> None:
         reading.give_up(origin, "intervals are in steps")
 
 
-def _every(path: str) -> Rule:
-    """The setting gets a number of steps; the Trainer also knows a share of all steps."""
+def _precision(name: str) -> Rule:
+    """A switch of the Trainer, which replaces Accelerate's precision; here the first file's counts."""
 
     def rule(reading: Reading, value: Any, origin: str) -> None:
-        if 0 < value < 1:
-            reading.give_up(origin, f"a share of all steps; set {path}")
-        else:
-            reading.set(path, int(value) if int(value) == value else value, origin)
+        if value is not True:
+            return
+        accelerates, where = reading.facts.get(PRECISION, (name, ""))
+        if accelerates != name and reading.settings.get("training.precision", (name, ""))[0] != name:
+            reading.notes.append(
+                f"{origin}: the Trainer takes this, not Accelerate's precision ({where}); the recipe has that of the "
+                "first file, so give the Trainer's file first"
+            )
+        reading.set("training.precision", name, origin)
 
     return rule
 
@@ -78,25 +84,6 @@ def _compiled_mode(reading: Reading, value: Any, origin: str) -> None:
     """The mode of compilation, which switches it on."""
     reading.set("training.compile", True, origin)
     compile_in_mode(reading, value, origin)
-
-
-def settle_intervals(reading: Reading, values: Mapping[str, Any], origin: str) -> None:
-    """The steps between evaluations and checkpoints, which count only under the strategy `steps`.
-
-    YAML reads the strategy `no` as false.
-    """
-    evaluates = values.get("eval_strategy", values.get("evaluation_strategy", "no"))
-    for path, key, strategy in (
-        (EVALUATES, "eval_steps", evaluates),
-        (SAVES, "save_steps", values.get("save_strategy", "steps")),
-    ):
-        if strategy != "steps":
-            if f": {key}=" in reading.settings.get(path, (0, ""))[1]:
-                reading.give_up(reading.settings.pop(path)[1], f"the Trainer ignores it with the strategy {strategy}")
-        elif values.get(key) is None:
-            steps = values.get("logging_steps", 500) if path == EVALUATES else 500
-            if isinstance(steps, int):
-                reading.default(path, steps, origin)
 
 
 def _settle_fsdp(reading: Reading, values: Mapping[str, Any], file: str) -> None:
@@ -116,7 +103,6 @@ def _settle_fsdp(reading: Reading, values: Mapping[str, Any], file: str) -> None
         reading.fact("zero", 3, reading.facts["fsdp"][1])
 
 
-EVALUATES, SAVES = "training.evaluation.every", "checkpoint.every"
 NOT_TIED_TO_NUMBERS = (
     *("logging_steps", "logging_dir", "logging_strategy", "logging_first_step", "run_name", "disable_tqdm"),
     *("dataloader_num_workers", "dataloader_pin_memory", "dataloader_prefetch_factor", "remove_unused_columns"),
@@ -141,8 +127,8 @@ RULES: Mapping[str, Rule] = {
     "num_train_epochs": fact("epochs"),
     "per_device_train_batch_size": "training.micro_batch",
     "gradient_accumulation_steps": fact("accumulation"),
-    "bf16": when("training.precision", "bf16"),
-    "fp16": when("training.precision", "fp16"),
+    "bf16": _precision("bf16"),
+    "fp16": _precision("fp16"),
     "gradient_checkpointing": when("training.recompute", "full"),
     "torch_compile": when("training.compile", True),
     "torch_compile_backend": compile_with,  # these two switch it on
@@ -150,12 +136,12 @@ RULES: Mapping[str, Rule] = {
     "seed": "training.seed",
     "data_seed": nothing("training.seed also shuffles the data"),
     "full_determinism": when("training.deterministic", True),
-    "save_steps": _every(SAVES),
+    "save_steps": every(SAVES),
     "save_strategy": _saves,
     "evaluation_strategy": _saves,
     "eval_strategy": _saves,
     "save_total_limit": "checkpoint.keep_last",
-    "eval_steps": _every(EVALUATES),
+    "eval_steps": every(EVALUATES),
     "output_dir": "run_dir",
     "report_to": _trackers,
     "fsdp": _sharding,

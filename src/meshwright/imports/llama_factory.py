@@ -6,7 +6,8 @@ from typing import Any
 from meshwright.imports.accelerate_fp8 import RULES as FP8_RULES
 from meshwright.imports.accelerate_fp8 import settle_fp8
 from meshwright.imports.hf_arguments import RULES as HF_RULES
-from meshwright.imports.hf_arguments import deepspeed_first, settle_intervals, take_defaults, take_length
+from meshwright.imports.hf_arguments import deepspeed_first, take_defaults, take_length
+from meshwright.imports.intervals import settle_intervals
 from meshwright.imports.reading import Reading, Rule, check_count, check_number, nothing, when
 from meshwright.spec.errors import UserError
 

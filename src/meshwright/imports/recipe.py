@@ -13,6 +13,7 @@ from meshwright.imports.deepspeed import is_deepspeed, read_deepspeed
 from meshwright.imports.deepspeed_schedules import settle_what_no_file_gives
 from meshwright.imports.foundry import is_foundry, read_foundry
 from meshwright.imports.hf_arguments import is_hf_arguments, read_hf_arguments
+from meshwright.imports.intervals import settle_shares
 from meshwright.imports.llama_factory import (
     is_dataset_info,
     is_llama_factory,
@@ -86,6 +87,7 @@ def import_files(paths: Sequence[Path], *, ranks: int | None = None, model: str 
             reading.set(path, value, origin)
     settle_what_no_file_gives(reading)
     settle_lost_schedule(reading)
+    settle_shares(reading)
     _check_warmup(reading)
     text = _written(reading, paths)
     check_recipe(text, reading.settings, ", ".join(path.name for path in paths))
