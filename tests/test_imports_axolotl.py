@@ -403,6 +403,7 @@ def test_numbers_in_an_epoch_are_shares_of_all_steps(tmp_path: Path) -> None:
     told = axolotl(tmp_path, saves_per_epoch=2, num_epochs=2, max_steps=None)
     assert told.why("saves_per_epoch=2").endswith("in steps")
     assert not axolotl(tmp_path, saves_per_epoch=1, num_epochs=1).why("saves_per_epoch")
+    assert not axolotl(tmp_path, saves_per_epoch="auto").why("saves_per_epoch")
 
 
 def test_intervals_without_a_key_are_axolotls(tmp_path: Path) -> None:

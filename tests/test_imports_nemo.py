@@ -223,6 +223,7 @@ def test_a_share_of_an_epoch_is_no_number_of_steps(tmp_path: Path) -> None:
         ("optimizer: {adam_beta1: high}", "train_iters: 9"),
         ("scheduler: {lr_warmup_samples: some}", "train_samples: 99"),
         ("mixed_precision: {bf16: true, fp8: hybrid, fp8_recipe: delayed, fp8_margin: wide}", "train_iters: 9"),
+        ("mixed_precision: {bf16: true, fp8: [hybrid]}", "train_iters: 9"),
     ],
 )
 def test_values_of_another_kind_end_in_one_line(tmp_path: Path, more: str, train: str) -> None:

@@ -40,7 +40,7 @@ def settle_intervals(reading: Reading, values: Mapping[str, Any], file: str) -> 
             raise UserError(f"{file}: {often}={values[often]}: axolotl refuses {steps} beside it; remove one of them")
         if values.get(steps) and strategy not in (None, "steps"):
             raise UserError(f"{file}: {steps}={values[steps]}: axolotl refuses the strategy {strategy} beside it")
-        if values.get(often):
+        if often in reading.facts:
             _settle_per_epoch(reading, values, path, often, file)
         elif not values.get(steps) and strategy == "steps":
             default_interval(reading, path, values, said)

@@ -3,7 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
-from meshwright.imports.reading import Reading, Rule, nothing
+from meshwright.imports.reading import Reading, Rule, apply, nothing
+from meshwright.spec.errors import UserError
 
 PATH, REDUCED = "training.precision", "training.reduce_dtype"
 SECTION = "mixed_precision"
@@ -56,6 +57,8 @@ PRODUCTS = {
     "fp4_recipe": ("fp4 recipe", "nvfp4"),
 }
 """Key -> the fact that it states, and its value where that is the default."""
+WORDS = ("fp8 format", "fp8 recipe", "fp8 algorithm", "fp4 format", "fp4 recipe")
+"""Facts that are words."""
 BOTH = {
     "fp8_interval": "scales are computed at every step",
     "fp8_dot_product_attention": "attention is computed in bf16",
@@ -103,7 +106,14 @@ def reduced(reading: Reading, value: Any, origin: str) -> None:
 
 
 def _stated(name: str, usual: Any) -> Rule:
-    return lambda reading, value, origin: None if value == usual else reading.fact(name, value, origin)
+    def rule(reading: Reading, value: Any, origin: str) -> None:
+        if value == usual or (usual is None and value is False):
+            return
+        if name in WORDS and not isinstance(value, str):
+            raise UserError(f"{origin}: must be a word, as in hybrid, delayed or max")
+        reading.fact(name, value, origin)
+
+    return rule
 
 
 def _overruled(name: str, usual: Any) -> Rule:
@@ -127,8 +137,8 @@ def _unused(reading: Reading, value: Any, origin: str) -> None:
 
 def _old_format(reading: Reading, value: Any, origin: str) -> None:
     """NeMo's switch, beside which two others name the format; Megatron-Bridge names it here."""
-    if value is not True and value is not False:
-        reading.fact("fp8 format", value, origin)
+    if value is not True:
+        apply(_stated("fp8 format", None), reading, value, origin)
 
 
 SECTION_RULES: Mapping[str, Rule] = {
