@@ -190,6 +190,11 @@ def test_megatron_bridge(folder, request, number):
     assert config.optimizer.lr == training.optimizer.lr
     assert config.scheduler.lr_warmup_iters == training.lr_schedule.warmup_steps(training.steps)
     assert config.dataset.sequence_length == run.run.data.sequence_length
+    if training.dtypes.narrow:
+        mixed = importlib.import_module("megatron.bridge.training.mixed_precision")
+        precision = mixed.get_mixed_precision_config(config.mixed_precision)
+        assert getattr(precision, training.precision)
+        assert precision.grad_reduce_in_fp32
 
 
 GPU_ONLY = (

@@ -24,7 +24,19 @@ TARGETS = {
     "rng": f"{CONFIGS}.RNGConfig",
 }
 """The class of every section."""
-MIXED = {BF16.name: "bf16_mixed", FP16.name: "16_mixed", FP32.name: None}
+HALF = {"_target_": "torch.float16", "_call_": False}
+MIXED: Mapping[str, Any] = {
+    BF16.name: "bf16_mixed",
+    FP16.name: {  # its recipe fp16_mixed reduces gradients in fp16
+        "_target_": "megatron.bridge.training.mixed_precision.MixedPrecisionConfig",
+        "fp16": True,
+        "params_dtype": HALF,
+        "pipeline_dtype": HALF,
+        "grad_reduce_in_fp32": True,
+    },
+    FP32.name: None,
+}
+"""`mixed_precision` by our precision."""
 
 
 class MegatronBridgeConfig(WrittenEngine):
@@ -42,7 +54,7 @@ class MegatronBridgeConfig(WrittenEngine):
         if training.precision not in MIXED:
             found["training.precision"] = f"this export supports {', '.join(MIXED)}"
         if training.dtypes.narrow and training.reduce_dtype != FP32.name:
-            found["training.reduce_dtype"] = f"{MIXED.get(training.precision)} reduces gradients in fp32"
+            found["training.reduce_dtype"] = "this export reduces gradients in fp32"
         return found
 
     def notes(self, resolved: ResolvedRun) -> tuple[str, ...]:

@@ -155,6 +155,7 @@ SECTION_RULES: Mapping[str, Rule] = {
             f"{SECTION}.{key}"
             for key in (
                 *("params_dtype", "pipeline_dtype", "autocast_dtype", "autocast_enabled", "_target_"),
+                *(f"{dtype}.{key}" for dtype in ("params_dtype", "pipeline_dtype") for key in ("_target_", "_call_")),
                 "reuse_grad_buf_for_mxfp8_param_ag",
             )
         ],
