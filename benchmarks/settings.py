@@ -55,6 +55,10 @@ RANKS: dict[str, list[str]] = {
     "quantized_weights: fp8": ["training.precision=fp8", "layout.quantized_weights=fp8"],
     "quantized_gradients: int8": ["layout.quantized_gradients=int8"],
     "quantized_gradients: int4": ["layout.quantized_gradients=int4"],
+    "quantized_gradients: int4, error feedback": [
+        "layout.quantized_gradients=int4",
+        "layout.gradient_error_feedback=true",
+    ],
     "offload: {optimizer: host}": [OFFLOAD + "{optimizer: host}"],
     "offload: {optimizer: disk}": [OFFLOAD + "{optimizer: disk}"],
     "offload: cpu": [OFFLOAD + "cpu"],
