@@ -66,6 +66,13 @@ def settle_fp8(reading: Reading, origin: str) -> None:
                 reading.give_up(reading.facts[name][1], "only Transformer Engine (TE) reads it")
 
 
+def give_up_fp8(reading: Reading) -> None:
+    """Report the settings of fp8 where nothing is computed in it."""
+    for name in (BACKEND, ALGORITHM, HISTORY, MARGIN):
+        if name in reading.facts:
+            reading.give_up(reading.facts[name][1], "without mixed_precision=fp8 it has no effect")
+
+
 def _settle_delayed(reading: Reading, where: str) -> None:
     """Transformer Engine's scales, which come from the last step or from the largest of several."""
     reading.set(RECIPE, "delayed", where)

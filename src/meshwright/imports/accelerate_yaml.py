@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from meshwright.imports.accelerate_fp8 import RULES as FP8_RULES
-from meshwright.imports.accelerate_fp8 import settle_fp8
+from meshwright.imports.accelerate_fp8 import give_up_fp8, settle_fp8
 from meshwright.imports.accelerate_megatron import RULES as MEGATRON_RULES
 from meshwright.imports.accelerate_megatron import settle_megatron
 from meshwright.imports.deepspeed import folder, offload, settle_offload
@@ -193,6 +193,8 @@ def _settle_parallelism(reading: Reading, values: Mapping[str, Any], file: str) 
         return
     names = ("dp_replicate", "dp_shard", "tp", "cp", "sp")
     sizes = {name: given.get(f"parallelism_config_{name}_size") or 1 for name in names}
+    for name, size in sizes.items():
+        check_count(size, f"{file}: {PARALLEL}{name}_size={size}")
     product = math.prod(sizes.values())
     if product == 1:
         return
@@ -226,6 +228,8 @@ def read_accelerate(reading: Reading, values: Mapping[str, Any], file: str) -> N
     precision = str(values.get("mixed_precision", "no")).lower()
     if precision == "fp8" and reading.settings["training.precision"][0] == "fp8":
         settle_fp8(reading, f"{file}: mixed_precision=fp8")
+    else:
+        give_up_fp8(reading)
     if "mixed_precision" not in values:
         reading.default("training.precision", "fp32", f"{file} (Accelerate's default: mixed_precision=no)")
     if precision in ("bf16", "fp8") and values.get("distributed_type") == "FSDP":
