@@ -1,10 +1,10 @@
 """Settings beside their absence, in turns: seconds and CPU seconds of a step, and peak memory of the process.
 
-`PYTHONPATH=src:benchmarks python -P benchmarks/settings.py [--rounds N] [--only WORD]` trains one small model on a CPU,
-on one process or on two under ZeRO-3, each time in processes of their own: the recipe as it is, then with one setting
-changed, and so on, in every round again. It prints a table of medians; of two ranks the slower one's wall time, the
-larger one's memory and both ones' CPU time. Files of offloaded state are in TMPDIR. CPU time is told beside wall time
-because a machine may be busy with other work.
+`PYTHONPATH=src:benchmarks python -P benchmarks/settings.py [--rounds N] [--only WORD] [--batch N]` trains one small
+model on a CPU, on one process or on two under ZeRO-3, each time in processes of their own: the recipe as it is, then
+with one setting changed, and so on, in every round again. A step has `--batch` sequences, in two microbatches. The
+result is a table of medians; of two ranks the slower one's wall time, the larger one's memory and both ones' CPU time.
+Files of offloaded state are in TMPDIR. CPU time is told beside wall time because a machine may be busy with other work.
 """
 
 import argparse
@@ -67,10 +67,10 @@ RANKS: dict[str, list[str]] = {
 }
 """Settings beside ZeRO-3 over two ranks."""
 SHARDED, TWO = "ZeRO-3 over two ranks", ["layout.dp_shard=2"]
-WARM_UP, STEPS, GLOBAL_BATCH, THREADS, EVERY = 2, 5, 8, 1, 4
+WARM_UP, STEPS, THREADS, EVERY = 2, 5, 1, 4
 
 
-def one(overrides: list[str]) -> dict[str, Any]:
+def one(overrides: list[str], batch: int) -> dict[str, Any]:
     """Train in this process; medians over steps, and its peak memory beyond what it held before the model."""
     from meshwright.families import resolve_model
     from meshwright.spec.recipe import parse_spec
@@ -81,7 +81,7 @@ def one(overrides: list[str]) -> dict[str, Any]:
     with scratch_folder("settings") as folder:
         run = parse_spec(RECIPE, Run, [*overrides, f"run_dir={folder}"])
         ranks = run.layout.world_size
-        sizes = {"global_batch": GLOBAL_BATCH, "micro_batch": GLOBAL_BATCH // 2 // ranks, "accumulation": 2}
+        sizes = {"global_batch": batch, "micro_batch": batch // 2 // ranks, "accumulation": 2}
         resolved = ResolvedRun(run=run, model=resolve_model(run.model, base_dir=Path()), reasons={}, **sizes)
         if ranks == 1:
             return on_this_rank(resolved)
@@ -118,7 +118,7 @@ def on_this_rank(resolved: Any) -> dict[str, Any]:
     }
 
 
-def measure(rounds: int, only: str) -> dict[str, list[dict[str, float]]]:
+def measure(rounds: int, only: str, batch: int) -> dict[str, list[dict[str, float]]]:
     """The measurements of every setting, and those without any, which come before every fourth setting."""
     alone, shared = ([name for name in table if only in name] for table in (SETTINGS, RANKS))
     words_of = {ABSENT: [], SHARDED: TWO, **SETTINGS} | {name: [*TWO, *words] for name, words in RANKS.items()}
@@ -128,7 +128,8 @@ def measure(rounds: int, only: str) -> dict[str, list[dict[str, float]]]:
     for _ in range(rounds):
         for number, name, absent in turns:
             for turn in (absent, name) if number % EVERY == 0 else (name,):
-                words = [sys.executable, "-P", __file__, "--one", json.dumps(words_of[turn])]
+                words = [sys.executable, "-P", __file__, "--batch", str(batch)]
+                words += ["--one", json.dumps(words_of[turn])]
                 ended = subprocess.run(words, stdout=subprocess.PIPE, text=True, check=True)
                 found[turn].append(json.loads(ended.stdout.splitlines()[-1]))
                 print(f"{turn}: {found[turn][-1]}", file=sys.stderr, flush=True)
@@ -160,9 +161,10 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--rounds", type=int, default=3, help="how often every setting has its turn")
     parser.add_argument("--only", default="", help="only settings whose name contains this")
+    parser.add_argument("--batch", type=int, default=8, help="sequences of a step, a multiple of 4")
     parser.add_argument("--one", type=json.loads, help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.one is not None:
-        print(json.dumps(one(given.one)))
+        print(json.dumps(one(given.one, given.batch)))
     else:
-        print(table(measure(given.rounds, given.only)))
+        print(table(measure(given.rounds, given.only, given.batch)))
