@@ -42,8 +42,8 @@ PIPELINE = [
     Mutant(
         "gradients of embedding and head are never reduced over replicas",
         "parallel/pipeline.py",
-        "sync([self.model], action == self.completes_ends)",
-        "sync([self.model], False)",
+        "tell([self.model], action == self.completes_ends)",
+        "tell([self.model], False)",
         "pp ddp",
         ENDS,
     ),
@@ -106,8 +106,8 @@ PIPELINE = [
     Mutant(
         "deferred gradients are never reduced",
         "parallel/data.py",
-        "    if layout.zero_stage >= 2 or last:\n",
-        "    if False:\n",
+        "        if self.layout.zero_stage >= 2 or last:\n",
+        "        if False:\n",
         "pp zero bubble zero-2",
         ENDS,
     ),

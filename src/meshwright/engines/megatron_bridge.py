@@ -29,7 +29,7 @@ MIXED: Mapping[str, Any] = {
     BF16.name: "bf16_mixed",
     FP16.name: {  # its recipe fp16_mixed reduces gradients in fp16
         "_target_": "megatron.bridge.training.mixed_precision.MixedPrecisionConfig",
-        "fp16": True,
+        FP16.name: True,
         "params_dtype": HALF,
         "pipeline_dtype": HALF,
         "grad_reduce_in_fp32": True,
