@@ -4,7 +4,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from meshwright.imports.intervals import EVALUATES, SAVES, default_interval, every, ignore_interval, keep_share
-from meshwright.imports.intervals import per_epoch as _per_epoch
 from meshwright.imports.reading import Reading, Rule, check_number
 from meshwright.spec.errors import UserError
 
@@ -14,6 +13,16 @@ KEYS = (
     (SAVES, "save_steps", "saves_per_epoch", ("save_strategy",)),
 )
 """Setting -> the keys for its steps, for its number in an epoch, and for its strategy."""
+
+
+def _per_epoch(key: str) -> Rule:
+    """Keeps how often something happens in an epoch."""
+
+    def rule(reading: Reading, value: Any, origin: str) -> None:
+        check_number(value, origin)
+        reading.fact(key, value, origin)
+
+    return rule
 
 
 def _strategy(reading: Reading, value: Any, origin: str) -> None:

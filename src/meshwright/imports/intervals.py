@@ -5,7 +5,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from meshwright.imports.reading import Reading, Rule, check_number
+from meshwright.imports.reading import Reading, Rule
 
 EVALUATES, SAVES = "training.evaluation.every", "checkpoint.every"
 
@@ -70,13 +70,3 @@ def default_interval(reading: Reading, path: str, values: Mapping[str, Any], ori
 
 def _fact(path: str) -> str:
     return f"{path} as a share"
-
-
-def per_epoch(key: str) -> Rule:
-    """Keeps how often something happens in an epoch."""
-
-    def rule(reading: Reading, value: Any, origin: str) -> None:
-        check_number(value, origin)
-        reading.fact(key, value, origin)
-
-    return rule

@@ -49,11 +49,8 @@ def read_model_config(reading: Reading, values: Mapping[str, Any], file: str) ->
             f"{file}: {FLAGS}: {others[0]} changes a NeMo recipe in Python, which is not read; supported are "
             "Megatron-LM's flags, as in --num-layers"
         )
-    rules = {key: RULES[key] for key in RULES} | {
-        key: nothing(f"of a later run of the test; {FLAGS} is imported")
-        for key in values
-        if key.startswith(f"{FLAGS}_")
-    }
+    later = nothing(f"of a later run of the test; {FLAGS} is imported")
+    rules = {**RULES, **{key: later for key in values if key.startswith(f"{FLAGS}_")}}
     reading.take({key: value for key, value in values.items() if key != FLAGS}, rules, file)
     flags = {key[2:]: _value(value) for key, value in given.items() if value is not None and value != ""}
     for flag in [flag for flag, value in flags.items() if value is False]:

@@ -135,8 +135,14 @@ def encode(
     wide = torch.promote_types(x_KS.dtype, torch.float32)
     parts = _parts(x_KS, scaling)
 
-    def blocks(rows: slice) -> torch.Tensor:
+    def made(rows: slice) -> torch.Tensor:
         return _blocks((hadamard(x_KS[rows]) if mixed else x_KS[rows]).to(wide), scaling)
+
+    only = made(parts[0]) if len(parts) == 1 else None
+
+    def blocks(rows: slice) -> torch.Tensor:
+        """Of several parts none is kept: they are made again for their codes."""
+        return made(rows) if only is None else only
 
     if scaling.scale == "delayed":
         assert amax is not None
