@@ -33,7 +33,6 @@ ROOMS = {
     "families": "Floor 1: architectures and published sizes as data; no torch",
     "storage": "Between: files and folders written atomically, locked for one owner at a time; no torch",
     "spec": "Floor 0: the classes that describe a run; no torch",
-    "torch_internals": "Floor 0: every private PyTorch API in use, with its tested releases and public alternative",
     ".": "Floor 0: outside the rooms",
     "testing": "Beside: helpers for tests",
 }

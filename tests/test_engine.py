@@ -27,7 +27,7 @@ from meshwright.serve.engine import Answer, Engine, Request, Token, generate
 from meshwright.serve.readers import CachedReader, WholeReader, reader_for
 from meshwright.serve.text import TextWriter
 from meshwright.spec.errors import UserError
-from meshwright.torch_internals.onednn import onednn_multiplies
+from meshwright.torch_internals import onednn_multiplies
 from served import CHATML, VOCAB, adapted, hf_directory, model_of, tokenizer_of
 
 FAMILIES = ["llama", "gpt2", "mistral", "qwen3", "qwen3_moe", "deepseek_v3"]

@@ -15,7 +15,7 @@ SOURCE = Path(__file__).resolve().parents[1] / "src" / "meshwright"
 FILES = sorted(path.relative_to(SOURCE).as_posix() for path in SOURCE.rglob("*.py"))
 
 MAX_FILE_LINES, MAX_FUNCTION_LINES = 400, 60
-LONG_FILES: dict[str, str] = {}
+LONG_FILES = {"torch_internals.py": "one file holds every private use of PyTorch"}
 """File -> why it may be longer."""
 LONG_FUNCTIONS: dict[str, str] = {}
 """`file:function` -> why it may be longer."""
@@ -133,11 +133,11 @@ def test_tensors_are_sent_from_one_file() -> None:
     assert {place for place in found if not place.startswith("comm/")} == set()
 
 
-def test_private_torch_is_used_in_one_room() -> None:
+def test_private_torch_is_used_in_one_file() -> None:
     """Names that begin with `_`: imported from torch, read from it, or not defined in this project."""
     ours = {name for tree in modules().values() for name in given_names(tree)} | PRIVATE_BUT_NOT_TORCHS
     found = {(file, place) for file, tree in modules().items() for place in private_parts(tree, ours)}
-    outside = [f"{file}:{place}" for file, place in found if file.split("/")[0] != "torch_internals"]
+    outside = [f"{file}:{place}" for file, place in found if file != "torch_internals.py"]
     assert found
     assert not outside
 

@@ -7,8 +7,7 @@ from meshwright.callbacks.memory_page import memory_page
 from meshwright.parallel.ledger import Storages
 from meshwright.parallel.timeline import Timeline
 from meshwright.spec.errors import UserError
-from meshwright.torch_internals import local_tensor, passing_tensors
-from meshwright.torch_internals.graph import all_tensors, record_allocations, save_allocations
+from meshwright.torch_internals import all_tensors, local_tensor, passing_tensors, record_allocations, save_allocations
 
 
 class MemoryTimeline(Callback):

@@ -19,8 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from meshwright.torch_internals import FLASH_CPU, softmax_backward
-from meshwright.torch_internals.onednn import ONEDNN_LINEAR, linear_by_onednn
+from meshwright.torch_internals import FLASH_CPU, ONEDNN_LINEAR, linear_by_onednn, softmax_backward
 
 ONEDNN = torch.backends.mkldnn.is_available()
 """Whether this build of torch has oneDNN."""

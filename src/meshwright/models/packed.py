@@ -25,7 +25,7 @@ from meshwright.models.linear import Linear, Plain
 from meshwright.models.norm import LayerNorm, RMSNorm
 from meshwright.models.rope import RopeTables
 from meshwright.models.slots import Place
-from meshwright.torch_internals.onednn import linear_by_onednn, onednn_multiplies, reorder_for_onednn
+from meshwright.torch_internals import linear_by_onednn, onednn_multiplies, reorder_for_onednn
 
 SMALL = 2**16
 """Size of a weight up to which torch's own product is faster: a oneDNN call costs ten microseconds."""

@@ -22,8 +22,7 @@ from meshwright.state.host import HostStore
 from meshwright.state.store import Bucket
 from meshwright.state.tiered import TieredMasters, TieredStore, allocate_in
 from meshwright.state.tiers import Home, Tier
-from meshwright.torch_internals import local_tensor
-from meshwright.torch_internals.shards import Shards
+from meshwright.torch_internals import Shards, local_tensor
 
 
 class _ModelOnDisk(TieredStore):

@@ -11,8 +11,15 @@ import torch
 from torch import nn
 
 from meshwright.launch.memory import resident
-from meshwright.torch_internals import gathered_parameters, local_tensor, passing_tensors, tensors_in_flight
-from meshwright.torch_internals.graph import all_tensors, kept_by_recomputation, saved_for_backward
+from meshwright.torch_internals import (
+    all_tensors,
+    gathered_parameters,
+    kept_by_recomputation,
+    local_tensor,
+    passing_tensors,
+    saved_for_backward,
+    tensors_in_flight,
+)
 from meshwright.trainer.setup import Trainer
 
 WEIGHTS, GRADIENTS, OPTIMIZER, COMMUNICATION, ACTIVATIONS, TEMPORARIES, OTHER, PROCESS = KINDS = (

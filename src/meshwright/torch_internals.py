@@ -5,8 +5,12 @@ ran on 2.11.0, 2.13.0 and 2.15.0, and the sources of 2.14.1 have it too. Code fo
 here.
 """
 
+import contextlib
+import gc
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -93,6 +97,32 @@ def multiply_all_(tensors: Sequence[torch.Tensor], factor: float) -> None:
 def size_varies(tensor: torch.Tensor, dim: int) -> None:
     """Let compiled code serve every size of a dim. 2.11-2.15; public: `torch.compile(dynamic=True)`, for all dims."""
     torch._dynamo.mark_dynamic(tensor, dim)
+
+
+# ---- oneDNN ----------------------------------------------------------------------------------------------------------
+
+ONEDNN_LINEAR = torch.ops.mkldnn._linear_pointwise if torch.backends.mkldnn.is_available() else None
+"""oneDNN's `a @ b.T + bias`, which `F.linear` does not use for fp32; None if torch is built without. 2.11-2.15;
+public: `torch.utils.mkldnn.to_mkldnn`, which copies the weights."""
+
+
+def linear_by_onednn(a: torch.Tensor, b_ND: torch.Tensor, bias_N: torch.Tensor | None) -> torch.Tensor:
+    """`a @ b.T + bias` by oneDNN, without autograd; see `ONEDNN_LINEAR`."""
+    assert ONEDNN_LINEAR is not None
+    return ONEDNN_LINEAR(a, b_ND, bias_N, "none", [], "")
+
+
+def reorder_for_onednn(weight_ND: torch.Tensor, rows: int) -> torch.Tensor:
+    """A copy of the weight in the order in which oneDNN reads it for a product with about `rows` rows, for
+    `linear_by_onednn`. 2.11-2.15; public: none."""
+    return torch.ops.mkldnn._reorder_linear_weight(weight_ND.contiguous(), rows)
+
+
+def onednn_multiplies(dtype: torch.dtype) -> bool:
+    """Whether oneDNN has products in this dtype on this processor: bf16 needs AVX-512. 2.11-2.15; public: none."""
+    if ONEDNN_LINEAR is None:
+        return False
+    return dtype != torch.bfloat16 or bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
 # ---- dispatch modes --------------------------------------------------------------------------------------------------
@@ -335,6 +365,125 @@ def tensors_in_flight(module: nn.Module) -> list[torch.Tensor]:
     states = [getattr(context, name, None) for name in ("all_gather_state", "reduce_scatter_state")]
     states += getattr(context, "reduce_scatter_states", [])
     return [leaf for leaf in leaves([group._all_gather_result, *states]) if isinstance(leaf, torch.Tensor)]
+
+
+class Shards:
+    """This rank's shards, as FSDP2 refers to them beside the parameters. 2.11-2.15; public: none."""
+
+    def __init__(self, model: nn.Module) -> None:
+        groups = [group for module in model.modules() if (group := _group(module)) is not None]
+        self._parts = {id(part.sharded_param._local_tensor): part for group in groups for part in group.fsdp_params}
+
+    def __contains__(self, shard: torch.Tensor) -> bool:
+        return id(shard) in self._parts
+
+    def like(self, shard: torch.Tensor) -> torch.Tensor:
+        """What FSDP2 gathers of a shard, with its padding, as a tensor without data."""
+        numel = self._parts[id(shard)].padded_sharded_param_size.numel() if shard in self else shard.numel()
+        return torch.empty(numel, dtype=shard.dtype, device="meta")
+
+    def padded(self) -> list[torch.Tensor]:
+        """Shards that end before what is gathered of them."""
+        shards = [part.sharded_param._local_tensor for part in self._parts.values()]
+        return [shard for shard in shards if shard.numel() < self.like(shard).numel()]
+
+    def moved(self, shard: torch.Tensor, gathered: torch.Tensor) -> None:
+        """A shard has got other memory; `gathered` begins with it, and zeros follow."""
+        self._parts[id(shard)]._sharded_param_data = gathered
+
+
+# ---- tensors held by autograd's graph and by Python, read after an out-of-memory error -------------------------------
+
+
+@dataclass(frozen=True)
+class SavedByOperation:
+    """The tensors that one operation of a graph keeps for its backward pass."""
+
+    order: int
+    """Operations that ran later have higher numbers."""
+    name: str
+    tensors: list[torch.Tensor]
+    leaves: list[torch.Tensor]
+    """The parameters that it reads."""
+
+
+def saved_for_backward(roots: Iterable[torch.Tensor]) -> Iterator[SavedByOperation]:
+    """The tensors that operations behind `roots` still keep, in no order, without recomputed ones. The graph cannot be
+    used afterwards: the saved tensors are read through hooks, which cannot be removed. 2.11-2.15; the hooks are public
+    (PyTorch's notes on autograd), the number of an operation is not."""
+    waiting = [root.grad_fn for root in roots if root.grad_fn is not None]
+    seen: set[Any] = set()
+    while waiting:
+        node: Any = waiting.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        following = [other for other, _ in node.next_functions if other is not None]
+        waiting += following
+        read = [other.variable for other in following if hasattr(other, "variable")]
+        yield SavedByOperation(node._sequence_nr(), node.name(), _saved_by(node), read)
+
+
+def _saved_by(node: Any) -> list[torch.Tensor]:
+    kept: list[torch.Tensor] = []
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        kept.append(tensor)
+        return tensor
+
+    for name in dir(node):
+        if name.startswith("_raw_saved_"):
+            with contextlib.suppress(RuntimeError):  # freed
+                raw = getattr(node, name)
+                for saved in raw if isinstance(raw, list | tuple) else [raw]:
+                    with contextlib.suppress(RuntimeError):  # freed, none, or recomputed
+                        saved.register_hooks(keep, lambda tensor: tensor)
+    return kept
+
+
+def kept_by_recomputation() -> Iterator[tuple[Any, list[torch.Tensor]]]:
+    """(forward pass, the tensors kept to recompute it, and the recomputed ones) of every pass of `checkpoint` whose
+    backward pass has not ended. 2.11-2.15; public: none."""
+    for frame in gc.get_objects():
+        if type(frame) is checkpoint._CheckpointFrame:
+            function: Any = frame.recompute_fn
+            names = function.__code__.co_freevars
+            cells = dict(_filled(names, function.__closure__))
+            storage = getattr(cells.get("recompute_context"), "storage", {})
+            results = leaves(list(storage.values()))
+            recomputed = [tensor for made in frame.recomputed.values() for tensor in made.values()]
+            kept = leaves([_inputs_of(frame), [getattr(result, "val", result) for result in results], recomputed])
+            yield cells.get("fn", cells.get("function")), [leaf for leaf in kept if isinstance(leaf, torch.Tensor)]
+
+
+def _filled(names: Iterable[str], cells: Iterable[Any]) -> Iterator[tuple[str, Any]]:
+    for name, cell in zip(names, cells, strict=True):
+        with contextlib.suppress(ValueError):  # not assigned
+            yield name, cell.cell_contents
+
+
+def _inputs_of(frame: Any) -> Any:
+    if hasattr(frame, "get_inputs"):
+        return frame.get_inputs()
+    saver = getattr(frame.input_saver, "grad_fn", None)
+    return [] if saver is None else saver.saved_tensors
+
+
+def all_tensors() -> list[torch.Tensor]:
+    """Every tensor that Python holds. 2.11-2.15 let the garbage collector know them; public: none."""
+    return [found for found in gc.get_objects() if issubclass(type(found), torch.Tensor)]
+
+
+def record_allocations() -> None:
+    """Let torch record every allocation on the GPU from here on, with the Python stack. 2.11-2.15; documented by
+    PyTorch, but nowhere public."""
+    torch.cuda.memory._record_memory_history(max_entries=1_000_000)
+
+
+def save_allocations(path: Path) -> None:
+    """Write the record, and stop recording. 2.11-2.15; as above."""
+    torch.cuda.memory._dump_snapshot(str(path))
+    torch.cuda.memory._record_memory_history(enabled=None)
 
 
 # ---- files that torch writes, and values that it reports -------------------------------------------------------------
