@@ -239,6 +239,10 @@ def test_what_is_decided_for_a_pipeline(tmp_path: Path) -> None:
         ("layout: {pp: 4}\ntraining: {global_batch: 24, micro_batch: 12}", "needs at least 4.*micro_batch=6"),
         ("layout: {pp: 4}\ntraining: {global_batch: 3}", "nearest number that works is 4; set training.global_batch"),
         ("layout: {pp: 16}", "8 layers cannot be split into 16 pipeline stages; use at most 8"),
+        (
+            "layout: {pp: 8, schedule: zbv}",
+            "pp=8 with 2 stages on each rank: 8 layers cannot be split into 16 pipeline stages",
+        ),
         ("layout: {pp: 2, stage_layers: [3, 4]}", "has 7 layers, but the model has 8"),
         ("layout: {pp: 2, schedule: zbv}\ntraining: {compile: true}", "zbv.*use interleaved-1f1b, or compile=false"),
         ("layout: {pp: 2, schedule: none.csv}", "none.csv: No such file"),

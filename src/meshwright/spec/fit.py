@@ -19,6 +19,7 @@ def find_misfits(layout: LayoutSpec, model: ModelSpec, sequence_length: int) -> 
     advice = _advice(layout, model, sequence_length) if reasons else ""
     return [
         *(f"{reason}; {NEAREST} {advice}" for reason in reasons),
+        *_stage_misfits(layout, model),
         *(_asynchronous_misfits(layout, model) if layout.asynchronous else ()),
     ]
 
@@ -226,6 +227,16 @@ def _expert_misfits(layout: LayoutSpec, model: ModelSpec) -> Iterator[str]:
         yield (
             f"layout.ep={layout.ep}: {shards} ranks share the state of the same experts, and divide neither "
             f"their width, {model.expert_ffn}, nor model.hidden={model.hidden}"
+        )
+
+
+def _stage_misfits(layout: LayoutSpec, model: ModelSpec) -> Iterator[str]:
+    stages, layers = layout.pp * layout.virtual_stages, model.num_layers
+    if stages > layers:
+        each = f" with {layout.virtual_stages} stages on each rank" if layout.virtual_stages > 1 else ""
+        yield (
+            f"layout.pp={layout.pp}{each}: {layers} layers cannot be split into {stages} pipeline stages; "
+            f"use at most {layers}"
         )
 
 
