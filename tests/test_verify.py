@@ -294,6 +294,8 @@ def test_the_verb(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatc
     answer = json.loads(capsys.readouterr().out)
     assert answer["equal"]
     assert len(answer["comparisons"]) == 1
+    assert main(["verify", str(recipe), "--steps", "1", "--precision", "recipe"]) == 0
+    assert "\nequal: every difference is within the rounding measured on one process (" in capsys.readouterr().out
     assert main(["verify", str(recipe), "--steps", "0"]) == 2
     assert main(["verify", str(recipe), "layout.cp=3", "layout.cp_method=ulysses"]) == 2
     assert "32 heads do not divide" in capsys.readouterr().err

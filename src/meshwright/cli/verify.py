@@ -282,8 +282,9 @@ def _amount(difference: Any) -> str:
 def _conclusion(proof: Any) -> str:
     if proof.equal:
         steps = ", plus the half steps of quantized gradients" if _is_rounded(proof) else ""
-        within = f"every difference is within {proof.relative:.1e}, which rounding explains"
-        return f"\nequal: {within}{steps} (docs/verify.md)"
+        explained = f"{proof.relative:.1e}, which rounding explains"
+        within = "the rounding measured on one process" if proof.measured else explained
+        return f"\nequal: every difference is within {within}{steps} (docs/verify.md)"
     location = proof.location
     what = {
         "start": f"the weight {location.name}, before the first step",

@@ -35,7 +35,10 @@ class Proof:
 
     comparisons: list[StepComparison]
     relative: float
-    """The largest relative difference that rounding explains."""
+    """The largest relative difference that rounding explains, by the bound on a single number."""
+    measured: bool = False
+    """Whether the verdict compares with rounding as measured on one process, because the bound is wide in bf16 or fp16
+    (`prove/rounding.py`)."""
     location: Location | None = None
     cost: Cost | None = None
     """The effect of low precision on the last step, if the run uses it."""
@@ -74,7 +77,7 @@ def verify(resolved: ResolvedRun, *, steps: int) -> Proof:
                 if resolved.run.training.dtypes.narrow:
                     trace_rounding(resolved, reference, step)
             proof = _under_layout(resolved, folder, steps, trace=step)
-    return replace(proof, cost=cost)
+    return replace(proof, cost=cost, measured=resolved.run.training.dtypes.narrow)
 
 
 def for_proof(resolved: ResolvedRun) -> ResolvedRun:
