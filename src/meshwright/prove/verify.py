@@ -77,7 +77,7 @@ def verify(resolved: ResolvedRun, *, steps: int) -> Proof:
                 if resolved.run.training.dtypes.narrow:
                     trace_rounding(resolved, reference, step)
             proof = _under_layout(resolved, folder, steps, trace=step)
-    return replace(proof, cost=cost, measured=resolved.run.training.dtypes.narrow)
+    return replace(proof, cost=cost)
 
 
 def for_proof(resolved: ResolvedRun) -> ResolvedRun:
@@ -97,12 +97,12 @@ def prove_rank(trainer: Any, folder: Path, steps: int, trace: int) -> Proof:
     reference, tolerance = Reference(folder), derive_tolerance(trainer.resolved)
     start = locate_start(compare_start(trainer, reference))
     if start is not None:
-        return Proof([], tolerance.relative, start)
+        return Proof([], tolerance.relative, tolerance.statistical, start)
     comparisons = compare_steps(trainer, reference, steps, tolerance)
     location = None
     if trace and not comparisons[-1].equal:
         location = locate(trainer, reference, comparisons[-1], tolerance)
-    return Proof(comparisons, tolerance.relative, location)
+    return Proof(comparisons, tolerance.relative, tolerance.statistical, location)
 
 
 def _under_layout(resolved: ResolvedRun, folder: Path, steps: int, *, trace: int) -> Proof:
