@@ -1,6 +1,7 @@
 """Trackers: callbacks that copy every record of `metrics.jsonl` somewhere else, from the first rank."""
 
 import contextlib
+import importlib
 
 from meshwright.callbacks.callback import Callback, Record, Training
 from meshwright.spec.run import Run
@@ -44,3 +45,39 @@ def numbers_of(record: Record) -> dict[str, float]:
     return {
         name: value for name, value in record.items() if name not in ("step", "time") and isinstance(value, int | float)
     }
+
+
+class TensorBoard(Tracker):
+    """The tracker `tensorboard`: every figure as scalar, by torch's writer, in the folder `tensorboard` of the run."""
+
+    def open(self, run: Run) -> None:
+        """See `Tracker`."""
+        folder = f"{run.run_dir}/tensorboard"
+        self._writer = importlib.import_module("torch.utils.tensorboard").SummaryWriter(log_dir=folder)
+
+    def write(self, record: Record) -> None:
+        """See `Tracker`."""
+        for name, value in numbers_of(record).items():
+            self._writer.add_scalar(f"{record['kind']}/{name}", value, record["step"])
+        self._writer.flush()
+
+    def close(self) -> None:
+        """See `Tracker`."""
+        self._writer.close()
+
+
+class WandB(Tracker):
+    """The tracker `wandb`: every figure to Weights & Biases, with the recipe as its configuration."""
+
+    def open(self, run: Run) -> None:
+        """See `Tracker`."""
+        self._session = importlib.import_module("wandb").init(dir=run.run_dir, config=run.model_dump(mode="json"))
+
+    def write(self, record: Record) -> None:
+        """See `Tracker`."""
+        numbers = {f"{record['kind']}/{name}": value for name, value in numbers_of(record).items()}
+        self._session.log(numbers, step=record["step"])
+
+    def close(self) -> None:
+        """See `Tracker`."""
+        self._session.finish()

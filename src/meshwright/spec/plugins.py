@@ -28,8 +28,8 @@ OURS = {
         "profiler": "meshwright.callbacks:Profiler",
     },
     "trackers": {
-        "tensorboard": "meshwright.callbacks.tensorboard:TensorBoard",
-        "wandb": "meshwright.callbacks.wandb:WandB",
+        "tensorboard": "meshwright.callbacks.tracker:TensorBoard",
+        "wandb": "meshwright.callbacks.tracker:WandB",
     },
 }
 """Kind -> name -> module and class, for shipped plug-ins that are built like a user's. Others are entry points of the
