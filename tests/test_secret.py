@@ -18,14 +18,16 @@ from launched import Program, listening
 from meshwright.comm import objects
 from meshwright.comm.store import SignedStore, StrangerError
 from meshwright.launch.meeting import (
+    SECRET_FILE,
     arrival,
     await_arrivals,
     await_name,
     interface_towards,
     loopback,
+    read_secret,
     share_secret,
+    write_secret,
 )
-from meshwright.launch.secret import FILE, read_secret, write_secret
 from meshwright.launch.status import MISUSE, STUCK, StuckError
 from meshwright.spec.errors import UserError
 from meshwright.spec.run import ResolvedRun
@@ -101,7 +103,7 @@ def test_a_run_over_machines_has_its_secret_in_a_file_of_the_user(tmp_path: Path
     write_secret(run_dir)
     first = read_secret(run_dir)
     assert len(first) == 64
-    assert stat.S_IMODE((run_dir / FILE).stat().st_mode) == 0o600
+    assert stat.S_IMODE((run_dir / SECRET_FILE).stat().st_mode) == 0o600
     write_secret(run_dir)
     assert read_secret(run_dir) != first
     with pytest.raises(UserError, match=r"cannot be read here \(No such file.*run_dir must be the same folder"):
@@ -166,17 +168,17 @@ def test_an_old_secret_is_read_again_until_it_is_this_runs(tmp_path: Path) -> No
     """As a network file system may still show it."""
     store, run_dir, found = dist.HashStore(), tmp_path / "run", list[bytes]()
     write_secret(run_dir)
-    old = (run_dir / FILE).read_bytes()
+    old = (run_dir / SECRET_FILE).read_bytes()
     first = share_secret(store, "key", run_dir, 5, first=True, where="here")
     assert first != old
-    (run_dir / FILE).write_bytes(old)
+    (run_dir / SECRET_FILE).write_bytes(old)
     other = threading.Thread(
         target=lambda: found.append(share_secret(store, "key", run_dir, 5, first=False, where="here"))
     )
     other.start()
     time.sleep(0.2)
     assert not found
-    (run_dir / FILE).write_bytes(first)
+    (run_dir / SECRET_FILE).write_bytes(first)
     other.join(10)
     assert found == [first]
     with pytest.raises(StrangerError, match="run_dir is not the same folder on all machines, or another process"):

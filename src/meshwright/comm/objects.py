@@ -1,7 +1,7 @@
 """Exchange of Python objects between ranks; a single process exchanges them with itself.
 
 Objects are pickled, and unpickling runs code. So each message is signed (HMAC-SHA256) with a secret of the run, which
-`launch/secret.py` gives every rank, and only a message with a valid signature is read. torch's own exchange
+`launch/meeting.py` gives every rank, and only a message with a valid signature is read. torch's own exchange
 (`all_gather_object` and related functions) reads any message.
 """
 

@@ -28,7 +28,7 @@ import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NoReturn, Protocol, cast
+from typing import Any, NoReturn, TypeAlias, cast
 
 import numpy as np
 
@@ -51,34 +51,8 @@ READ_LATER = ("OMP_NUM_THREADS", "TORCHELASTIC_", "TORCHINDUCTOR_CACHE_DIR")
 MOST_DESCRIPTORS = 16
 
 
-class Process(Protocol):
-    """A started process, with the interface of `subprocess.Popen`."""
-
-    @property
-    def pid(self) -> int:
-        """Its process id."""
-        ...
-
-    @property
-    def returncode(self) -> int | Any:
-        """Its exit status, or the negative number of the signal that killed it; None while it runs."""
-        ...
-
-    def poll(self) -> int | None:
-        """Its status if it has ended, else None."""
-        ...
-
-    def wait(self, timeout: float | None = None) -> int:
-        """Wait for its end and return its status; raises `subprocess.TimeoutExpired` after `timeout` seconds."""
-        ...
-
-    def send_signal(self, sig: int) -> None:
-        """Send it a signal if it is still running."""
-        ...
-
-    def kill(self) -> None:
-        """Send it SIGKILL."""
-        ...
+Process: TypeAlias = "Forked | subprocess.Popen[bytes]"
+"""A started process."""
 
 
 def start(
@@ -153,7 +127,7 @@ def _server_with(env: Mapping[str, str]) -> "_Server":
 class _Server:
     """The fork server, seen from its parent. It exits with its parent."""
 
-    process: "Forked | subprocess.Popen[bytes]"
+    process: Process
     connection: socket.socket
     turn: threading.Lock = field(default_factory=threading.Lock)
 
@@ -223,21 +197,22 @@ def _end() -> None:
 
 
 class Forked:
-    """A child process made by the fork server."""
+    """A child process made by the fork server, with the interface of `subprocess.Popen`."""
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
-        self.returncode: int | None = None
+        self.returncode: int | Any = None
+        """Its exit status, or the negative number of the signal that killed it; None while it runs."""
 
     def poll(self) -> int | None:
-        """See `Process`."""
+        """Its status if it has ended, else None."""
         if self.returncode is None:
             ended, code = os.waitpid(self.pid, os.WNOHANG)
             self.returncode = os.waitstatus_to_exitcode(code) if ended else None
         return self.returncode
 
     def wait(self, timeout: float | None = None) -> int:
-        """See `Process`."""
+        """Wait for its end and return its status; raises `subprocess.TimeoutExpired` after `timeout` seconds."""
         deadline = time.monotonic() + (float("inf") if timeout is None else timeout)
         while (status := self.poll()) is None:
             if time.monotonic() > deadline:
@@ -246,12 +221,12 @@ class Forked:
         return status
 
     def send_signal(self, sig: int) -> None:
-        """See `Process`."""
+        """Send it a signal if it is still running."""
         if self.poll() is None:
             os.kill(self.pid, sig)
 
     def kill(self) -> None:
-        """See `Process`."""
+        """Send it SIGKILL."""
         self.send_signal(signal.SIGKILL)
 
 

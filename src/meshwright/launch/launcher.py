@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Protocol
+from typing import NoReturn, Protocol
 
 import torch
 import torch.distributed as dist
@@ -20,8 +20,7 @@ import torch.distributed as dist
 from meshwright.comm.objects import gather_everywhere, sign_with, signing_secret
 from meshwright.comm.store import SignedStore
 from meshwright.launch import forkserver
-from meshwright.launch.meeting import await_arrivals, interface_towards, loopback, open_store, share_secret
-from meshwright.launch.secret import new_secret
+from meshwright.launch.meeting import await_arrivals, interface_towards, loopback, new_secret, open_store, share_secret
 from meshwright.launch.sentry import Sentry
 from meshwright.launch.signals import StopRequest
 from meshwright.launch.status import StuckError
@@ -38,7 +37,7 @@ LAUNCHER = "MESHWRIGHT_LAUNCHER"
 """The variable in which a worker finds the process id of our own launcher."""
 GLOO_INTERFACE, NCCL_INTERFACE = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
 SECRET = "MESHWRIGHT_SECRET"
-"""Environment variable with the run's secret (`secret.py`), for workers of one machine."""
+"""Environment variable with the run's secret (`meeting.py`), for workers of one machine."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -267,7 +266,10 @@ def join_group(worker: Worker, run: Job, device: torch.device) -> None:
         _choose_interface(worker)
         # On GPUs, NCCL's threads also use the store, and must never wait for Python.
         store = signed if backend == "gloo" else plain
-        _watch_others(worker, run.guards.stuck_after)
+        connection = watch_store(worker)
+        assert connection is not None
+        watched = connection, worker.store, worker.rank, worker.world_size
+        _sentries.append(Sentry(*watched, run.guards.stuck_after).start())
     dist.init_process_group(
         backend, store=store, rank=worker.rank, world_size=worker.world_size, timeout=timedelta(minutes=30)
     )
@@ -314,12 +316,6 @@ _sentries: list[Sentry] = []
 """This process's sentry, from start to exit."""
 
 
-def _watch_others(worker: Worker, stuck_after: float) -> None:
-    connection = watch_store(worker)
-    assert connection is not None
-    _sentries.append(Sentry(connection, worker.store, worker.rank, worker.world_size, stuck_after).start())
-
-
 def _open_store(worker: Worker, seconds: float) -> dist.Store:
     host, _, port = worker.store.rpartition(":")
     patience = timedelta(seconds=seconds)
@@ -346,6 +342,13 @@ def leave_group() -> None:
         while _sentries:
             _sentries.pop().stop()
         dist.destroy_process_group()
+
+
+def exit_at_once(status: int) -> NoReturn:
+    """End this rank without an orderly teardown, in which gloo's threads may abort the process."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
 
 
 def make_cublas_deterministic() -> None:

@@ -1,9 +1,16 @@
-"""The rendezvous of ranks: torch's store at one address, the shared secret, and the ranks that have arrived."""
+"""The rendezvous of ranks: torch's store at one address, the shared secret, and the ranks that have arrived.
+
+Ranks sign the objects that they send each other (`comm/objects.py`) with the run's secret. On one machine the launcher
+passes it to the workers in their environment. On several, rank 0 writes it into the run directory, which every machine
+sees and only this user can read.
+"""
 
 import array
 import contextlib
 import fcntl
 import ipaddress
+import os
+import secrets
 import socket
 import struct
 import sys
@@ -14,10 +21,11 @@ from pathlib import Path
 import torch.distributed as dist
 
 from meshwright.comm.store import SignedStore, StrangerError
-from meshwright.launch.secret import read_secret, write_secret
 from meshwright.launch.status import StuckError
 from meshwright.spec.errors import UserError
+from meshwright.storage.sync import sync
 
+SECRET_FILE, SECRET_BYTES = ".secret", 32
 POLL_SECONDS = 0.05
 SETTLE_SECONDS = 60.0
 """How long a network file system may show the secret of a previous run."""
@@ -66,11 +74,38 @@ def await_name(host: str, patience: timedelta) -> None:
             time.sleep(0.5)
 
 
+def new_secret() -> str:
+    """A new secret, as text for an environment variable."""
+    return secrets.token_hex(SECRET_BYTES)
+
+
+def write_secret(run_dir: Path) -> None:
+    """Write a new secret into the run directory, before any other rank can read it."""
+    run_dir.mkdir(parents=True, exist_ok=True)
+    temporary = run_dir / f"{SECRET_FILE}.writing"
+    temporary.unlink(missing_ok=True)
+    with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+        file.write(new_secret())
+        file.flush()
+        sync(file.fileno())
+    temporary.rename(run_dir / SECRET_FILE)
+
+
+def read_secret(run_dir: Path) -> bytes:
+    """The secret that rank 0 has written; raises `UserError` if this rank cannot read it."""
+    try:
+        return (run_dir / SECRET_FILE).read_bytes()
+    except OSError as error:
+        raise UserError(
+            f"{run_dir / SECRET_FILE}, written by rank 0, cannot be read here ({error.strerror}); run_dir must be the "
+            "same folder on every machine, and belong to the same user"
+        ) from error
+
+
 def share_secret(store: dist.Store, key: str, run_dir: Path, seconds: float, *, first: bool, where: str) -> bytes:
     """The secret of this rendezvous, which its first member writes into the run directory.
 
     The first member then signs `key` of the store. The others wait for it and verify with it that they have read the
-    current secret. Raises `StuckError` if the first member does not arrive, `StrangerError` if its secret differs.
     current secret. Raises `StuckError` if the first member does not arrive, `StrangerError` if its secret is another.
     """
     if first:

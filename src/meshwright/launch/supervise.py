@@ -12,10 +12,10 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future, wait
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from queue import Empty, SimpleQueue
-from typing import TypeVar, cast
+from typing import TypeVar
 
 import torch.distributed as dist
 
@@ -133,22 +133,18 @@ def _agreed(spec: WorkerSpec, key: str, mine: Verdict) -> Verdict:
 
 def within(seconds: float, call: Callable[[], T]) -> T:
     """The result of `call`; raises `TimeoutError` if it takes longer, and leaves it running."""
-    answers: SimpleQueue[tuple[T | None, BaseException | None]] = SimpleQueue()
+    answer: Future[T] = Future()
 
     def ask() -> None:
         try:
-            answers.put((call(), None))
+            answer.set_result(call())
         except BaseException as error:
-            answers.put((None, error))
+            answer.set_exception(error)
 
     threading.Thread(target=ask, name="meshwright-ask", daemon=True).start()
-    try:
-        answer, error = answers.get(timeout=seconds)
-    except Empty:
-        raise TimeoutError(f"no answer within {seconds:g} s") from None
-    if error is not None:
-        raise error
-    return cast(T, answer)
+    if not wait([answer], timeout=seconds).done:
+        raise TimeoutError(f"no answer within {seconds:g} s")
+    return answer.result()
 
 
 @dataclass(frozen=True)

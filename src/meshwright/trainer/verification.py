@@ -7,6 +7,9 @@ before the next verified step and at the end.
 """
 
 import json
+import os
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -15,7 +18,6 @@ from meshwright.callbacks import Callback, Training
 from meshwright.callbacks.callback import Record
 from meshwright.comm.objects import from_first
 from meshwright.families import finetuned_table
-from meshwright.launch.beside import Beside
 from meshwright.launch.memory import field_of
 from meshwright.launch.status import VerificationError
 from meshwright.spec.errors import UserError
@@ -27,8 +29,8 @@ from meshwright.trainer.setup import Trainer
 from meshwright.trainer.snapshot import write_after, write_before
 from meshwright.trainer.start import RESOLVED
 
-FOLDER, VERDICT = ".verify", "verdict.json"
-"""A folder in the run directory, and a file in it."""
+FOLDER, VERDICT, LOG = ".verify", "verdict.json", "log"
+"""A folder in the run directory, and files in it."""
 
 PROGRAM = "meshwright.prove.replay"
 
@@ -49,8 +51,7 @@ class VerifyGuard(Callback):
         self._owed = False  # whether a due step could not be verified; then the next one is due
         self._underway = 0  # the step being recomputed, or 0
         self._skipped = trainer.skipped
-        self._process: Beside | None = None
-        self._words: list[str] = []
+        self._process: subprocess.Popen[bytes] | None = None
         if problem := from_first(_too_large(trainer)):
             raise UserError(problem)
 
@@ -58,7 +59,7 @@ class VerifyGuard(Callback):
         """See `Callback`."""
         if training.is_first_rank:
             self.folder.mkdir(parents=True, exist_ok=True)
-            (self.folder / "log").unlink(missing_ok=True)
+            (self.folder / LOG).unlink(missing_ok=True)
         self._prepare(_session(training))
 
     def on_step(self, training: Training, record: Record) -> None:
@@ -78,7 +79,8 @@ class VerifyGuard(Callback):
         if record["kind"] == "end":
             self._wait(_session(training))
         elif self._process is not None:
-            self._process.end()
+            self._process.kill()
+            self._process.wait()
 
     def _prepare(self, session: Session) -> None:
         """Write the state if the next step is to be verified."""
@@ -99,17 +101,26 @@ class VerifyGuard(Callback):
         self._underway = step
         if self.trainer.worker.rank == 0:
             (folder / RESOLVED).write_text(dump_recipe(self.trainer.resolved, expanded=True))
-            words = ["--folder", str(folder), *write_plugins(self.plugins, folder)]
-            self._process = Beside(PROGRAM, words, self.folder / "log")
+            words = ["--folder", str(folder), *write_plugins(self.plugins, folder), "--parent", str(os.getpid())]
+            with (self.folder / LOG).open("wb") as log:
+                self._process = subprocess.Popen(
+                    [sys.executable, "-m", PROGRAM, *words],
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,
+                )
 
     def _found(self) -> dict[str, Any] | None:
         """On the first rank, the verdict, or the reason why there is none; None if not yet known."""
-        if self._process is None or self._process.status is None:
+        if self._process is None or (status := self._process.poll()) is None:
             return None
         verdict = self.folder / "step" / VERDICT
-        if self._process.status == 0 and verdict.is_file():
+        if status == 0 and verdict.is_file():
             return json.loads(verdict.read_text())
-        return {"equal": False, "text": f"it could not be recomputed: {self._process.last_words()}"}
+        lines = [line.strip() for line in (self.folder / LOG).read_text(errors="replace").splitlines() if line.strip()]
+        said = lines[-1] if lines else f"ended with status {status} and without a message"
+        return {"equal": False, "text": f"it could not be recomputed: {said}"}
 
     def _wait(self, session: Session) -> None:
         """Wait for the pending verdict, if there is one, or for a signal. Collective."""
