@@ -12,7 +12,7 @@ from meshwright.families import resolve_model
 from meshwright.spec.layout import LayoutSpec
 from meshwright.spec.recipe import parse_spec
 from meshwright.spec.run import ResolvedRun, Run
-from meshwright.testing.curves import loss_curve
+from meshwright.testing.equivalence import loss_curve
 from meshwright.testing.ranks import RankPool
 
 DOCS = Path(__file__).parent

@@ -16,7 +16,7 @@ import torch
 from meshwright.families import resolve_model
 from meshwright.spec.recipe import parse_spec
 from meshwright.spec.run import ResolvedRun, Run
-from meshwright.testing.curves import loss_curve
+from meshwright.testing.equivalence import loss_curve
 
 DOCS = Path(__file__).parent
 GLOBAL_BATCH, LAST = 8, 30

@@ -15,7 +15,7 @@ from meshwright.testing.layouts import LAYOUTS
 from meshwright.trainer.display import Display
 from meshwright.trainer.loop import train_loop
 from meshwright.trainer.metrics import Journal
-from meshwright.trainer.session import Session
+from meshwright.trainer.session import Outputs, Session
 from meshwright.trainer.state import restore
 from tiny import tiny_corpus, tiny_run
 
@@ -44,6 +44,6 @@ def train(
     display = Display(steps=STEPS, memory_bytes=1, device="cpu", enabled=first, stream=io.StringIO())
     with Journal(root / "metrics.jsonl") if first else nullcontext() as journal:
         stop, corpus = StopRequest(raises=True), corpus or tiny_corpus(held_out=True)
-        session = Session(trainer, corpus, root, stop, journal=journal, display=display, callbacks=callbacks)
+        session = Session(trainer, corpus, Outputs(root, display, journal), stop, callbacks)
         train_loop(session)
     return session

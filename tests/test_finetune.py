@@ -8,7 +8,6 @@ import torch
 
 from meshwright.families import count_trained, find_adapters, finetuned_table
 from meshwright.finetune import apply_finetune
-from meshwright.launch.launcher import Worker
 from meshwright.models import Decoder, build_model
 from meshwright.models.adapters import Lora
 from meshwright.models.batch import to_device
@@ -26,7 +25,7 @@ from meshwright.testing.equivalence import build_here, loader_for, one_step
 from meshwright.testing.layouts import EXPERT_PARALLEL, LAYOUTS
 from meshwright.testing.ranks import RankPool
 from meshwright.trainer.resolve import resolve_run
-from meshwright.trainer.setup import build_trainer
+from meshwright.trainer.setup import Place, build_trainer
 from test_equivalence import alone, assert_equal
 from tiny import LR, tiny_run
 
@@ -177,7 +176,7 @@ def test_adapters_add_nothing_at_first() -> None:
     """Except magnitudes, which are the norms of drawn weights in fp32, like these weights."""
 
     def first_loss(finetune: dict[str, Any] | None) -> float:
-        trainer = build_trainer(tiny_run(LayoutSpec(), finetune=finetune), Worker(), torch.device("cpu"), None)
+        trainer = build_trainer(tiny_run(LayoutSpec(), finetune=finetune), Place())
         with loader_for(trainer) as loader:
             return trainer.train_step.gradients(loader.microbatches(0))[0]
 

@@ -30,7 +30,7 @@ from meshwright.trainer.loop import train_loop
 from meshwright.trainer.metrics import Journal, read_journal, stepped_since
 from meshwright.trainer.replicas import ReplicaGuard, check_replicas, checksum
 from meshwright.trainer.run import read_result
-from meshwright.trainer.session import Session
+from meshwright.trainer.session import Outputs, Session
 from meshwright.trainer.setup import Trainer
 from meshwright.trainer.state import begin, restore
 from meshwright.trainer.step import NonFiniteError
@@ -59,9 +59,7 @@ def train(trainer: Trainer, root: Path) -> str:
     root.mkdir(exist_ok=True, parents=True)
     with Journal(root / "metrics.jsonl") if first else nullcontext() as journal:
         stop = StopRequest(raises=True)
-        train_loop(
-            Session(trainer, tiny_corpus(), root, stop, journal=journal, display=display, callbacks=[ReplicaGuard()])
-        )
+        train_loop(Session(trainer, tiny_corpus(), Outputs(root, display, journal), stop, [ReplicaGuard()]))
     return said.getvalue()
 
 

@@ -41,6 +41,7 @@ from meshwright.trainer import out_of_memory
 from meshwright.trainer import run as run_module
 from meshwright.trainer.held import OUTSIDE, held
 from meshwright.trainer.out_of_memory import (
+    MOST_RETRIES,
     PAGE,
     Moment,
     is_out_of_memory,
@@ -48,10 +49,10 @@ from meshwright.trainer.out_of_memory import (
     page_of,
     page_of_killed,
     shortage,
+    train_again,
 )
 from meshwright.trainer.remedies import remedies
 from meshwright.trainer.resolve import resolve_run
-from meshwright.trainer.retry import MOST_RETRIES, train_again
 from meshwright.trainer.run import train
 from meshwright.trainer.setup import Trainer
 from tiny import tiny_run

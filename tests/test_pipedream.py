@@ -23,14 +23,13 @@ from meshwright.spec.fit import find_misfits
 from meshwright.spec.layout import LayoutSpec
 from meshwright.spec.recipe import load_spec
 from meshwright.spec.run import ResolvedRun, Run
-from meshwright.testing.curves import loss_curve
-from meshwright.testing.equivalence import build_here, largest_difference, loader_for, whole_of_all
+from meshwright.testing.equivalence import build_here, largest_difference, loader_for, loss_curve, whole_of_all
 from meshwright.testing.ranks import RankPool
 from meshwright.trainer.display import Display
 from meshwright.trainer.evaluate import evaluate
 from meshwright.trainer.resolve import resolve_run
 from meshwright.trainer.saver import Saver
-from meshwright.trainer.session import Session
+from meshwright.trainer.session import Outputs, Session
 from meshwright.trainer.setup import Trainer
 from meshwright.trainer.state import restore
 from tiny import tiny_run
@@ -190,7 +189,7 @@ def test_it_trains_to_the_same_region(ranks: RankPool) -> None:
 def saver_of(trainer: Trainer, run_dir: Path) -> Saver:
     """The `Saver` of a run that displays and records nothing."""
     display = Display(steps=STEPS, memory_bytes=1, device="cpu", enabled=False)
-    return Saver(Session(trainer, mock.MagicMock(), run_dir, mock.MagicMock(), journal=None, display=display))
+    return Saver(Session(trainer, mock.MagicMock(), Outputs(run_dir, display, None), mock.MagicMock()))
 
 
 def saved(run: ResolvedRun, root: Path, *, resume: bool = False) -> Trajectory:

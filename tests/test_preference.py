@@ -20,7 +20,7 @@ from meshwright.data.packing import NO_LABEL, build_samples
 from meshwright.data.prepare import Corpus, Stream, prepare_corpus
 from meshwright.data.token_file import file_in_memory
 from meshwright.models.batch import to_device
-from meshwright.prove.samples import RandomSamples
+from meshwright.prove.inputs import RandomSamples
 from meshwright.spec.errors import UserError
 from meshwright.spec.layout import LayoutSpec
 from meshwright.spec.run import ResolvedRun

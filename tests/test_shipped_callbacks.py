@@ -25,10 +25,10 @@ from meshwright.spec.plugins import PluginSpec, make_plugin
 from meshwright.spec.run import ResolvedRun, Run
 from meshwright.testing.equivalence import build_here, whole_of_all
 from meshwright.testing.ranks import RankPool
-from meshwright.trainer import notebook
-from meshwright.trainer.held_out import evaluate_held_out
+from meshwright.trainer import display
+from meshwright.trainer.display import following
+from meshwright.trainer.evaluate import evaluate_held_out
 from meshwright.trainer.metrics import Journal, read_journal
-from meshwright.trainer.notebook import following
 from meshwright.trainer.run import TrainResult
 from meshwright.trainer.run import train as train_run
 from sessions import tiny, train
@@ -389,8 +389,8 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> Handle:
     ipython.display = SimpleNamespace(display=handle.display)
     monkeypatch.setitem(sys.modules, "IPython", ipython)
     monkeypatch.setitem(sys.modules, "IPython.display", ipython.display)
-    monkeypatch.setattr(notebook, "RENEW_SECONDS", 0.0)
-    monkeypatch.setattr(notebook, "FOLLOW_SECONDS", 0.01)
+    monkeypatch.setattr(display, "RENEW_SECONDS", 0.0)
+    monkeypatch.setattr(display, "FOLLOW_SECONDS", 0.01)
     return handle
 
 
@@ -409,7 +409,7 @@ def test_a_notebook_shows_a_bar(kernel: Handle, tmp_path: Path, monkeypatch: pyt
     ipython: Any = sys.modules["IPython"]
     for other in (None, SimpleNamespace()):  # plain Python, and a terminal's shell
         ipython.get_ipython = lambda other=other: other
-        assert notebook.notebook_bar(3) is None
+        assert display.notebook_bar(3) is None
 
 
 # ---- named in a recipe, and the average in use

@@ -28,7 +28,7 @@ from meshwright.trainer.display import Display
 from meshwright.trainer.loop import train_loop
 from meshwright.trainer.metrics import Journal, read_journal
 from meshwright.trainer.saver import Saver
-from meshwright.trainer.session import Session
+from meshwright.trainer.session import Outputs, Session
 from tiny import STRATEGIES, tiny_corpus, tiny_run
 
 # ---- one process
@@ -183,7 +183,7 @@ def train_and_signal(run: ResolvedRun, root: Path, phase: str) -> tuple[int, lis
         setattr(owner, name, hitting)
         try:
             corpus = tiny_corpus(held_out=True)
-            number = train_loop(Session(trainer, corpus, root, stop, journal=journal, display=display))
+            number = train_loop(Session(trainer, corpus, Outputs(root, display, journal), stop))
         finally:
             setattr(owner, name, really)
     for each in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):

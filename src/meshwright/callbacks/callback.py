@@ -46,34 +46,20 @@ class Training(Protocol):
     run_dir: Path
     """Folder that receives everything the run writes."""
 
-    @property
-    def run(self) -> Run:
-        """The recipe as a value, overrides applied."""
-        ...
-
-    @property
-    def is_first_rank(self) -> bool:
-        """Whether this is rank 0, the only one that prints and writes `metrics.jsonl`."""
-        ...
+    run: Run
+    """The recipe as a value, overrides applied."""
+    is_first_rank: bool
+    """Whether this is rank 0, the only one that prints and writes `metrics.jsonl`."""
+    model: "nn.Module"
+    """This rank's part of the model."""
+    parameters: "Mapping[str, torch.Tensor]"
+    """The trained parameters by name, in full precision: plain tensors or DTensors, as sharded on this rank."""
+    optimizers: "Sequence[torch.optim.Optimizer]"
+    """The optimizers; every trained parameter belongs to exactly one."""
 
     @property
     def step(self) -> int:
         """Optimizer steps done."""
-        ...
-
-    @property
-    def model(self) -> "nn.Module":
-        """This rank's part of the model."""
-        ...
-
-    @property
-    def parameters(self) -> "Mapping[str, torch.Tensor]":
-        """The trained parameters by name, in full precision: plain tensors or DTensors, as sharded on this rank."""
-        ...
-
-    @property
-    def optimizers(self) -> "Sequence[torch.optim.Optimizer]":
-        """The optimizers; every trained parameter belongs to exactly one."""
         ...
 
     def stop(self, why: str) -> None:

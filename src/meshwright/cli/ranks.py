@@ -164,7 +164,6 @@ def _joined(worker: Any, degree: int, device_name: str) -> Any:
 
 
 if __name__ == "__main__":
-    ended = main()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(ended)  # gloo's threads may abort a process during an orderly teardown
+    from meshwright.launch.launcher import exit_at_once
+
+    exit_at_once(main())

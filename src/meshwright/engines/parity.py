@@ -24,10 +24,10 @@ from meshwright.engines.registry import check_installed
 from meshwright.families import family_of, parameter_table, state_table
 from meshwright.launch.programs import ProgramError, RankedProgram
 from meshwright.prove.difference import Difference, measure
+from meshwright.prove.inputs import proof_weights
 from meshwright.prove.reference import Reference, train_reference
 from meshwright.prove.tolerance import Tolerance, derive_tolerance
 from meshwright.prove.verify import for_proof
-from meshwright.prove.weights import proof_weights
 from meshwright.spec.errors import UserError
 from meshwright.spec.finetune import Ia3Spec, LoraSpec
 from meshwright.spec.run import ResolvedRun

@@ -7,14 +7,15 @@ from typing import Literal
 import torch
 
 from meshwright.comm.objects import gather_everywhere
+from meshwright.data.loader import HostBatch
 from meshwright.models.init import named_state
 from meshwright.optim import shards
 from meshwright.prove.difference import Difference, measure
 from meshwright.prove.gathered import Room, room_of, rounding_told
 from meshwright.prove.readings import Misread, check_readings
-from meshwright.prove.reference import Facts, Reference, load_weights, loader_for
+from meshwright.prove.reference import Reference, gradients_of, load_weights, loader_for
 from meshwright.prove.rounding import NUMBER, compare_rounded, rounding_of
-from meshwright.prove.tolerance import Tolerance
+from meshwright.prove.tolerance import Facts, Tolerance
 from meshwright.spec.precision import FP32
 from meshwright.trainer.setup import Trainer
 from meshwright.trainer.snapshot import moments
@@ -69,7 +70,7 @@ def compare_steps(trainer: Trainer, reference: Reference, steps: int, tolerance:
     comparisons = []
     with loader_for(trainer) as loader:
         for step in range(1, steps + 1):
-            comparison = _compare_step(trainer, loader.microbatches(step - 1), step, reference, tolerance)
+            comparison = _Step(trainer, reference, tolerance, step).compare(loader.microbatches(step - 1))
             comparisons.append(comparison)
             if not comparison.equal:
                 break
@@ -77,122 +78,112 @@ def compare_steps(trainer: Trainer, reference: Reference, steps: int, tolerance:
     return comparisons
 
 
-def _compare_step(
-    trainer: Trainer, microbatches: list, step: int, reference: Reference, tolerance: Tolerance
-) -> StepComparison:
-    facts = reference.facts(step)
-    misread = check_readings(trainer, microbatches, step)
-    with rounding_told(trainer.model) as told:
-        loss, _ = trainer.train_step.gradients(microbatches)
-    room = room_of(told, trainer.resolved.run.layout, tied=trainer.resolved.model.tied_embeddings)
-    comparison = StepComparison(
-        step=step,
-        loss=_number(trainer, "loss", loss, step, reference, tolerance),
-        reference=facts,
-        gradients=_gradients(trainer, step, reference, tolerance, room),
-        misread=misread,
-        rounded=_rounded(trainer, step, reference) if room.most else None,
-    )
-    if comparison.equal:
-        gnorm = trainer.train_step.gradient_norm()
-        comparison.gnorm = _number(trainer, "gnorm", gnorm, step, reference, tolerance, room.norm)
-        trainer.train_step.update(step, gnorm)
-        comparison.updates = _updates(trainer, step, reference, tolerance, room)
-        comparison.state = _state(trainer, step, reference, tolerance, room)
-    trainer.store.zero_grad()
-    return comparison
+class _Step:
+    """One step of a layout and the reference's; every comparison is collective."""
 
+    def __init__(self, trainer: Trainer, reference: Reference, tolerance: Tolerance, step: int) -> None:
+        self.trainer, self.reference, self.tolerance, self.step = trainer, reference, tolerance, step
+        self.facts, self.rank = reference.facts(step), trainer.worker.rank
+        self.room = Room()
+        """The possible effect of quantization, known after the backward pass."""
 
-def _rounded(trainer: Trainer, step: int, reference: Reference) -> float:
-    """Relative distance by which quantization moved the gradient: the norm of the difference over its own.
-    Collective."""
-    moved = length = 0.0
-    for name, parameter in trainer.parameters.items():
-        expected = shards.part_like(reference.gradient(step, name), parameter).double()
-        ours = shards.local(torch.zeros_like(parameter) if parameter.grad is None else parameter.grad)
-        moved, length = moved + float((ours - expected).square().sum()), length + float(expected.square().sum())
-    sums = gather_everywhere((moved, length))
-    whole = sum(one for _, one in sums)
-    return math.sqrt(sum(one for one, _ in sums) / whole) if whole else 0.0
+    def compare(self, microbatches: list[HostBatch]) -> StepComparison:
+        """Make the step, and compare each of its results."""
+        trainer, resolved = self.trainer, self.trainer.resolved
+        misread = check_readings(trainer, microbatches, self.step)
+        with rounding_told(trainer.model) as told:
+            loss, _ = trainer.train_step.gradients(microbatches)
+        self.room = room_of(told, resolved.run.layout, tied=resolved.model.tied_embeddings)
+        comparison = StepComparison(
+            step=self.step,
+            loss=self._number("loss", loss),
+            reference=self.facts,
+            gradients=self._gradients(),
+            misread=misread,
+            rounded=self._rounded() if self.room.most else None,
+        )
+        if comparison.equal:
+            gnorm = trainer.train_step.gradient_norm()
+            comparison.gnorm = self._number("gnorm", gnorm, self.room.norm)
+            trainer.train_step.update(self.step, gnorm)
+            comparison.updates = self._updates()
+            comparison.state = self._state()
+        trainer.store.zero_grad()
+        return comparison
 
+    def _number(self, name: Literal["loss", "gnorm"], ours: float, more: float = 0.0) -> Difference:
+        """The worst difference over all ranks; the number should be the same on each."""
+        expected = self.facts[name]
+        number = torch.tensor([ours, expected], dtype=torch.float64)
+        allowed = self.tolerance.relative * abs(expected)
+        if self.tolerance.statistical:
+            moved = rounding_of(self.reference, self.step)[name]
+            allowed = min(allowed, NUMBER * moved + 4 * FP32.epsilon * abs(expected))
+        found = measure(number[:1], number[1:], allowed + more, self.rank)
+        return worst_over_ranks({"": found})[""]
 
-def _gradients(
-    trainer: Trainer, step: int, reference: Reference, tolerance: Tolerance, room: Room
-) -> dict[str, Difference]:
-    here, allowed = {}, tolerance.relative * reference.facts(step)["largest"]
-    for name, parameter in trainer.parameters.items():
-        here[name] = shards.local(torch.zeros_like(parameter) if parameter.grad is None else parameter.grad)
-    if tolerance.statistical:
-        gradients = compare_rounded(trainer, reference, step, "gradients", here, room.most)
-    else:
-        gradients = {}
-        for name, gradient in here.items():
-            expected = shards.part_like(reference.gradient(step, name), trainer.parameters[name])
-            gradients[name] = measure(gradient, expected, allowed + room.of(name), trainer.worker.rank)
-        gradients = worst_over_ranks(gradients)
-    for row in trainer.table:
-        if row.trained:  # but no rank holds it
-            gradients.setdefault(row.name, Difference(math.inf, allowed))
-    return gradients
+    def _rounded(self) -> float:
+        """Relative distance by which quantization moved the gradient: the norm of the difference over its own."""
+        moved = length = 0.0
+        for name, gradient in gradients_of(self.trainer):
+            whole = self.reference.gradient(self.step, name)
+            expected = shards.part_like(whole, self.trainer.parameters[name]).double()
+            moved += float((shards.local(gradient) - expected).square().sum())
+            length += float(expected.square().sum())
+        sums = gather_everywhere((moved, length))
+        moved, length = (sum(of_ranks) for of_ranks in zip(*sums, strict=True))
+        return math.sqrt(moved / length) if length else 0.0
 
+    def _gradients(self) -> dict[str, Difference]:
+        here = {name: shards.local(gradient) for name, gradient in gradients_of(self.trainer)}
+        allowed = self.tolerance.relative * self.facts["largest"]
+        if self.tolerance.statistical:
+            gradients = compare_rounded(self.trainer, self.reference, self.step, "gradients", here, self.room.most)
+        else:
+            gradients = {}
+            for name, gradient in here.items():
+                expected = shards.part_like(self.reference.gradient(self.step, name), self.trainer.parameters[name])
+                gradients[name] = measure(gradient, expected, allowed + self.room.of(name), self.rank)
+            gradients = worst_over_ranks(gradients)
+        for row in self.trainer.table:
+            if row.trained:  # but no rank holds it
+                gradients.setdefault(row.name, Difference(math.inf, allowed))
+        return gradients
 
-def _updates(
-    trainer: Trainer, step: int, reference: Reference, tolerance: Tolerance, room: Room
-) -> dict[str, Difference]:
-    updates, facts = {}, reference.facts(step)
-    if tolerance.statistical:
-        here = {name: shards.local(parameter) for name, parameter in trainer.parameters.items()}
-        slope = max(tolerance.slope, tolerance.muon_slope) * facts["factor"]
-        least = {name: slope * room.after_clipping(name, facts) for name in here}
-        return compare_rounded(trainer, reference, step, "weights", here, least)
-    for name, parameter in trainer.parameters.items():
-        expected = shards.part_like(reference.weight(step, name), parameter)
-        allowed = tolerance.of_update(facts, _largest(expected), room.after_clipping(name, facts))
-        updates[name] = measure(shards.local(parameter), expected, allowed, trainer.worker.rank)
-    return worst_over_ranks(updates)
+    def _updates(self) -> dict[str, Difference]:
+        updates, trainer, facts, room = {}, self.trainer, self.facts, self.room
+        if self.tolerance.statistical:
+            here = {name: shards.local(parameter) for name, parameter in trainer.parameters.items()}
+            slope = max(self.tolerance.slope, self.tolerance.muon_slope) * facts["factor"]
+            least = {name: slope * room.after_clipping(name, facts) for name in here}
+            return compare_rounded(trainer, self.reference, self.step, "weights", here, least)
+        for name, parameter in trainer.parameters.items():
+            expected = shards.part_like(self.reference.weight(self.step, name), parameter)
+            allowed = self.tolerance.of_update(facts, _largest(expected), room.after_clipping(name, facts))
+            updates[name] = measure(shards.local(parameter), expected, allowed, self.rank)
+        return worst_over_ranks(updates)
 
-
-def _state(
-    trainer: Trainer, step: int, reference: Reference, tolerance: Tolerance, room: Room
-) -> dict[str, Difference]:
-    state, facts, rank = {}, reference.facts(step), trainer.worker.rank
-    for name, buffer in named_state(trainer.model).items():
-        expected = shards.part_like(reference.state(step, name), buffer)
-        state[name] = measure(shards.local(buffer), expected, tolerance.rounding * _largest(expected), rank)
-    for name, moment, parameter in moments(trainer):
-        expected = reference.moment(step, name)
-        expected = shards.part_like(expected, parameter) if expected.dim() else expected
-        of, _, key = name.rpartition(".")
-        allowed = tolerance.of_moment(key, facts, step, _largest(expected), room.after_clipping(of, facts))
-        state[name] = measure(moment, expected, allowed, rank)
-    load = trainer.train_step.balance.load
-    if load is not None:
-        expected_load = facts["expert_load"] or 0.0
-        state["load of experts"] = Difference(abs(load - expected_load), 1e-9 * expected_load, rank)
-    return worst_over_ranks(state)
+    def _state(self) -> dict[str, Difference]:
+        state, tolerance, facts = {}, self.tolerance, self.facts
+        for name, buffer in named_state(self.trainer.model).items():
+            expected = shards.part_like(self.reference.state(self.step, name), buffer)
+            state[name] = measure(shards.local(buffer), expected, tolerance.rounding * _largest(expected), self.rank)
+        for name, moment, parameter in moments(self.trainer):
+            expected = self.reference.moment(self.step, name)
+            expected = shards.part_like(expected, parameter) if expected.dim() else expected
+            of, _, key = name.rpartition(".")
+            more = self.room.after_clipping(of, facts)
+            allowed = tolerance.of_moment(key, facts, self.step, _largest(expected), more)
+            state[name] = measure(moment, expected, allowed, self.rank)
+        load = self.trainer.train_step.balance.load
+        if load is not None:
+            expected_load = facts["expert_load"] or 0.0
+            state["load of experts"] = Difference(abs(load - expected_load), 1e-9 * expected_load, self.rank)
+        return worst_over_ranks(state)
 
 
 def _largest(tensor: torch.Tensor) -> float:
     return tensor.abs().max().item() if tensor.numel() else 0.0
-
-
-def _number(
-    trainer: Trainer,
-    name: Literal["loss", "gnorm"],
-    ours: float,
-    step: int,
-    reference: Reference,
-    tolerance: Tolerance,
-    more: float = 0.0,
-) -> Difference:
-    """The worst difference over all ranks; the number should be the same on each."""
-    expected = reference.facts(step)[name]
-    number = torch.tensor([ours, expected], dtype=torch.float64)
-    allowed = tolerance.relative * abs(expected)
-    if tolerance.statistical:
-        allowed = min(allowed, NUMBER * rounding_of(reference, step)[name] + 4 * FP32.epsilon * abs(expected))
-    found = measure(number[:1], number[1:], allowed + more, trainer.worker.rank)
-    return worst_over_ranks({"": found})[""]
 
 
 def worst_over_ranks(differences: dict[str, Difference]) -> dict[str, Difference]:

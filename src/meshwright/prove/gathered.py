@@ -19,7 +19,7 @@ from meshwright.comm.objects import gather_everywhere
 from meshwright.comm.quantize import quantized
 from meshwright.families.split import expert_shard_dim, is_experts, shard_dim, split_dim, split_range
 from meshwright.parallel.quantized import Rounding, reductions
-from meshwright.prove.facts import Facts
+from meshwright.prove.tolerance import Facts
 from meshwright.spec.layout import LayoutSpec
 from meshwright.spec.model import ModelSpec, Parameter
 from meshwright.spec.quantized import BITS

@@ -2,6 +2,7 @@
 norm, updates, other state."""
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -9,11 +10,10 @@ import torch
 from meshwright.comm.objects import gather_everywhere
 from meshwright.prove.compare import StepComparison
 from meshwright.prove.difference import Difference, measure
-from meshwright.prove.losses import Share, find_wrong_loss, recorded
 from meshwright.prove.reference import PHASES, Reference, load_weights, loader_for
 from meshwright.prove.rounding import NUMBER, Part, judge, rounding_of_trace, worst_of
 from meshwright.prove.tolerance import Tolerance
-from meshwright.prove.trace import Tracer
+from meshwright.prove.trace import Tracer, recorded
 from meshwright.trainer.setup import Trainer
 
 BLOCK = re.compile(r"(input of )?layers\.\d+")
@@ -32,6 +32,17 @@ class Location:
     """None if no rank computed the tensor."""
     ranks: tuple[int, ...] = ()
     """All ranks on which it differs."""
+
+
+@dataclass(frozen=True)
+class _Share:
+    """One rank's own losses."""
+
+    rank: int
+    data_rank: int
+    tp_rank: int
+    terms: list[tuple[float, int]]
+    """(summed loss, number of terms) of each of its microbatches; empty on a rank without the head."""
 
 
 class _Watch:
@@ -79,9 +90,7 @@ class _Watch:
         if (phase, name) not in self.found or difference.by > self.found[phase, name].by:
             row, place = divmod(int((tensor - expected).abs().flatten(2).amax(2).argmax()), tensor.shape[1])
             where = f"sample {start + row} of the step, position {int(places[place])}"
-            self.found[phase, name] = Difference(
-                difference.by, difference.allowed, difference.rank, difference.factor, where
-            )
+            self.found[phase, name] = replace(difference, place=where)
 
     def _places(self, length: int) -> torch.Tensor | None:
         """The positions of an activation of this length; between blocks tensor-parallel ranks share them."""
@@ -108,7 +117,7 @@ def locate(trainer: Trainer, reference: Reference, comparison: StepComparison, t
     with loader_for(trainer) as loader, Tracer(trainer.model, watch, names), recorded(passes) as losses:
         trainer.train_step.gradients(loader.microbatches(step - 1))
     trainer.store.zero_grad()
-    share = Share(trainer.worker.rank, trainer.data_rank, watch.tp_rank, losses.terms())
+    share = _Share(trainer.worker.rank, trainer.data_rank, watch.tp_rank, losses.terms())
     shares = gather_everywhere(share)
     by_rank = gather_everywhere((watch.found, watch.computed))
     rounded, relative = dict[str, list[Difference]](), tolerance.relative
@@ -131,15 +140,41 @@ def locate(trainer: Trainer, reference: Reference, comparison: StepComparison, t
 
     def loss() -> Location | None:
         over_tokens = passes.objective.over == "tokens"
-        wrong = find_wrong_loss(shares, reference.losses(), over_tokens=over_tokens, relative=relative)
-        if wrong is not None:
-            difference = Difference(abs(wrong.loss - wrong.expected), relative * abs(wrong.expected))
-            place = f"microbatch {wrong.microbatch} of these ranks, which has {wrong.terms} loss terms"
-            place += f" instead of {wrong.expected_terms}" if wrong.terms != wrong.expected_terms else ""
-            return Location("loss", "loss", replace(difference, rank=wrong.ranks[0], place=place), wrong.ranks)
-        return None if comparison.loss.equal else Location("loss", "loss", comparison.loss)
+        wrong = _find_wrong_loss(shares, reference.losses(), over_tokens=over_tokens, relative=relative)
+        return wrong or (None if comparison.loss.equal else Location("loss", "loss", comparison.loss))
 
     return first("forward") or loss() or first("backward") or _weights(comparison)
+
+
+def _find_wrong_loss(
+    shares: Sequence[_Share], reference: Sequence[tuple[float, int]], *, over_tokens: bool, relative: float
+) -> Location | None:
+    """The first microbatch whose loss differs from the reference's.
+
+    Args:
+        shares: of all ranks.
+        reference: of all the step's microbatches, in the order of the data-parallel ranks that have them.
+        over_tokens: whether each of the ranks that share rows has only the loss of its own tokens.
+        relative: the allowed relative difference of a loss.
+    """
+    groups: dict[tuple[int, int], list[_Share]] = {}
+    for share in shares:
+        if share.terms:
+            groups.setdefault((share.data_rank, share.tp_rank), []).append(share)
+    for (data_rank, _), group in groups.items():
+        for number in range(len(group[0].terms)):
+            of_ranks = [share.terms[number] for share in group]
+            parts = [of_ranks] if over_tokens else [[one] for one in of_ranks]
+            expected, terms = reference[data_rank * len(group[0].terms) + number]
+            for part in parts:
+                ours, counted = sum(loss for loss, _ in part), sum(count for _, count in part)
+                if not abs(ours - expected) <= relative * abs(expected) or counted != terms:
+                    ranks = tuple(share.rank for share in group)
+                    place = f"microbatch {number} of these ranks, which has {counted} loss terms"
+                    place += f" instead of {terms}" if counted != terms else ""
+                    difference = Difference(abs(ours - expected), relative * abs(expected), ranks[0], place=place)
+                    return Location("loss", "loss", difference, ranks)
+    return None
 
 
 def locate_start(differences: dict[str, Difference]) -> Location | None:

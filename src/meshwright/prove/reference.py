@@ -10,19 +10,16 @@ import torch
 from meshwright.data.loader import Loader
 from meshwright.data.mixture import Mixture
 from meshwright.data.packing import Samples
-from meshwright.launch.launcher import Worker
 from meshwright.models.init import named_state
 from meshwright.optim import shards
-from meshwright.prove.facts import Facts
 from meshwright.prove.gathered import as_gathered
-from meshwright.prove.losses import recorded
-from meshwright.prove.samples import RandomSamples
-from meshwright.prove.trace import Tracer, Visit
-from meshwright.prove.weights import proof_weights
+from meshwright.prove.inputs import RandomSamples, proof_weights
+from meshwright.prove.tolerance import Facts
+from meshwright.prove.trace import Tracer, Visit, recorded
 from meshwright.spec.layout import LayoutSpec
 from meshwright.spec.run import ResolvedRun
-from meshwright.trainer.setup import Trainer, build_trainer
-from meshwright.trainer.snapshot import moments
+from meshwright.trainer.setup import Place, Trainer, build_trainer
+from meshwright.trainer.snapshot import moments, save
 
 PHASES = ("forward", "backward")
 
@@ -48,7 +45,7 @@ class Reference:
 
     def tensor(self, *place: str) -> torch.Tensor:
         """A stored tensor, read lazily."""
-        return self.read(self._path(*place))
+        return self.read(self.path(*place))
 
     @staticmethod
     def read(file: Path) -> torch.Tensor:
@@ -85,12 +82,10 @@ class Reference:
 
     def save(self, tensor: torch.Tensor, *place: str) -> None:
         """Store a tensor, with low precision converted to fp32."""
-        path = self._path(*place)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        wide = tensor.detach().to(torch.promote_types(tensor.dtype, torch.float32))
-        np.save(path, wide.numpy())
+        save(tensor, self.path(*place))
 
-    def _path(self, *place: str) -> Path:
+    def path(self, *place: str) -> Path:
+        """The file of a stored tensor."""
         return self.folder.joinpath(*place[:-1], f"{place[-1]}.npy")
 
 
@@ -120,7 +115,7 @@ def train_reference(
                 loss, _ = trainer.train_step.gradients(loader.microbatches(step - 1))
             gnorm = trainer.train_step.gradient_norm()
             norms, largest = [], 0.0
-            for name, gradient in _gradients(trainer):
+            for name, gradient in gradients_of(trainer):
                 reference.save(gradient, f"step-{step}", "gradients", name)
                 largest = max(largest, gradient.abs().max().item())
                 if gradient.dim() >= 2:
@@ -146,7 +141,7 @@ def train_reference(
 def build_alone(resolved: ResolvedRun) -> Trainer:
     """The reference's trainer, with the weights of a proof."""
     resolved = alone(resolved)
-    return build_trainer(resolved, Worker(), torch.device("cpu"), None, proof_weights(resolved))
+    return build_trainer(resolved, Place(), proof_weights(resolved))
 
 
 def load_weights(trainer: Trainer, reference: Reference, step: int) -> None:
@@ -181,12 +176,7 @@ def trace_reference(resolved: ResolvedRun, reference: Reference, step: int) -> N
 
 
 def trace_alone(
-    trainer: Trainer,
-    layout: LayoutSpec,
-    reference: Reference,
-    step: int,
-    visit: Visit,
-    names: set[str] | None = None,
+    trainer: Trainer, layout: LayoutSpec, reference: Reference, step: int, visit: Visit, names: set[str] | None = None
 ) -> list[tuple[float, int]]:
     """Pass to `visit` one process's activations of a step (those of `names`, or all), from the reference's weights as
     `layout` gathers them. Returns (summed loss, number of terms) of each microbatch."""
@@ -200,7 +190,7 @@ def trace_alone(
 
 def trace_file(reference: Reference, resolved: ResolvedRun, values: np.ndarray, *place: str) -> np.memmap:
     """A file for one process's values over all samples of a step; `values` are one microbatch's."""
-    path = reference.folder.joinpath(*place[:-1], f"{place[-1]}.npy")
+    path = reference.path(*place)
     path.parent.mkdir(parents=True, exist_ok=True)
     return np.lib.format.open_memmap(path, "w+", values.dtype, (resolved.global_batch, *values.shape[1:]))
 
@@ -235,6 +225,7 @@ def _save_weights(reference: Reference, trainer: Trainer, step: int) -> None:
         reference.save(buffer, f"step-{step}", "state", name)
 
 
-def _gradients(trainer: Trainer) -> Iterator[tuple[str, torch.Tensor]]:
+def gradients_of(trainer: Trainer) -> Iterator[tuple[str, torch.Tensor]]:
+    """Every trained parameter's gradient; zeros if it has none."""
     for name, parameter in trainer.parameters.items():
         yield name, torch.zeros_like(parameter) if parameter.grad is None else parameter.grad

@@ -21,7 +21,6 @@ from typing import Any
 import torch
 
 from meshwright.data.loader import HostBatch
-from meshwright.launch.launcher import Worker
 from meshwright.launch.signals import end_with
 from meshwright.launch.status import MISUSE
 from meshwright.prove.difference import Difference
@@ -35,7 +34,7 @@ from meshwright.trainer.loop import build_loader
 from meshwright.trainer.plugins import Plugins, read_plugins
 from meshwright.trainer.reference import with_references
 from meshwright.trainer.run import corpus_of
-from meshwright.trainer.setup import Trainer, build_trainer
+from meshwright.trainer.setup import Place, Trainer, build_trainer
 from meshwright.trainer.snapshot import Held, file_of, read_index, read_values, restore_before, results
 from meshwright.trainer.start import RESOLVED, read_resolved
 from meshwright.trainer.verification import VERDICT
@@ -67,7 +66,7 @@ class Replay:
         run = resolved.run.model_copy(update={"device": "cpu"})
         self.resolved, self.folder = alone(resolved.model_copy(update={"run": run})), folder
         self.kept = Reference(folder / "replay")
-        self.trainer = build_trainer(self.resolved, Worker(), torch.device("cpu"), None)
+        self.trainer = build_trainer(self.resolved, Place())
         values = read_values(folder)
         self.trainer.step = values["step"] + 1
         self.position = values["step"] + values["passed_over"]

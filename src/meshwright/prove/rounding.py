@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import astuple, dataclass
 from math import inf, sqrt
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -29,6 +30,7 @@ from meshwright.prove.reference import (
     PHASES,
     Reference,
     build_alone,
+    gradients_of,
     load_weights,
     loader_for,
     rows_of,
@@ -78,53 +80,61 @@ def rounded_anew(model: nn.Module, epsilon: float, seed: int) -> Iterator[None]:
 def measure_rounding(resolved: ResolvedRun, reference: Reference, steps: int) -> None:
     """Save how far rounding moves every gradient and weight of each step, and the loss and the norm."""
     epsilon = resolved.run.training.dtypes.compute.epsilon
-    numbers: dict[int, dict[str, float]] = {step: {} for step in range(1, steps + 1)}
+    measured = {step: _Measured(reference, step) for step in range(1, steps + 1)}
     for run in range(RUNS):
         trainer = build_alone(resolved)
         with loader_for(trainer) as loader, rounded_anew(trainer.model, epsilon, run):
-            for step in numbers:
+            for step, of_step in measured.items():
                 load_weights(trainer, reference, step - 1)
                 with as_gathered(trainer, resolved.run.layout):
                     loss, _ = trainer.train_step.gradients(loader.microbatches(step - 1))
                 gnorm = trainer.train_step.gradient_norm()
-                facts, found = reference.facts(step), numbers[step]
-                _add(found, "loss", loss - facts["loss"])
-                _add(found, "gnorm", gnorm - facts["gnorm"])
-                for name, parameter in trainer.parameters.items():
-                    _keep(reference, step, "gradients", name, parameter.grad, found, first=run == 0)
+                of_step.numbers.add("loss", loss - reference.facts(step)["loss"])
+                of_step.numbers.add("gnorm", gnorm - reference.facts(step)["gnorm"])
+                for name, gradient in gradients_of(trainer):
+                    of_step.add("gradients", name, gradient)
                 trainer.train_step.update(step, gnorm)
                 trainer.store.zero_grad()
                 for name, parameter in trainer.parameters.items():
-                    _keep(reference, step, "weights", name, parameter, found, first=run == 0)
-    for step, found in numbers.items():
-        rms = {name: sqrt(square / RUNS) for name, square in found.items()}
-        (reference.folder / f"step-{step}" / "rounding.json").write_text(json.dumps(rms))
+                    of_step.add("weights", name, parameter)
+    for step, of_step in measured.items():
+        of_step.numbers.save(reference.folder / f"step-{step}")
 
 
-def _add(found: dict[str, float], name: str, value: float) -> None:
-    found[name] = found.get(name, 0.0) + value * value
+class _Deviations:
+    """Root mean squares of numbers over `RUNS` runs, by name."""
+
+    def __init__(self) -> None:
+        self.squares: dict[str, float] = {}
+
+    def add(self, name: str, value: float) -> None:
+        """Take in a number of one run."""
+        self.squares[name] = self.squares.get(name, 0.0) + value * value
+
+    def save(self, folder: Path) -> None:
+        """Write them to `rounding.json`."""
+        rms = {name: sqrt(square / RUNS) for name, square in self.squares.items()}
+        (folder / "rounding.json").write_text(json.dumps(rms))
 
 
-def _keep(
-    reference: Reference,
-    step: int,
-    kind: str,
-    name: str,
-    ours: torch.Tensor | None,
-    found: dict[str, float],
-    *,
-    first: bool,
-) -> None:
-    """Add the mean square of each number's difference to the saved one, and the mean square of the tensor's factor to
-    `found`."""
-    expected = reference.tensor(f"step-{step}", kind, name)
-    base = _origin(reference, step, kind, name)
-    moved = (torch.zeros_like(expected) if ours is None else ours.detach()).double() - expected
-    square = moved.square() / RUNS
-    place = f"step-{step}", f"rounding of {kind}", name
-    reference.save(square if first else square + reference.tensor(*place), *place)
-    change = (expected - base).double()
-    _add(found, f"{kind} {name}", _ratio(float((moved * change).sum()), float(change.square().sum())))
+class _Measured:
+    """The effect of rounding on a step: on loss, norm and tensors as a whole in `numbers`, and on each number of a
+    tensor, as a mean square, in the reference's folder."""
+
+    def __init__(self, reference: Reference, step: int) -> None:
+        self.reference, self.step, self.numbers = reference, step, _Deviations()
+
+    def add(self, kind: str, name: str, ours: torch.Tensor) -> None:
+        """Take in a tensor of one run."""
+        expected = self.reference.tensor(f"step-{self.step}", kind, name)
+        moved = ours.detach().double() - expected
+        square = moved.square() / RUNS
+        place = f"step-{self.step}", f"rounding of {kind}", name
+        seen = f"{kind} {name}" in self.numbers.squares
+        self.reference.save(square + self.reference.tensor(*place) if seen else square, *place)
+        change = (expected - _origin(self.reference, self.step, kind, name)).double()
+        factor = _ratio(float((moved * change).sum()), float(change.square().sum()))
+        self.numbers.add(f"{kind} {name}", factor)
 
 
 def _origin(reference: Reference, step: int, kind: str, name: str) -> torch.Tensor:
@@ -144,7 +154,7 @@ class _Moves:
     def __init__(self, resolved: ResolvedRun, reference: Reference) -> None:
         self.resolved, self.reference, self.index = resolved, reference, reference.trace_index()
         self.squares: dict[tuple[str, str], np.memmap] = {}
-        self.factors: dict[str, float] = {}
+        self.numbers = _Deviations()
         self._sums: dict[str, tuple[float, float]] = {}
 
     def __call__(self, phase: str, name: str, microbatch: int, tensor: torch.Tensor) -> None:
@@ -164,7 +174,7 @@ class _Moves:
     def end_run(self) -> None:
         """Add the run's effect on each tensor as a whole."""
         for name, sums in self._sums.items():
-            _add(self.factors, name, _ratio(*sums))
+            self.numbers.add(name, _ratio(*sums))
         self._sums.clear()
 
 
@@ -178,11 +188,10 @@ def trace_rounding(resolved: ResolvedRun, reference: Reference, step: int) -> No
             ours = trace_alone(trainer, resolved.run.layout, reference, step, moves, names)
         moves.end_run()
         for (loss, _), (expected, _) in zip(ours, losses, strict=True):
-            _add(moves.factors, "loss", _ratio(loss - expected, expected) / sqrt(len(losses)))
+            moves.numbers.add("loss", _ratio(loss - expected, expected) / sqrt(len(losses)))
     for array in moves.squares.values():
         array.flush()
-    rms = {name: sqrt(square / RUNS) for name, square in moves.factors.items()}
-    (reference.folder / "trace" / "rounding.json").write_text(json.dumps(rms))
+    moves.numbers.save(reference.folder / "trace")
 
 
 def rounding_of_trace(reference: Reference) -> dict[str, float]:

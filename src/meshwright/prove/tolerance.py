@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass
 from math import sqrt
+from typing import TypedDict
 
-from meshwright.prove.facts import Facts
 from meshwright.spec.precision import FP32
 from meshwright.spec.run import ResolvedRun
 
@@ -23,6 +23,20 @@ CLIP = 0.01
 
 MUON_SLOPE = 3.4445**5
 """Each of five Newton-Schulz iterations enlarges a difference by at most its largest coefficient."""
+
+
+class Facts(TypedDict):
+    """A step's figures, computed by the reference."""
+
+    loss: float
+    gnorm: float
+    largest: float
+    """The largest entry of all gradients, as scaled."""
+    smallest_norm: float
+    """The smallest norm of a matrix's gradient; 0 without matrices."""
+    factor: float
+    """The factor of gradients from clipping and the loss scale: the largest so far."""
+    expert_load: float | None
 
 
 @dataclass(frozen=True)

@@ -1,13 +1,19 @@
-"""A trace of a model's computation: every module's activations and their gradients."""
+"""A trace of a model's computation: every module's activations, their gradients, and each microbatch's loss."""
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from meshwright.models.batch import TensorBatch
+from meshwright.models.head import Head
+from meshwright.objectives import Objective, Sums
+from meshwright.parallel import Passes
+from meshwright.spec.batch import Batch
 from meshwright.torch_internals import in_backward_pass, waited_for
 
 Visit = Callable[[str, str, int, torch.Tensor], None]
@@ -65,3 +71,38 @@ class Tracer:
 
 def _plain(tensor: torch.Tensor) -> torch.Tensor:
     return waited_for(tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
+
+
+class Recorded(Objective):
+    """An objective that records the loss and the number of terms of each microbatch."""
+
+    def __init__(self, inner: Objective) -> None:
+        self.inner = inner
+        self.term, self.over, self.metrics = inner.term, inner.over, inner.metrics  # type: ignore[misc]
+        self.needs_pairs = inner.needs_pairs  # type: ignore[misc]
+        self.found: list[tuple[torch.Tensor, int]] = []
+
+    def count(self, batch: Batch[Any]) -> int:
+        """See `Objective`."""
+        return self.inner.count(batch)
+
+    def sums(self, hidden_BTD: torch.Tensor, head: Head, batch: TensorBatch) -> Sums:
+        """See `Objective`."""
+        sums = self.inner.sums(hidden_BTD, head, batch)
+        self.found.append((sums.loss.detach(), self.inner.count(batch)))
+        return sums
+
+    def terms(self) -> list[tuple[float, int]]:
+        """(summed loss, number of terms) of each microbatch so far."""
+        return [(loss.item(), count) for loss, count in self.found]
+
+
+@contextmanager
+def recorded(passes: Passes) -> Iterator[Recorded]:
+    """Records the losses of `passes` inside the context."""
+    objective = passes.objective
+    passes.objective = Recorded(objective)
+    try:
+        yield passes.objective
+    finally:
+        passes.objective = objective

@@ -1,7 +1,9 @@
 """The proof that a recipe's layout equals one process, or the first difference."""
 
 import pickle
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
+from math import sqrt
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +13,16 @@ from meshwright.launch.status import STOPPED, TrainingStopped
 from meshwright.launch.supervise import RestartPolicy
 from meshwright.optim.build import OPTIMIZERS
 from meshwright.prove.compare import StepComparison, compare_start, compare_steps
-from meshwright.prove.cost import Cost, measure_cost
 from meshwright.prove.locate import Location, locate, locate_start
-from meshwright.prove.reference import Reference, trace_reference, train_reference
+from meshwright.prove.reference import (
+    Reference,
+    build_alone,
+    gradients_of,
+    load_weights,
+    loader_for,
+    trace_reference,
+    train_reference,
+)
 from meshwright.prove.rounding import measure_rounding, trace_rounding
 from meshwright.prove.tolerance import CLIP, SMOOTHING, derive_tolerance
 from meshwright.spec.errors import UserError
@@ -27,6 +36,22 @@ RESOLVED, PROOF = "resolved.yaml", "proof.pickle"
 
 class LayoutFailed(RuntimeError):  # noqa: N818  (it names what happened, not a kind of error)
     """The layout's processes ended before any comparison; their messages have been printed."""
+
+
+@dataclass(frozen=True)
+class Cost:
+    """A step in low precision, compared with the same step from the same weights without it."""
+
+    step: int
+    beside: str
+    """The dtype of the step without low precision, and how its weights are gathered."""
+    loss: float
+    """The loss without low precision."""
+    gradients: float
+    """Norm of the difference of all gradients, over the norm of all gradients without low precision."""
+    worst: str
+    """The parameter whose gradient differs most relative to its norm."""
+    worst_by: float
 
 
 @dataclass(frozen=True)
@@ -64,19 +89,24 @@ def verify(resolved: ResolvedRun, *, steps: int) -> Proof:
         raise UserError("verify starts the layout's processes; run it without torchrun or srun")
     resolved = for_proof(resolved)
     with scratch_folder("verify") as folder:
+        return prove(resolved, folder, steps, lambda trace: _under_layout(resolved, folder, steps, trace=trace))
+
+
+def prove(resolved: ResolvedRun, folder: Path, steps: int, under_layout: Callable[[int], Proof]) -> Proof:
+    """The proof of a run `for_proof`. `under_layout(trace)` calls `prove_rank` on the layout's ranks."""
+    with StopRequest(raises=True):
+        reference = train_reference(resolved, folder, steps)
+        if resolved.run.training.dtypes.narrow:
+            measure_rounding(resolved, reference, steps)
+        cost = measure_cost(resolved, reference, steps)
+    proof = under_layout(0)
+    if not proof.equal and proof.location is None:
+        step = proof.comparisons[-1].step
         with StopRequest(raises=True):
-            reference = train_reference(resolved, folder, steps)
+            trace_reference(resolved, reference, step)
             if resolved.run.training.dtypes.narrow:
-                measure_rounding(resolved, reference, steps)
-            cost = measure_cost(resolved, reference, steps)
-        proof = _under_layout(resolved, folder, steps, trace=0)
-        if not proof.equal and proof.location is None:
-            step = proof.comparisons[-1].step
-            with StopRequest(raises=True):
-                trace_reference(resolved, reference, step)
-                if resolved.run.training.dtypes.narrow:
-                    trace_rounding(resolved, reference, step)
-            proof = _under_layout(resolved, folder, steps, trace=step)
+                trace_rounding(resolved, reference, step)
+        proof = under_layout(step)
     return replace(proof, cost=cost)
 
 
@@ -90,6 +120,28 @@ def for_proof(resolved: ResolvedRun) -> ResolvedRun:
     clip = None if training.clip is None else min(CLIP, training.clip)
     training = training.model_copy(update={"optimizer": optimizer, "clip": clip})
     return resolved.model_copy(update={"run": resolved.run.model_copy(update={"device": "cpu", "training": training})})
+
+
+def measure_cost(resolved: ResolvedRun, reference: Reference, step: int) -> Cost | None:
+    """The effect of low precision and of quantized gathers on a step of the reference; None if the run has neither."""
+    training = resolved.run.training
+    if training.product_recipe is None and resolved.run.layout.quantized_weights == "none":
+        return None
+    plain = training.without_low_precision()
+    run = resolved.run.model_copy(update={"training": plain})
+    trainer = build_alone(resolved.model_copy(update={"run": run}))
+    load_weights(trainer, reference, step - 1)
+    with loader_for(trainer) as loader:
+        loss, _ = trainer.train_step.gradients(loader.microbatches(step - 1))
+    difference, length, worst, worst_by = 0.0, 0.0, "", 0.0
+    for name, gradient in gradients_of(trainer):
+        by, size = (gradient - reference.gradient(step, name)).norm().item(), gradient.norm().item()
+        difference, length = difference + by * by, length + size * size
+        if size and by / size >= worst_by:
+            worst, worst_by = name, by / size
+    gathers = " with unquantized weights" if resolved.run.layout.quantized_weights == "int8" else ""
+    beside = f"{plain.precision}{gathers}"
+    return Cost(step, beside, loss, sqrt(difference / length) if length else 0.0, worst, worst_by)
 
 
 def prove_rank(trainer: Any, folder: Path, steps: int, trace: int) -> Proof:

@@ -1,16 +1,14 @@
 """Entry point of a rank of a proof: `python -m meshwright.prove.worker --resolved FILE --folder DIR --steps N`."""
 
 import argparse
-import os
 import pickle
-import sys
 from pathlib import Path
 
-from meshwright.launch.launcher import Worker, find_worker, leave_group
+from meshwright.launch.launcher import Worker, exit_at_once, find_worker, leave_group
 from meshwright.launch.signals import end_with
 from meshwright.launch.status import MISUSE
+from meshwright.prove.inputs import proof_weights
 from meshwright.prove.verify import PROOF, prove_rank
-from meshwright.prove.weights import proof_weights
 from meshwright.spec.errors import UserError
 from meshwright.trainer.setup import build_trainer, find_place
 from meshwright.trainer.start import read_resolved
@@ -29,8 +27,7 @@ def main() -> int:
     end_with(worker.parent)
     try:
         resolved = read_resolved(arguments.resolved)
-        device, meshes = find_place(resolved.run, worker)
-        trainer = build_trainer(resolved, worker, device, meshes, proof_weights(resolved))
+        trainer = build_trainer(resolved, find_place(resolved.run, worker), proof_weights(resolved))
         proof = prove_rank(trainer, arguments.folder, arguments.steps, arguments.trace)
     except UserError as error:
         report_to_parent(str(error))
@@ -42,7 +39,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    status = main()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(status)  # gloo's threads may abort a process during an orderly teardown
+    exit_at_once(main())

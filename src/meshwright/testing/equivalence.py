@@ -1,25 +1,29 @@
-"""Equivalence with one process: loss, every gradient, and every weight after one step."""
+"""Equivalence with one process: loss, every gradient, and every weight after one step; losses of many steps."""
 
+import argparse
 import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
 from meshwright.comm.objects import gather_everywhere
 from meshwright.data.loader import Loader
+from meshwright.data.packing import ConcatenatedSamples
 from meshwright.launch.launcher import Worker
 from meshwright.models import draw_rows, named_state
 from meshwright.objectives import Objective
 from meshwright.optim import shards
 from meshwright.parallel import Meshes, build_meshes
 from meshwright.parallel.materialize import RowSource
-from meshwright.prove.samples import RandomSamples
+from meshwright.prove.inputs import RandomSamples
 from meshwright.spec.layout import AXES, LayoutSpec
 from meshwright.spec.model import Parameter
 from meshwright.spec.run import ResolvedRun
-from meshwright.trainer.setup import Trainer, build_parallel_model, give_state
+from meshwright.trainer.setup import Place, Trainer, build_parallel_model, give_state
 from meshwright.trainer.weights import run_weights
 
 
@@ -47,7 +51,7 @@ def build_here(resolved: ResolvedRun, objective: Objective | None = None, weight
     meshes = _meshes(sharded=layout.zero_stage > 0, **degrees) if distributed else None
     passes = build_parallel_model(resolved, meshes, objective)
     weights = weights or _with_lively_adapters(run_weights(resolved))
-    return give_state(passes, resolved, worker, torch.device("cpu"), meshes, weights)
+    return give_state(passes, resolved, Place(worker, meshes=meshes), weights)
 
 
 def _with_lively_adapters(weights: RowSource) -> RowSource:
@@ -125,3 +129,12 @@ def largest_difference(ours: dict[str, torch.Tensor], other: dict[str, torch.Ten
     }
     worst = max(differences, key=lambda name: differences[name])
     return differences[worst].item(), worst
+
+
+def loss_curve(resolved: ResolvedRun, steps: int) -> list[float]:
+    """Losses of the first steps on the bytes of a module of the standard library; collective."""
+    trainer = build_here(resolved)
+    text = np.frombuffer(Path(argparse.__file__).read_bytes(), np.uint8)
+    samples = ConcatenatedSamples(text, resolved.run.data.sequence_length)
+    with Loader.of_run(samples, resolved, trainer.data_rank, trainer.places) as loader:
+        return [trainer.train_step(step, loader.microbatches(step - 1)).loss for step in range(1, steps + 1)]

@@ -5,10 +5,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from meshwright.prove.reference import trace_reference, train_reference
-from meshwright.prove.rounding import measure_rounding, trace_rounding
+from meshwright.prove import verify
+from meshwright.prove.inputs import proof_weights
 from meshwright.prove.verify import Proof, for_proof, prove_rank
-from meshwright.prove.weights import proof_weights
 from meshwright.spec.run import ResolvedRun
 from meshwright.testing.equivalence import build_here
 from meshwright.testing.ranks import RankPool
@@ -27,18 +26,13 @@ def prove(
     timeout: float = 120,
 ) -> Proof:
     """The proof of `verify` for a run with a fault planted under its layout; `timeout` in seconds."""
-    resolved, world = for_proof(resolved), resolved.run.layout.world_size
-    reference = train_reference(resolved, folder, steps)
-    if resolved.run.training.dtypes.narrow:
-        measure_rounding(resolved, reference, steps)
-    proof = ranks.run(world, rank_proof, plant, resolved, folder, steps, 0, timeout=timeout)[0]
-    if not proof.equal and proof.location is None:
-        step = proof.comparisons[-1].step
-        trace_reference(resolved, reference, step)
-        if resolved.run.training.dtypes.narrow:
-            trace_rounding(resolved, reference, step)
-        proof = ranks.run(world, rank_proof, plant, resolved, folder, steps, step, timeout=timeout)[0]
-    return proof
+    resolved = for_proof(resolved)
+
+    def under_layout(trace: int) -> Proof:
+        work = rank_proof, plant, resolved, folder, steps, trace
+        return ranks.run(resolved.run.layout.world_size, *work, timeout=timeout)[0]
+
+    return verify.prove(resolved, folder, steps, under_layout)
 
 
 def rank_proof(plant: Plant, resolved: ResolvedRun, folder: Path, steps: int, trace: int) -> Proof:

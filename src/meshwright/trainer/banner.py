@@ -30,35 +30,31 @@ def banner(trainer: Trainer, corpus: Corpus) -> str:
     mixture = describe_mixture(corpus, samples, num_samples)
     warmup = run.training.lr_schedule.warmup_steps(run.training.steps)
     peak, origin = trainer.peak
+    compiled = f", {describe_compile(run.training.compile_mode, run.training.compile_scope)}" * run.training.compile
     lines = {
         "model": f"{run.model.name or model.family}: {model_size(weights, everything - weights, trained)}; "
         f"{model.num_layers} layers, width {model.hidden}, {model.num_heads} heads, vocabulary {model.vocab}",
-        **({"base": kept} if (kept := _kept_base(run)) else {}),
+        "base": _kept_base(run),
         "data": f"{short(corpus.num_tokens)} tokens of {corpus.num_documents} documents, held out {held_out}; "
         f"tokenizer of {corpus.tokenizer.vocab_size}",
-        **({"records": formats} if (formats := describe_formats(corpus)) else {}),
+        "records": describe_formats(corpus),
         "batch": f"{resolved.tokens_per_step} tokens a step = {counted(run.layout.data_parallel, 'rank')} x "
         f"{counted(resolved.accumulation, 'microbatch')} x {counted(resolved.micro_batch, 'sequence')} x "
         f"{run.data.sequence_length}",
         "length": f"{run.training.steps} steps, {warmup} of them warm-up, {mixture}",
         "objective": str(trainer.train_step.passes.objective),
         "strategy": f"{run.layout.strategy}, {run.training.arithmetic}, "
-        f"recompute {describe_recompute(resolved.recompute)}"
-        + (
-            f", {describe_compile(run.training.compile_mode, run.training.compile_scope)}"
-            if run.training.compile
-            else ""
-        ),
-        **({"memory": memory} if (memory := _memory(resolved)) else {}),
-        **({"attention": kernel} if (kernel := _attention(trainer)) else {}),
-        **({"products": narrow} if (narrow := _products(trainer)) else {}),
-        **({"pipeline": describe_pipeline(resolved)} if run.layout.pp > 1 else {}),
+        f"recompute {describe_recompute(resolved.recompute)}{compiled}",
+        "memory": _memory(resolved),
+        "attention": _attention(trainer),
+        "products": _products(trainer),
+        "pipeline": describe_pipeline(resolved) if run.layout.pp > 1 else "",
         "devices": f"{trainer.worker.world_size} x {trainer.machine.name}, "
         f"mfu against {peak / 1e12:.3g} TFLOP/s ({origin})",
-        **({"verified": describe(run.guards.verify_every)} if run.guards.verify_every else {}),
+        "verified": describe(run.guards.verify_every) if run.guards.verify_every else "",
         "writes": run.run_dir,
     }
-    return "\n".join(f"{name:<10}{text}" for name, text in lines.items())
+    return "\n".join(f"{name:<10}{text}" for name, text in lines.items() if text)
 
 
 def _memory(resolved: ResolvedRun) -> str:
@@ -89,10 +85,10 @@ def _products(trainer: Trainer) -> str:
     return f"{describe_low_precision(parameter_table(resolved.model), training)}; {how}"
 
 
-def _kept_base(run: Run) -> str | None:
-    """The storage of frozen matrices, if they are quantized."""
+def _kept_base(run: Run) -> str:
+    """The storage of frozen matrices; empty if they are not quantized."""
     finetune = run.finetune
     if not isinstance(finetune, LoraSpec) or finetune.base == "plain":
-        return None
+        return ""
     scales = ", with 8-bit scales" if finetune.base == "nf4" and finetune.double_quantization else ""
     return f"frozen matrices of linear layers in {finetune.base}{scales}; everything else in {run.training.precision}"

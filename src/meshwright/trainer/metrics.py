@@ -70,12 +70,7 @@ class StepClock:
         steps: int,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        self.ranks, self.flops_per_token, self.peak_flops, self.steps = (
-            ranks,
-            flops_per_token,
-            peak_flops,
-            steps,
-        )
+        self.ranks, self.flops_per_token, self.peak_flops, self.steps = ranks, flops_per_token, peak_flops, steps
         self._clock = clock
         self._seconds: deque[float] = deque(maxlen=WINDOW)
         self._began = 0.0

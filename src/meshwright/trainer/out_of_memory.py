@@ -1,11 +1,14 @@
-"""The report after an out-of-memory error: expected and held memory, and the cheapest changes that would fit."""
+"""The report after an out-of-memory error: expected and held memory, the cheapest changes that would fit, and a restart
+with the first of them (`--retry-oom`)."""
 
 import errno
 import json
 import re
+import shlex
+import sys
 import time
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -14,21 +17,26 @@ import torch
 from torch import nn
 
 from meshwright.launch.memory import memory_room, memory_there, resident
-from meshwright.launch.status import OutOfMemoryError
+from meshwright.launch.status import OUT_OF_MEMORY, OutOfMemoryError
 from meshwright.plan.forecast import forecast
 from meshwright.plan.machine import Machine, find_machine
 from meshwright.spec.errors import UserError
-from meshwright.spec.run import ResolvedRun
+from meshwright.spec.recipe import dump_recipe, parse_spec
+from meshwright.spec.run import ResolvedRun, Run
+from meshwright.terminal import printable
 from meshwright.trainer import held as kinds
 from meshwright.trainer.held import Held, held
 from meshwright.trainer.remedies import remedies, remedy_lines
 from meshwright.trainer.setup import Trainer, write_json
+from meshwright.trainer.state import AUTO
 
 GB = 1e9
 PAGE = "out-of-memory.json"
 """File in run_dir with the page and its remedies."""
 LARGEST = 5
 """Tensors that are named."""
+MOST_RETRIES = 4
+"""The maximum number of restarts; every remedy needs less memory than the one before."""
 REFUSED = re.compile(r"can't allocate memory|not enough memory|out of memory|Cannot allocate memory", re.IGNORECASE)
 """The messages of allocators: torch's on a CPU, CUDA's, the system's."""
 ASKED = re.compile(r"allocate ([\d.]+) (bytes|[KMGT]iB)")
@@ -37,7 +45,7 @@ SAVING, BUILDING, KILLED = "saving", "building the model", "killed by the kernel
 PHASES = (
     ("meshwright/trainer/saver.py", SAVING),
     ("meshwright/trainer/samples.py", "writing samples"),
-    ("meshwright/trainer/held_out.py", "an evaluation"),
+    ("meshwright/trainer/evaluate.py", "an evaluation"),
     ("meshwright/trainer/state.py", "reading a checkpoint"),
     ("meshwright/callbacks/", "a callback"),
     ("torch/autograd/__init__.py", "the backward pass"),
@@ -49,14 +57,14 @@ PHASES = (
 )
 """The phase is set by the first of these files in the error's stack."""
 ROWS = {
-    kinds.WEIGHTS: ("weights",),
-    kinds.GRADIENTS: ("gradients",),
-    kinds.OPTIMIZER: ("optimizer",),
-    kinds.COMMUNICATION: ("communication",),
-    kinds.ACTIVATIONS: ("activations",),
-    kinds.TEMPORARIES: ("logits",),
-    kinds.OTHER: ("fragmentation",),
-    kinds.PROCESS: ("context",),
+    kinds.WEIGHTS: "weights",
+    kinds.GRADIENTS: "gradients",
+    kinds.OPTIMIZER: "optimizer",
+    kinds.COMMUNICATION: "communication",
+    kinds.ACTIVATIONS: "activations",
+    kinds.TEMPORARIES: "logits",
+    kinds.OTHER: "fragmentation",
+    kinds.PROCESS: "context",
 }
 """Kinds of held memory -> kinds of planned memory."""
 SYNCHRONOUS = "checkpoint.asynchronous=false"
@@ -176,7 +184,7 @@ def _table(expected: dict[str, float], held: Held, limit: float) -> Iterator[str
     there = held.kinds
     yield f"{'':28}{'expected':>10}{'held then' if there else '':>12}"
     for kind, planned in ROWS.items():
-        size = sum(expected[part] for part in planned)
+        size = expected[planned]
         if size or there.get(kind):
             yield f"  {kind:<26}{_size(size)}" + (f"  {_size(there[kind])}" if there else "")
     total = f"  {_size(sum(there.values()))}" if there else ""
@@ -229,3 +237,39 @@ def read_page(run_dir: Path) -> tuple[str, Sequence[Sequence[str]]]:
         return text, json.loads(text)["remedies"]
     except (OSError, ValueError, KeyError):
         return "", []
+
+
+def check_retry(retry: bool, *, alone: bool) -> None:
+    """Raise `UserError` if this process cannot restart a run, because another launcher started it."""
+    if retry and not alone:
+        raise UserError(
+            "--retry-oom: another launcher started this process, and only that launcher can restart all processes; "
+            "start meshwright train once on each machine"
+        )
+
+
+def train_again(train: Callable[[Run, str | None], int], run: Run, resume: str | None, *, retry: bool) -> int:
+    """The exit status of `train(run, resume)`; with `retry`, after an out-of-memory error, that of the run with a
+    remedy.
+
+    A remedy never changes the global batch or the order of samples.
+    """
+    run_dir, tried = Path(run.run_dir), set[tuple[str, ...]]()
+    while True:
+        before, _ = read_page(run_dir)
+        try:
+            status = train(run, resume)
+        except OutOfMemoryError as error:
+            print(f"error: {printable(str(error))}", file=sys.stderr, flush=True)
+            status = error.status
+        if status != OUT_OF_MEMORY or not retry:
+            return status
+        page, remedies = read_page(run_dir)
+        fresh = [tuple(overrides) for overrides in remedies] if page != before else []
+        chosen = next((overrides for overrides in fresh if overrides not in tried), None)
+        if chosen is None or len(tried) == MOST_RETRIES:
+            print("error: no further change to try (--retry-oom)", file=sys.stderr, flush=True)
+            return status
+        tried.add(chosen)
+        print(f"starting again with {shlex.join(chosen)} (--retry-oom)", file=sys.stderr, flush=True)
+        run, resume = parse_spec(dump_recipe(run), Run, chosen), AUTO

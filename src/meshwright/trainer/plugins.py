@@ -117,7 +117,7 @@ def write_plugins(plugins: Plugins, folder: Path) -> list[str]:
     process cannot import.
     """
     plugins = replace(plugins, dataset=None)
-    if not plugins.callbacks and not plugins.objects():
+    if not plugins.given:
         return []
     stream = io.BytesIO()
     try:

@@ -1,6 +1,5 @@
 """The cheapest changes that would make a run fit into memory, as overrides to paste. No torch here."""
 
-import json
 import shlex
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -23,7 +22,7 @@ from meshwright.spec.errors import UserError
 from meshwright.spec.recipe import dump_recipe, parse_spec
 from meshwright.spec.recompute import plain_recompute
 from meshwright.spec.run import ResolvedRun, Run
-from meshwright.trainer.resolve import resolve_run
+from meshwright.trainer.resolve import flow, resolve_run
 
 MOST = 5
 """Remedies that are shown."""
@@ -157,7 +156,7 @@ def _overrides(resolved: ResolvedRun, change: Fields, job: Job, check: LayoutChe
         raise UserError(problem)
     planned = resolved.asked is not None and resolved.asked.layout.choose
     if planned:
-        yield f"layout={_flow(job.layout.model_dump(mode='json', exclude_defaults=True) or {'dp_shard': 1})}"
+        yield f"layout={flow(job.layout.model_dump(mode='json', exclude_defaults=True) or {'dp_shard': 1})}"
     else:
         for field in ("zero", "dp_shard", "dp_replicate"):
             if field in change:
@@ -167,13 +166,7 @@ def _overrides(resolved: ResolvedRun, change: Fields, job: Job, check: LayoutChe
     if "micro_batch" in change or planned:
         yield f"training.micro_batch={job.micro_batch}"
     if "recompute" in change:
-        words = plain_recompute(job.recompute)
-        yield f"training.recompute={words if isinstance(words, str) else _flow(words)}"
-
-
-def _flow(value: dict[str, Any]) -> str:
-    """A section on one line."""
-    return json.dumps(value).replace('"', "")
+        yield f"training.recompute={flow(plain_recompute(job.recompute))}"
 
 
 def _legal(resolved: ResolvedRun, overrides: tuple[str, ...], machine: Machine) -> None:

@@ -210,23 +210,19 @@ def _stage_layers(run: Run, model: ModelSpec, microbatches: int, base_dir: Path)
 def _recompute_advice(job: Job, limit: float) -> str:
     """The least recomputation with which a job takes at most `limit` bytes, in words; empty if there is none."""
     least = _least_recompute(job, limit)
-    if least is None or least == "none":
-        return ""
-    return f"; this would fit: training.recompute={_flow(least)}"
+    return "" if least in (None, "none") else f"; this would fit: training.recompute={flow(plain_recompute(least))}"
 
 
 def _least_recompute(job: Job, limit: float) -> Recompute | None:
     """The fastest recomputation with which a job takes at most `limit` bytes; None if none suffices."""
-    model = StepModel(
-        job, device_cluster("a100", job.layout.world_size)
-    )  # only the policies' savings per second matter here
+    cluster = device_cluster("a100", job.layout.world_size)  # only the policies' savings per second matter here
+    model = StepModel(job, cluster)
     return least_recompute(model, lambda use: use.total <= limit, lambda part: False)
 
 
-def _flow(recompute: Recompute) -> str:
-    """A recomputation in the command line's syntax."""
-    words = plain_recompute(recompute)
-    return words if isinstance(words, str) else json.dumps(words).replace('"', "")
+def flow(value: Any) -> str:
+    """A setting in the command line's syntax: a word, or a section on one line."""
+    return value if isinstance(value, str) else json.dumps(value).replace('"', "")
 
 
 def _relieved(
@@ -272,7 +268,9 @@ def _relieved(
             f"without it, the smallest microbatch would need about {needs / 2**30:.1f} of {limit / 2**30:.1f} "
             "usable GiB; results stay the same"
         )
-        reasons = {"training.recompute": f"{_flow(recompute)}: {why}"} if recompute != training.recompute else {}
+        reasons = dict[str, str]()
+        if recompute != training.recompute:
+            reasons["training.recompute"] = f"{flow(plain_recompute(recompute))}: {why}"
         if where is moved:
             reasons["layout.offload"] = f"{where.offload_word}: {why}, and recomputation alone is not enough"
         return changed, reasons

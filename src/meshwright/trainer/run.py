@@ -2,8 +2,8 @@
 
 import functools
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -34,25 +34,26 @@ from meshwright.storage.scratch import scratch_folder
 from meshwright.terminal import printable
 from meshwright.trainer.banner import banner
 from meshwright.trainer.device import free_all
-from meshwright.trainer.display import Display, ProgressLine
+from meshwright.trainer.display import Display, ProgressLine, following
 from meshwright.trainer.loop import train_loop
 from meshwright.trainer.metrics import History, Journal, read_journal, stepped_since
-from meshwright.trainer.notebook import following
-from meshwright.trainer.out_of_memory import is_out_of_memory, moment_of, page_of, page_of_killed, shortage, was_killed
+from meshwright.trainer.out_of_memory import (
+    check_retry,
+    is_out_of_memory,
+    moment_of,
+    page_of,
+    page_of_killed,
+    shortage,
+    train_again,
+    was_killed,
+)
 from meshwright.trainer.plugins import Plugins, all_callbacks, open_trackers, write_plugins
 from meshwright.trainer.reference import with_references
 from meshwright.trainer.replicas import ReplicaGuard
 from meshwright.trainer.resolve import resolve_run
-from meshwright.trainer.retry import check_retry, train_again
 from meshwright.trainer.samples import Samples
-from meshwright.trainer.session import Session
-from meshwright.trainer.setup import (
-    Trainer,
-    build_trainer,
-    describe_environment,
-    find_place,
-    write_json,
-)
+from meshwright.trainer.session import Outputs, Session
+from meshwright.trainer.setup import Trainer, build_trainer, describe_environment, find_place, write_json
 from meshwright.trainer.start import (
     PLAN,
     RECIPE,
@@ -177,7 +178,7 @@ def _train(context: _Context, run: Run, resume: str | None) -> int:
     check_start(resolved)
     if worker is None and resume and resume != AUTO:
         check_continues(resolved, run_dir / "checkpoints", resume)
-    if worker is None and (_needs_workers(resolved) or (not plugins.given and _may_be_killed(resolved))):
+    if worker is None and _needs_workers(resolved, plugins):
         # Once here, so that errors are raised before any process starts.
         with ProgressLine() as progress:
             corpus = corpus_of(resolved, progress)
@@ -200,16 +201,15 @@ def _train(context: _Context, run: Run, resume: str | None) -> int:
     return STOPPED if train_rank(resolved, worker or Worker(), stop, resume=resume, plugins=plugins) else 0
 
 
-def _needs_workers(resolved: ResolvedRun) -> bool:
-    return resolved.run.layout.world_size > 1 or find_nodes().count > 1
-
-
-def _may_be_killed(resolved: ResolvedRun) -> bool:
-    """Whether a run of this process alone needs a launcher that outlives it: it is predicted to need more memory than
-    the host has, or the kernel killed an earlier start."""
-    if find_machine(resolved.run.device).kind != "cpu":
+def _needs_workers(resolved: ResolvedRun, plugins: Plugins) -> bool:
+    """Whether the run needs several ranks, or a launcher that outlives its only rank: a run without plug-in objects
+    that is predicted to need more memory than the host has, or that the kernel has killed before."""
+    run = resolved.run
+    if run.layout.world_size > 1 or find_nodes().count > 1:
+        return True
+    if plugins.given or find_machine(run.device).kind != "cpu":
         return False
-    return bool(shortage(resolved)) or was_killed(Path(resolved.run.run_dir))
+    return bool(shortage(resolved)) or was_killed(Path(run.run_dir))
 
 
 def train_rank(
@@ -221,9 +221,10 @@ def train_rank(
     """
     built = list[Trainer]()
     try:
-        with abandoned_at_errors(built):
-            return _train_rank(resolved, worker, stop, resume, plugins, built)
-    except (RuntimeError, MemoryError, OSError) as error:
+        return _train_rank(resolved, worker, stop, resume, plugins, built)
+    except BaseException as error:
+        for callback in built[0].callbacks.values() if built else ():
+            callback.abandon()
         if not is_out_of_memory(error):
             raise
         moment = moment_of(error, worker.rank, built[0] if built else None)
@@ -235,24 +236,13 @@ def train_rank(
     raise page_of(resolved, moment, Path(resolved.run.run_dir))
 
 
-@contextmanager
-def abandoned_at_errors(built: list[Trainer]) -> Iterator[None]:
-    """Release the callbacks' resources if an error ends the run."""
-    try:
-        yield
-    except BaseException:
-        for callback in built[0].callbacks.values() if built else ():
-            callback.abandon()
-        raise
-
-
 def _train_rank(
     resolved: ResolvedRun, worker: Worker, stop: StopRequest, resume: str | None, plugins: Plugins, built: list[Trainer]
 ) -> bool:
     """See `train_rank`. `built` receives the trainer, for error reports."""
     run, first = resolved.run, worker.rank == 0
     run_dir = Path(run.run_dir)
-    device, mesh = find_place(run, worker)
+    place = find_place(run, worker)
     if worker.local_rank == 0:
         with ProgressLine() as progress:
             corpus_of(resolved, progress if first else None)
@@ -262,7 +252,7 @@ def _train_rank(
         check_same(corpus)
     _check_corpus(resolved, corpus, resume)
     before, _ = resident(), memory_room(worker.local_world_size)  # before anything is freed
-    trainer = build_trainer(resolved, worker, device, mesh)
+    trainer = build_trainer(resolved, place)
     trainer.process_bytes = before
     built.append(trainer)
     seed_generators(trainer)
@@ -294,7 +284,7 @@ def _train_rank(
             *trainer.callbacks.values(),
             *([VerifyGuard(trainer, plugins)] if run.guards.verify_every else []),
         ]
-        session = Session(trainer, corpus, run_dir, stop, journal=journal, display=display, callbacks=callbacks)
+        session = Session(trainer, corpus, Outputs(run_dir, display, journal), stop, callbacks)
         session.log("start", world_size=worker.world_size, strategy=run.layout.strategy)
         signal = train_loop(session)
     if signal:

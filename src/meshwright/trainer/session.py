@@ -2,11 +2,11 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 from meshwright.callbacks import Callback, Training
 from meshwright.callbacks.callback import Record
@@ -17,34 +17,37 @@ from meshwright.launch.launcher import watch_store
 from meshwright.launch.signals import StopRequest
 from meshwright.launch.watchdog import Watchdog
 from meshwright.spec.errors import UserError
-from meshwright.spec.run import Run
 from meshwright.trainer.agreement import largest
 from meshwright.trainer.display import Display
-from meshwright.trainer.evaluate import Evaluation
-from meshwright.trainer.held_out import evaluate_held_out, evaluation_fields, evaluation_line
+from meshwright.trainer.evaluate import Evaluation, evaluate_held_out, evaluation_fields, evaluation_line
 from meshwright.trainer.metrics import Journal, new_record
 from meshwright.trainer.probes import ComingBatch, other_weights, trial_steps
 from meshwright.trainer.setup import Trainer
 
 
+@dataclass(frozen=True)
+class Outputs:
+    """Where a run writes."""
+
+    run_dir: Path
+    display: Display
+    journal: Journal | None
+    """None on all ranks but the first."""
+
+
 class Session(Training):
-    """One rank's run in progress. Every rank makes the same calls; `journal` is None on all ranks but the first."""
+    """One rank's run in progress. Every rank makes the same calls."""
 
     def __init__(
-        self,
-        trainer: Trainer,
-        corpus: Corpus,
-        run_dir: Path,
-        stop: StopRequest,
-        *,
-        journal: Journal | None,
-        display: Display,
-        callbacks: Sequence[Callback] = (),
+        self, trainer: Trainer, corpus: Corpus, outputs: Outputs, stop: StopRequest, callbacks: Sequence[Callback] = ()
     ) -> None:
         worker = trainer.worker
-        self.trainer, self.corpus, self.run_dir, self.journal, self.display = trainer, corpus, run_dir, journal, display
-        self.rank, self.world_size, self.device = worker.rank, worker.world_size, trainer.device
-        self.callbacks = [display, *callbacks]
+        self.trainer, self.corpus = trainer, corpus
+        self.run, self.model, self.device = trainer.resolved.run, trainer.model, trainer.device
+        self.parameters, self.optimizers = trainer.parameters, trainer.optimizers.optimizers
+        self.rank, self.world_size, self.is_first_rank = worker.rank, worker.world_size, worker.rank == 0
+        self.run_dir, self.display, self.journal = outputs.run_dir, outputs.display, outputs.journal
+        self.callbacks = [self.display, *callbacks]
         self.watchdog = Watchdog(self.run.guards, worker.rank, worker.world_size, watch_store(worker))
         self.loader: Loader
         """The loader of training samples; set when the loop starts."""
@@ -58,16 +61,6 @@ class Session(Training):
         self._evaluation = self._save = False  # requested on this rank since the last agreement
 
     @property
-    def run(self) -> Run:
-        """See `Training`."""
-        return self.trainer.resolved.run
-
-    @property
-    def is_first_rank(self) -> bool:
-        """See `Training`."""
-        return self.rank == 0
-
-    @property
     def signal(self) -> int:
         """The signal that this rank has received, or 0."""
         return self._signals.number
@@ -76,21 +69,6 @@ class Session(Training):
     def step(self) -> int:
         """See `Training`."""
         return self.trainer.step
-
-    @property
-    def model(self) -> nn.Module:
-        """See `Training`."""
-        return self.trainer.model
-
-    @property
-    def parameters(self) -> Mapping[str, torch.Tensor]:
-        """See `Training`."""
-        return self.trainer.parameters
-
-    @property
-    def optimizers(self) -> Sequence[torch.optim.Optimizer]:
-        """See `Training`."""
-        return self.trainer.optimizers.optimizers
 
     def stop(self, why: str) -> None:
         """See `Training`."""

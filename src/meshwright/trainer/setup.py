@@ -44,6 +44,16 @@ OFFLOAD = "offload"
 """Folder in run_dir for state on disk."""
 
 
+@dataclass(frozen=True)
+class Place:
+    """Where one rank runs; by default the only process, on a CPU."""
+
+    worker: Worker = field(default_factory=Worker)
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    meshes: Meshes | None = None
+    """None: without a process group."""
+
+
 @dataclass
 class Trainer:
     """One rank of a run, ready to train."""
@@ -128,16 +138,16 @@ class Trainer:
         return sequence_places(method, degree=layout.cp, rank=rank, length=length)
 
 
-def find_place(run: Run, worker: Worker) -> tuple[torch.device, Meshes | None]:
-    """This rank's device, and the meshes if there are several ranks; joins the process group. Collective."""
+def find_place(run: Run, worker: Worker) -> Place:
+    """The place of this process, which joins the process group of the run. Collective."""
     device = choose_device(find_machine(run.device), worker.local_rank)
     if device.type == "cpu":
         torch.set_num_threads(threads_per_rank(worker.local_world_size))
         keep_freed_memory()
     if worker.world_size == 1 and not has_group(run.layout):
-        return device, None
+        return Place(worker, device)
     join_group(worker, run, device)
-    return device, build_meshes(run.layout, device.type)
+    return Place(worker, device, build_meshes(run.layout, device.type))
 
 
 def has_group(layout: LayoutSpec) -> bool:
@@ -145,19 +155,13 @@ def has_group(layout: LayoutSpec) -> bool:
     return not layout.alone
 
 
-def build_trainer(
-    resolved: ResolvedRun,
-    worker: Worker,
-    device: torch.device,
-    meshes: Meshes | None,
-    weights: RowSource | None = None,
-) -> Trainer:
+def build_trainer(resolved: ResolvedRun, place: Place, weights: RowSource | None = None) -> Trainer:
     """Build this rank's part of a run; every rank of the layout must call it. `weights`: default the run's."""
     if resolved.run.training.deterministic:
         use_deterministic_kernels()
-    check_kernel(resolved.run.training.attention, asked_attention(resolved, device))
-    passes = build_parallel_model(resolved, meshes)
-    trainer = give_state(passes, resolved, worker, device, meshes, weights or run_weights(resolved))
+    check_kernel(resolved.run.training.attention, asked_attention(resolved, place.device))
+    passes = build_parallel_model(resolved, place.meshes)
+    trainer = give_state(passes, resolved, place, weights or run_weights(resolved))
     if isinstance(passes.model, ForeignDecoder):
         with evaluating(passes.model):
             passes.model.check_causal()
@@ -191,9 +195,7 @@ def build_parallel_model(resolved: ResolvedRun, meshes: Meshes | None, objective
 def give_state(
     passes: Passes,
     resolved: ResolvedRun,
-    worker: Worker,
-    device: torch.device,
-    meshes: Meshes | None,
+    place: Place,
     weights: RowSource | None,
     make_tier: Callable[..., Tier] = Tier,
 ) -> Trainer:
@@ -206,8 +208,9 @@ def give_state(
     names = named_tensors(model).keys()
     kept = (*state_table(resolved.model), *low_precision_state(table, training))
     here, state = ([row for row in rows if row.name in names] for rows in (table, kept))
+    device, meshes = place.device, place.meshes
     kind = choose_store(run.layout, training.dtypes, alone=meshes is None)
-    tier = build_tier(resolved, worker, kind.home(device), make_tier)
+    tier = build_tier(resolved, place.worker, kind.home(device), make_tier)
     with torch.no_grad():
         kind.allocate(model, kind.home(device), tier)
     error_feedback(model).allocate(device)
@@ -217,7 +220,7 @@ def give_state(
     store.optimizers.check_layout(run.layout)
     return Trainer(
         resolved=resolved,
-        worker=worker,
+        worker=place.worker,
         device=device,
         meshes=meshes,
         table=table,

@@ -57,13 +57,7 @@ class TrainStep:
     """
 
     def __init__(
-        self,
-        run: Run,
-        passes: Passes,
-        store: StateStore,
-        device: torch.device,
-        *,
-        repeats_loss: bool = False,
+        self, run: Run, passes: Passes, store: StateStore, device: torch.device, *, repeats_loss: bool = False
     ) -> None:
         """`repeats_loss`: another rank computes and counts the same share of the loss."""
         self.run, self.training = run, run.training

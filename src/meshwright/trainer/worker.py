@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from meshwright.launch.launcher import find_worker
+from meshwright.launch.launcher import exit_at_once, find_worker
 from meshwright.launch.signals import StopRequest, end_with
 from meshwright.launch.status import MISUSE, STOPPED, RunError
 from meshwright.spec.errors import UserError
@@ -65,7 +65,4 @@ def report_to_parent(message: str) -> None:
 
 
 if __name__ == "__main__":
-    status = main()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(status)  # gloo's threads may abort a process during an orderly teardown
+    exit_at_once(main())
