@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 from meshwright.callbacks.callback import Callback, NextBatch, Training, named_callbacks
 from meshwright.callbacks.tracker import Tracker, numbers_of
+from meshwright.spec.plugins import OURS
 
 if TYPE_CHECKING:
     from meshwright.callbacks.early_stopping import EarlyStopping
@@ -29,14 +30,7 @@ __all__ = [
     "numbers_of",
 ]
 
-_HOMES = {
-    "EMA": "meshwright.callbacks.ema",
-    "EarlyStopping": "meshwright.callbacks.early_stopping",
-    "GradientNoiseScale": "meshwright.callbacks.noise_scale",
-    "LRFinder": "meshwright.callbacks.lr_finder",
-    "MemoryTimeline": "meshwright.callbacks.memory",
-    "Profiler": "meshwright.callbacks.profiler",
-}
+_HOMES = {name: module for module, _, name in (value.partition(":") for value in OURS["callbacks"].values())}
 
 
 def __getattr__(name: str) -> Any:

@@ -8,25 +8,14 @@ import importlib
 import os
 import signal
 import sys
-from dataclasses import dataclass, field
 from typing import Any
 
 from meshwright.cli.main import INTERRUPTED, Parser
 from meshwright.spec.errors import UserError
-from meshwright.spec.guards import GuardSpec
 from meshwright.spec.layout import LayoutSpec
 from meshwright.terminal import guarded_terminal
 
 SETTING = "layout.tp="
-
-
-@dataclass(frozen=True)
-class Job:
-    """The layout, guards and folder from which `launch/` starts a verb's processes."""
-
-    layout: LayoutSpec
-    guards: GuardSpec = field(default_factory=GuardSpec)
-    run_dir: str = "."
 
 
 def add_layout_argument(parser: argparse.ArgumentParser) -> None:
@@ -69,7 +58,7 @@ def started(arguments: argparse.Namespace) -> int | None:
     from meshwright.launch import forkserver
 
     untouched = forkserver.untouched()
-    from meshwright.launch.launcher import Nodes, start_workers
+    from meshwright.launch.launcher import Job, Nodes, start_workers
     from meshwright.launch.signals import StopRequest
     from meshwright.launch.status import STOPPED, TrainingStopped
     from meshwright.launch.supervise import RestartPolicy
@@ -143,7 +132,7 @@ def main() -> int:
 def _joined(worker: Any, degree: int, device_name: str) -> Any:
     import torch
 
-    from meshwright.launch.launcher import join_group, threads_per_rank
+    from meshwright.launch.launcher import Job, join_group, threads_per_rank
     from meshwright.parallel import build_meshes
     from meshwright.plan.machine import find_machine
     from meshwright.serve.ranks import Ranks

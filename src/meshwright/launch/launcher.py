@@ -9,10 +9,10 @@ import re
 import socket
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
-from typing import NoReturn, Protocol
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
@@ -28,6 +28,7 @@ from meshwright.launch.supervise import RestartPolicy, WorkerSpec, supervise
 from meshwright.spec.errors import UserError
 from meshwright.spec.guards import GuardSpec
 from meshwright.spec.layout import LayoutSpec
+from meshwright.spec.run import Run
 
 WORKER = "meshwright.trainer.worker"
 """The module that a worker process runs."""
@@ -58,23 +59,16 @@ class Worker:
     """The process that this one must exit with: our launcher or torchrun's agent; 0 if none."""
 
 
-class Job(Protocol):
-    """The common work of processes, such as a `Run`."""
+@dataclass(frozen=True)
+class Job:
+    """The common work of processes that train no `Run`."""
 
-    @property
-    def layout(self) -> LayoutSpec:
-        """The number of processes."""
-        ...
-
-    @property
-    def guards(self) -> GuardSpec:
-        """The time limits for waiting."""
-        ...
-
-    @property
-    def run_dir(self) -> str:
-        """A folder that all machines share."""
-        ...
+    layout: LayoutSpec
+    """The number of processes."""
+    guards: GuardSpec = field(default_factory=GuardSpec)
+    """The time limits for waiting."""
+    run_dir: str = "."
+    """A folder that all machines share."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -159,7 +153,12 @@ def _started_by_srun(environment: Mapping[str, str]) -> bool:
 
 
 def start_workers(
-    run: Job, nodes: Nodes, words: list[str], stop: StopRequest, policy: RestartPolicy, inherited: Sequence[int] = ()
+    run: Run | Job,
+    nodes: Nodes,
+    words: list[str],
+    stop: StopRequest,
+    policy: RestartPolicy,
+    inherited: Sequence[int] = (),
 ) -> int:
     """Run `python -m WORDS` once per local rank until the run has ended, with restarts after crashes.
 
@@ -203,7 +202,7 @@ def start_workers(
     return supervise(spec, stop)
 
 
-def _meeting_of_launchers(run: Job, nodes: Nodes) -> tuple[dist.Store, str, bytes]:
+def _meeting_of_launchers(run: Run | Job, nodes: Nodes) -> tuple[dist.Store, str, bytes]:
     """The store of all machines' launchers, its address, and the secret of the run.
 
     It is in this process and not in a worker, so that it outlives workers, and no worker meets one of another attempt.
@@ -248,7 +247,7 @@ def rank_environments(ranks: int) -> list[dict[str, str]]:
     return [{**alone, **shared, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)]
 
 
-def join_group(worker: Worker, run: Job, device: torch.device) -> None:
+def join_group(worker: Worker, run: Run | Job, device: torch.device) -> None:
     """Make this process one rank of the default process group; gloo serves CPUs, nccl GPUs (gloo their host copies).
 
     Raises `StuckError`, naming the missing ranks, if ranks have not arrived within `guards.arrive_within`.
@@ -277,7 +276,7 @@ def join_group(worker: Worker, run: Job, device: torch.device) -> None:
         gather_everywhere("here")  # every rank here knows the secret
 
 
-def _meet(worker: Worker, run: Job) -> tuple[dist.Store, dist.Store]:
+def _meet(worker: Worker, run: Run | Job) -> tuple[dist.Store, dist.Store]:
     """The store of this attempt, plain and signed, after all ranks have arrived; this rank's values are signed too."""
     seconds, opened = run.guards.arrive_within, _open_store(worker, run.guards.arrive_within)
     # A prefix for each attempt, so that no rank finds the address of a dead one.

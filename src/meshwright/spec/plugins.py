@@ -20,12 +20,12 @@ from meshwright.spec.errors import UserError
 
 OURS = {
     "callbacks": {
-        "early_stopping": "meshwright.callbacks:EarlyStopping",
-        "ema": "meshwright.callbacks:EMA",
-        "lr_finder": "meshwright.callbacks:LRFinder",
-        "memory": "meshwright.callbacks:MemoryTimeline",
-        "noise_scale": "meshwright.callbacks:GradientNoiseScale",
-        "profiler": "meshwright.callbacks:Profiler",
+        "early_stopping": "meshwright.callbacks.early_stopping:EarlyStopping",
+        "ema": "meshwright.callbacks.ema:EMA",
+        "lr_finder": "meshwright.callbacks.lr_finder:LRFinder",
+        "memory": "meshwright.callbacks.memory:MemoryTimeline",
+        "noise_scale": "meshwright.callbacks.noise_scale:GradientNoiseScale",
+        "profiler": "meshwright.callbacks.profiler:Profiler",
     },
     "trackers": {
         "tensorboard": "meshwright.callbacks.tracker:TensorBoard",
