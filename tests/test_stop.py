@@ -23,7 +23,7 @@ from meshwright.spec.training import EvaluationSpec
 from meshwright.testing.equivalence import build_here
 from meshwright.testing.faults import run_in_fork
 from meshwright.testing.ranks import RankPool
-from meshwright.trainer import held_out
+from meshwright.trainer import evaluate
 from meshwright.trainer.display import Display
 from meshwright.trainer.loop import train_loop
 from meshwright.trainer.metrics import Journal, read_journal
@@ -166,7 +166,7 @@ def train_and_signal(run: ResolvedRun, root: Path, phase: str) -> tuple[int, lis
 
     owner, name = {
         "first step": (trainer.train_step, "gradients"),
-        "evaluation": (held_out, "evaluate"),
+        "evaluation": (evaluate, "evaluate"),
         "save": (Saver, "_begin"),
     }.get(phase, (trainer.train_step, "update"))
     really = getattr(owner, name)
