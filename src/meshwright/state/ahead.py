@@ -1,7 +1,7 @@
 """Weights mapped from files: while one block computes, the next blocks are read and the previous ones dropped."""
 
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from meshwright.models.slots import Compute, Wrapped
-from meshwright.state.tiers import Home
+from meshwright.state.files import Home
 from meshwright.torch_internals import local_tensor
 
 Places = dict[int, tuple[torch.Tensor, Home, int]]
@@ -64,9 +64,8 @@ class BlocksAhead:
 
 def _parts(parameters: Iterable[torch.Tensor], places: Places) -> list[tuple[Home, int, int]]:
     """Home, offset and bytes of the parameters that have homes."""
-    found: Mapping[int, tuple[torch.Tensor, Home, int]] = places
-    locals_ = (local_tensor(parameter) for parameter in parameters)
-    return [(found[id(one)][1], found[id(one)][2], one.nbytes) for one in locals_ if id(one) in found]
+    found = (places.get(id(local_tensor(parameter))) for parameter in parameters)
+    return [(home, offset, tensor.nbytes) for tensor, home, offset in filter(None, found)]
 
 
 class _Entered:

@@ -28,7 +28,45 @@ class OffloadError(UserError):
     """The folder or a file for state on disk is unusable."""
 
 
-class StateFile:
+class Home:
+    """The home of one bucket's bytes. The methods that do nothing here concern copies of it, such as cached pages."""
+
+    size: int
+    moved: int = 0
+    """Bytes read and written so far."""
+    seconds: float = 0.0
+    """The time that this took."""
+
+    def tensor(self, offset: int, like: torch.Tensor) -> torch.Tensor:
+        """The tensor at `offset`, of the shape and dtype of `like`."""
+        raise NotImplementedError
+
+    def read(self, buffer: torch.Tensor) -> None:
+        """Fill a buffer with the beginning."""
+        raise NotImplementedError
+
+    def write(self, buffer: torch.Tensor) -> None:
+        """Replace the beginning with a buffer."""
+        raise NotImplementedError
+
+    def fill(self, offset: int, tensor: torch.Tensor) -> None:
+        """Replace the bytes at `offset` with a tensor's."""
+        raise NotImplementedError
+
+    def changed(self) -> None:
+        """Report that a tensor in this home was filled."""
+
+    def forget(self, size: int | None = None) -> None:
+        """Drop any copy in the device's or host's memory: of all bytes, or of the first `size`."""
+
+    def expect(self, offset: int, size: int) -> None:
+        """Prepare a part for its tensors to be read."""
+
+    def drop(self, offset: int, size: int) -> None:
+        """Drop any copy of a part whose tensors were only read."""
+
+
+class StateFile(Home):
     """Bytes in an unlinked file: the system frees it with the process, even after a crash.
 
     It is read and written whole, from buffers whose address and size are multiples of `BLOCK`. Code that needs single
@@ -41,8 +79,6 @@ class StateFile:
         Raises `OffloadError` if this fails: the disk is full, or the folder cannot be written.
         """
         self.path, self.size, self.checksums = directory / f"{name}-{secrets.token_hex(4)}", rounded(size), checksums
-        self.moved, self.seconds = 0, 0.0
-        """Bytes read and written so far, and the seconds it took."""
         self._checksum: tuple[int, int] | None = None  # a number of bytes, and their checksum
         try:
             self._fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)

@@ -6,41 +6,39 @@ low precision these are the weights that the model computes with, separate from 
 In full precision they are both. Under FSDP2 they are the rank's shards, which FSDP2 gathers as from host memory.
 """
 
-from collections.abc import Iterable
-
 import torch
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 
 from meshwright.models.dtypes import torch_dtype
-from meshwright.optim.build import Builder
-from meshwright.spec.model import Parameter
 from meshwright.spec.training import TrainingSpec
 from meshwright.state.ahead import BlocksAhead, Places
-from meshwright.state.files import BLOCK
-from meshwright.state.host import HostStore
-from meshwright.state.store import Bucket
+from meshwright.state.files import BLOCK, Home
+from meshwright.state.store import Bucket, HostStore
 from meshwright.state.tiered import TieredMasters, TieredStore, allocate_in
-from meshwright.state.tiers import Home, Tier
+from meshwright.state.tiers import Tier
 from meshwright.torch_internals import Shards, local_tensor
 
 
 class _ModelOnDisk(TieredStore):
     """All larger parameters, including frozen ones, live in `tier`."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        rows: Iterable[Parameter],
-        training: TrainingSpec,
-        build: Builder | None = None,
-        *,
-        tier: Tier | None = None,
-    ) -> None:
-        """See `TieredStore`."""
+    def begin(self, model: nn.Module, tier: Tier | None) -> None:
+        """See `StateStore`."""
+        super().begin(model, tier)
         self._places: Places = {}
-        super().__init__(model, rows, training, build, tier=tier)
-        self._frozen = self._move_frozen(model)
+
+    def move_out(self, model: nn.Module) -> None:
+        """See `StateStore`: each frozen parameter gets its own home."""
+        super().move_out(model)
+        self._frozen: list[Home] = []
+        for tensor in [local_tensor(parameter) for parameter in model.parameters() if not parameter.requires_grad]:
+            if tensor.nbytes >= BLOCK:
+                home = self.tier.home(f"frozen{len(self._frozen)}", self.room_of(tensor))
+                tensor.data = home.tensor(0, tensor).copy_(tensor)
+                self.lives_at(tensor, home, 0)
+                home.forget()
+                self._frozen.append(home)
         self._ahead = BlocksAhead(model, self._places)
 
     @staticmethod
@@ -48,19 +46,6 @@ class _ModelOnDisk(TieredStore):
         """See `StateStore`: allocated in the tier, because memory has no room for all of them."""
         assert tier is not None
         allocate_in(tier, model, device, lambda tensor: isinstance(tensor, nn.Parameter))
-
-    def _move_frozen(self, model: nn.Module) -> list[Home]:
-        """Give each frozen parameter its own home."""
-        frozen = [local_tensor(parameter) for parameter in model.parameters() if not parameter.requires_grad]
-        homes = []
-        for tensor in frozen:
-            if tensor.nbytes >= BLOCK:
-                home = self.tier.home(f"frozen{len(homes)}", self.room_of(tensor))
-                tensor.data = home.tensor(0, tensor).copy_(tensor)
-                self.lives_at(tensor, home, 0)
-                home.forget()
-                homes.append(home)
-        return homes
 
     def lives_at(self, tensor: torch.Tensor, home: Home, offset: int) -> None:
         """See `TieredStore`."""
@@ -121,18 +106,10 @@ class WeightsOnDisk(_ModelOnDisk):
 class ShardsOnDisk(WeightsOnDisk, HostStore):
     """FSDP2's shards live in `tier`, and the optimizer steps on the host."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        rows: Iterable[Parameter],
-        training: TrainingSpec,
-        build: Builder | None = None,
-        *,
-        tier: Tier | None = None,
-    ) -> None:
-        """See `TieredStore`."""
+    def begin(self, model: nn.Module, tier: Tier | None) -> None:
+        """See `StateStore`."""
+        super().begin(model, tier)
         self._shards = Shards(model)
-        super().__init__(model, rows, training, build, tier=tier)
 
     @staticmethod
     def offload_policy(device_type: str) -> OffloadPolicy:
