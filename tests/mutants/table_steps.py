@@ -315,8 +315,8 @@ READ = [
     Mutant(
         "ranks' shares of a step overlap",
         "data/loader.py",
-        "self._rank * self._per_rank\n",
-        "self._rank\n",
+        "self._share.rank * self._per_rank\n",
+        "self._share.rank\n",
         "zero-3",
         r"data: .*",
     ),
