@@ -104,8 +104,7 @@ class StateFile(Home):
                 os.preadv(self._fd, [memoryview(piece)[: offset + size - place]], place)
             except OSError as error:
                 raise self._broken("read", error) from error
-        self.moved += size
-        self.seconds += time.perf_counter() - began
+        self._count(size, began)
 
     def drop(self, offset: int, size: int) -> None:
         """Drop a part, unchanged since it was written, from the page cache."""
@@ -127,7 +126,7 @@ class StateFile(Home):
                 f"{self.path.parent}: {self.path.name} fails its checksum, so the disk or its controller is "
                 "damaged; continue from the last checkpoint with --resume, on another disk"
             )
-        self._count(buffer, began)
+        self._count(len(buffer), began)
 
     def write(self, buffer: torch.Tensor) -> None:
         """Replace the beginning of the file with a buffer of `BLOCK`s."""
@@ -136,7 +135,7 @@ class StateFile(Home):
         self._move(os.pwritev, buffer, "written")
         if self._direct is None:
             self.forget(len(buffer))
-        self._count(buffer, began)
+        self._count(len(buffer), began)
 
     def changed(self) -> None:
         """Report that a mapped tensor was filled, so the checksum is outdated."""
@@ -160,9 +159,7 @@ class StateFile(Home):
             self._map.flush(0, size)
         except OSError as error:
             raise self._broken("written", error) from error
-        self._map.madvise(mmap.MADV_DONTNEED, 0, size)
-        with contextlib.suppress(OSError):  # only advice
-            os.posix_fadvise(self._fd, 0, size, os.POSIX_FADV_DONTNEED)
+        self.drop(0, size)
 
     def _move(self, move: Callable[[int, list[memoryview], int], int], buffer: torch.Tensor, done: str) -> None:
         """Read or write a whole buffer; with buffered I/O if the file system accepts O_DIRECT but does not honour
@@ -180,8 +177,8 @@ class StateFile(Home):
                 raise self._broken(done, OSError(errno.EIO, os.strerror(errno.EIO)))
             place += count
 
-    def _count(self, buffer: torch.Tensor, began: float) -> None:
-        self.moved += len(buffer)
+    def _count(self, size: int, began: float) -> None:
+        self.moved += size
         self.seconds += time.perf_counter() - began
 
     def _broken(self, done: str, error: OSError) -> OffloadError:

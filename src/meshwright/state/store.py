@@ -128,11 +128,6 @@ class StateStore:
         return ()
 
     @property
-    def bytes_elsewhere(self) -> int:
-        """Bytes of state outside the device and outside host memory allocated by the device's library."""
-        return 0
-
-    @property
     def writes_at_once(self) -> bool:
         """Whether a checkpoint is written from the state's home while training waits, not from a copy."""
         return False

@@ -268,11 +268,6 @@ class TieredStore(StateStore):
         self._told = self._told or told is not None
         return told
 
-    @property
-    def bytes_elsewhere(self) -> int:
-        """See `StateStore`."""
-        return sum(moved.all_bytes for moved in self._moved.values())
-
 
 class TieredMasters(TieredStore, MasterWeights):
     """A single process's store: master weights and their gradients live in `tier` too."""

@@ -61,11 +61,6 @@ class _ModelOnDisk(TieredStore):
         """See `StateStore`."""
         return [*super().elsewhere, *(tensor for tensor, _, _ in self._places.values())]
 
-    @property
-    def bytes_elsewhere(self) -> int:
-        """See `StateStore`."""
-        return super().bytes_elsewhere + sum(home.size for home in self._frozen)
-
 
 class WeightsOnDisk(_ModelOnDisk):
     """The parameters that the model computes with and the optimizer updates, and their gradients, live in `tier`."""
