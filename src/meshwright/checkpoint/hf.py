@@ -171,7 +171,7 @@ def export_hf(
         the largest difference between two logits in the proof, by program; empty without a proof.
 
     Raises:
-        UserError: `out_dir` exists, the parameters are not those of `spec`, or the logits differ.
+        UserError: `out_dir` exists, the parameters do not belong to `spec`, or the logits differ.
     """
     with complete_folder(out_dir) as staging:
         reference = build_model(spec, device="cpu") if prove else None

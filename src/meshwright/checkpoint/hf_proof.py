@@ -30,8 +30,8 @@ RowReader = Callable[[str, int, int], torch.Tensor]
 def prove_export(
     reference: Decoder, directory: Path, open_weights: Callable[[ModelSpec], RowReader]
 ) -> dict[str, float]:
-    """Compare the logits of `reference` (fp32, with the weights rounded as for export) with those of the model in
-    `directory`: read by us and, if it is installed, by transformers.
+    """Compare the logits of `reference` (fp32, with the weights rounded as for export) with the logits of the
+    model in `directory`: read by us and, if it is installed, by transformers.
 
     Args:
         open_weights: takes the model that config.json describes, returns a reader of its parameters' rows.

@@ -5,13 +5,7 @@ import math
 import shutil
 from pathlib import Path
 
-from meshwright.checkpoint.manifest import (
-    TRAINER,
-    UNFINISHED,
-    list_checkpoints,
-    remove_checkpoint,
-    step_of,
-)
+from meshwright.checkpoint.manifest import TRAINER, UNFINISHED, list_checkpoints, remove_checkpoint, step_of
 from meshwright.spec.checkpoint import CheckpointSpec
 from meshwright.storage.durable import write_durably
 

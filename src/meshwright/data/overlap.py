@@ -34,9 +34,9 @@ class Shared:
     windows: int
     """Runs of n tokens in it."""
     found: int = 0
-    """Runs of these that are in the training data."""
+    """How many of these runs are in the training data."""
     example: str = ""
-    """The first of them, as text."""
+    """The first shared run, as text."""
     place: str = ""
     """The location of the overlap."""
 

@@ -36,7 +36,7 @@ CONTAINERS: dict[str, Container] = {
 """By file extension; every other file is text."""
 
 COMPRESSED = (".gz", ".zst")
-"""Extensions after that of a text, .json, .jsonl or .csv file."""
+"""Extensions of compression, which may follow the extension of a text, .json, .jsonl or .csv file."""
 
 NOT_TEXT = frozenset([".npy", ".npz", ".xz", ".bz2", ".zip", ".tar", ".pt", ".safetensors"])
 """Refused extensions: read as plain text, these would train silently on markup or fail at the first byte."""

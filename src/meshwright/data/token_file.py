@@ -135,7 +135,7 @@ class TokenWriter:
         `masked`: some tokens carry no loss, and a mask is written.
         """
         self._path, self._tokenizer = path, tokenizer
-        self.dtype = token_dtype(tokenizer)
+        self.dtype = np.dtype("<u2" if tokenizer.vocab_size < SMALL_VOCABULARY else "<i4")
         self._tokens, self._documents, self._begun = mark or Mark()
         self._synced = mark
         self._file = _open_to_continue(path, self._tokens * self.dtype.itemsize)
@@ -215,11 +215,6 @@ def _evenly(length: int, step: int = 1) -> list[int]:
     return [number * length // count for number in range(count)]
 
 
-def token_dtype(tokenizer: TextTokenizer) -> np.dtype:
-    """The dtype in which Megatron's builder stores this tokenizer's tokens."""
-    return np.dtype("<u2" if tokenizer.vocab_size < SMALL_VOCABULARY else "<i4")
-
-
 def write_index(path: Path, lengths: np.ndarray, dtype: np.dtype) -> None:
     """Write an .idx of documents of `lengths` tokens, one sequence each, in constant memory."""
     code = next(code for code, known in DTYPES.items() if known == dtype)
@@ -246,7 +241,7 @@ def open_token_file(path: Path, tokenizer: TextTokenizer, *, rebuild: str = "") 
     try:
         about = json.loads(path.with_suffix(ABOUT).read_bytes()) if rebuild else _about(path)
         made_by = about and about["tokenizer"]
-        found = open_indexed(path, remedy=rebuild if rebuild else None)
+        found = open_indexed(path, remedy=rebuild or None)
     except UserError as error:
         raise UserError(str(error).removesuffix(rebuild) + rebuild) from error
     except (OSError, KeyError, TypeError, ValueError, RecursionError) as error:
@@ -333,7 +328,7 @@ def looks_wider(tokens: np.ndarray) -> bool:
     return bool((halves[:, 1] < 8).all()) and len(np.unique(halves[:, 0])) > 8
 
 
-def _open_index(path: Path, remedy: str | None = None) -> tuple[np.dtype, np.ndarray, np.ndarray, np.ndarray]:
+def _open_index(path: Path, remedy: str | None) -> tuple[np.dtype, np.ndarray, np.ndarray, np.ndarray]:
     """(dtype of the tokens, lengths, places, first sequences) of an .idx."""
     with regular(path).open("rb") as file:
         header = file.read(HEADER.size)

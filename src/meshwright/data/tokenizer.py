@@ -96,7 +96,7 @@ class TextTokenizer:
         self, texts: Sequence[str], *, add_special_tokens: bool = False
     ) -> list[tuple[list[int], list[tuple[int, int]]]]:
         """(token ids, characters covered by each) of texts whose special tokens are meant as such, because a chat
-        template wrote them. `add_special_tokens`: also add the ones that the tokenizer puts around every text."""
+        template wrote them. `add_special_tokens`: also add those that the tokenizer puts around every text."""
         self._tokenizer.encode_special_tokens = False
         try:
             with _panics_told():

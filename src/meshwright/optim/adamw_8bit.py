@@ -7,8 +7,8 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from meshwright.models.blockwise import code_book, code_of_zero, encode_blocks
+from meshwright.optim.adamw import ParameterwiseAdamW, adamw_
 from meshwright.optim.bf16 import as_rows
-from meshwright.optim.parameterwise import ParameterwiseAdamW, adamw_
 from meshwright.optim.shards import local
 
 BLOCK = 256

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from meshwright.optim.parameterwise import ParameterwiseAdamW
+from meshwright.optim.adamw import ParameterwiseAdamW
 from meshwright.spec.errors import UserError
 
 SMALLEST_PAGED = 10**5

@@ -3,8 +3,6 @@ the first step.
 """
 
 from abc import abstractmethod
-from collections.abc import Iterable
-from math import sqrt
 from typing import Any
 
 import torch
@@ -38,28 +36,3 @@ class Parameterwise(torch.optim.Optimizer):
         self, parameter: torch.Tensor, gradient: torch.Tensor, state: dict[str, torch.Tensor], group: dict[str, Any]
     ) -> None:
         """Change a parameter and its state in place; `group` has the settings of its parameter group."""
-
-
-class ParameterwiseAdamW(Parameterwise):
-    """AdamW (Loshchilov and Hutter, 2019); subclasses choose how moments are stored."""
-
-    def __init__(
-        self, params: Iterable[Any], *, lr: float, betas: tuple[float, float], eps: float, weight_decay: float = 0.0
-    ) -> None:
-        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
-
-
-def adamw_(
-    weight: torch.Tensor,
-    gradient: torch.Tensor,
-    moments: tuple[torch.Tensor, torch.Tensor],
-    group: dict[str, Any],
-    step: float,
-) -> None:
-    """AdamW's update of a weight and its two moments in place, in fp32 or wider; `step` counts from 1."""
-    (first, second), (beta1, beta2) = moments, group["betas"]
-    first.mul_(beta1).add_(gradient, alpha=1 - beta1)
-    second.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
-    denominator = (second.sqrt() / sqrt(1 - beta2**step)).add_(group["eps"])
-    weight.mul_(1 - group["lr"] * group["weight_decay"])
-    weight.addcdiv_(first.to(weight.dtype), denominator.to(weight.dtype), value=-group["lr"] / (1 - beta1**step))

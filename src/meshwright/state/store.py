@@ -8,11 +8,11 @@ Between steps every tensor is at home: on the device, in host memory, on disk. A
         store.put(bucket)      home again, and the new weights to the model
 
 `StateStore` is the store whose home is the compute device. Nothing moves, and one bucket holds everything: torch's
-fused optimizers take all parameters at once. A subclass that moves state overrides
-`cut`, `fetch` and `put`. `fetch` replaces each entry of `bucket.state` by a copy on the device of the step, and may
-begin to read the next bucket, `self.buckets[bucket.index + 1]`. `put` writes the copy back and puts the home tensor
-back in the entry. `state/tiered.py` does so by exchanging the tensors' memory. Checkpoints read and fill homes
-(`tensors`), so a tensor mapped from a file works like any other.
+fused optimizers take all parameters at once. A subclass that moves state overrides `move_out`, `cut`, `fetch` and
+`put`. `fetch` replaces each entry of `bucket.state` by a copy on the device of the step, and may begin to read the next
+bucket, `self.buckets[bucket.index + 1]`. `put` writes the copy back and puts the home tensor back in the entry.
+`state/tiered.py` does so by exchanging the tensors' memory. Checkpoints read and fill homes (`tensors`), so a tensor
+mapped from a file works like any other.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
