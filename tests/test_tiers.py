@@ -26,9 +26,9 @@ from meshwright.spec.layout import LayoutSpec
 from meshwright.spec.offload import OffloadSpec
 from meshwright.spec.run import ResolvedRun
 from meshwright.state import TieredStore, files, tiered
-from meshwright.state.ahead import BlocksAhead
 from meshwright.state.files import OffloadError, StateFile, aligned_buffer, check_directory, file_system
 from meshwright.state.tiers import Tier, complaint
+from meshwright.state.weights import BlocksAhead
 from meshwright.testing.equivalence import build_here, loader_for, whole_of_all
 from meshwright.testing.ranks import RankPool
 from meshwright.trainer.setup import Trainer

@@ -23,9 +23,8 @@ import torch
 from torch.distributed.checkpoint.storage import WriteResult
 
 from meshwright.checkpoint.dcp import ShardPlan, local_part, plan_shards, write_index, write_shards
-from meshwright.checkpoint.manifest import STAGING, TRAINER, checkpoint_name, describe_file, point_at, publish
+from meshwright.checkpoint.manifest import STAGING, TRAINER, checkpoint_name, describe_file, point_at, prune, publish
 from meshwright.checkpoint.metadata import METADATA
-from meshwright.checkpoint.retention import prune
 from meshwright.comm.objects import from_first, gather, rank
 from meshwright.spec.checkpoint import CheckpointSpec
 

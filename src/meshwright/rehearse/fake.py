@@ -163,7 +163,7 @@ class UncountedTier(Tier):
 
     def home(self, name: str, size: int) -> Home:
         """A home without bytes."""
-        return _NoHome(size, self.tensors)
+        return _NoHome(self.tensors)
 
     def buffer(self, size: int) -> torch.Tensor:
         """A buffer in the counted memory."""
@@ -173,8 +173,8 @@ class UncountedTier(Tier):
 class _NoHome(Home):
     """A bucket's home outside the counted memory, of tensors without data."""
 
-    def __init__(self, size: int, tensors: dict[int, torch.Tensor]) -> None:
-        self.size, self._tensors = size, tensors
+    def __init__(self, tensors: dict[int, torch.Tensor]) -> None:
+        self._tensors = tensors
 
     def tensor(self, offset: int, like: torch.Tensor) -> torch.Tensor:
         there = torch.empty(like.shape, dtype=like.dtype)

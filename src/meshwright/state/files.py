@@ -31,7 +31,6 @@ class OffloadError(UserError):
 class Home:
     """The home of one bucket's bytes. The methods that do nothing here concern copies of it, such as cached pages."""
 
-    size: int
     moved: int = 0
     """Bytes read and written so far."""
     seconds: float = 0.0

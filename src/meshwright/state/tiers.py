@@ -25,8 +25,7 @@ class HostMemory(Home):
     """A bucket's home in host memory, pinned for a GPU."""
 
     def __init__(self, size: int, *, pinned: bool) -> None:
-        self.size = rounded(size)
-        self._bytes = aligned_buffer(self.size, pinned=pinned)
+        self._bytes = aligned_buffer(rounded(size), pinned=pinned)
         self._bytes.zero_()
 
     def tensor(self, offset: int, like: torch.Tensor) -> torch.Tensor:
