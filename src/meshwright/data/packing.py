@@ -46,6 +46,7 @@ class Samples(Protocol):
     @property
     def num_tokens(self) -> int:
         """Number of positions that are not padding."""
+        ...
 
     def __len__(self) -> int: ...
 
@@ -53,6 +54,7 @@ class Samples(Protocol):
 
     def pieces(self, index: int) -> Sequence[Piece]:
         """The pieces of the stream in sample `index`, in order; padding follows them."""
+        ...
 
 
 def build_samples(file: TokenFile, data: DataSpec, *, keep_tail: bool = False) -> Samples:
