@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from tokenizers import Tokenizer
 
-from meshwright.checkpoint.hf import export_hf
+from meshwright.checkpoint.hf import HfForm, export_hf
 from meshwright.data.tokenizer import TextTokenizer, train_tokenizer
 from meshwright.families import parameter_table, resolve_model
 from meshwright.finetune import apply_finetune
@@ -88,9 +88,11 @@ def hf_directory(folder: Path, model: Decoder, tokenizer: TextTokenizer) -> Path
         named_tensors(model).items(),
         model.spec,
         folder,
-        tokenizer_dir=folder.parent / f"{folder.name}-tokenizer",
-        dtype=torch.float32,
-        token_ids={"eos_token_id": tokenizer.eos_id},
+        HfForm(
+            tokenizer_dir=folder.parent / f"{folder.name}-tokenizer",
+            dtype=torch.float32,
+            token_ids={"eos_token_id": tokenizer.eos_id},
+        ),
         prove=False,
     )
     return folder

@@ -20,8 +20,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from meshwright.checkpoint import manifest as manifest_module
 from meshwright.checkpoint.dcp import load_tensors
-from meshwright.checkpoint.manifest import CheckpointError, list_checkpoints
-from meshwright.checkpoint.retention import prune
+from meshwright.checkpoint.manifest import CheckpointError, list_checkpoints, prune
 from meshwright.checkpoint.verify import newest_good_checkpoint, verify_checkpoint
 from meshwright.checkpoint.writer import CheckpointWriter
 from meshwright.spec.checkpoint import CheckpointSpec

@@ -10,7 +10,7 @@ import pytest
 from meshwright.cli import data as verb
 from meshwright.cli.main import main
 from meshwright.data.audit import CHECKS, PlannedRun, audit
-from meshwright.data.loader import HostBatch, Loader
+from meshwright.data.loader import HostBatch, Loader, Share
 from meshwright.data.mixture import JoinedSamples, Mixture
 from meshwright.data.packing import NO_LABEL, build_samples
 from meshwright.data.prepare import Corpus, Stream
@@ -59,8 +59,8 @@ def planned(
 
 
 def loader(mixture, rank: int, *, seed: int = 7, world_size: int = RANKS, padding="kept") -> Loader:
-    ranks = {"rank": rank, "world_size": world_size}
-    return Loader(mixture, seed=seed, global_batch=GLOBAL_BATCH, micro_batch=2, padding=padding, **ranks)
+    share = Share(rank=rank, world_size=world_size, padding=padding)
+    return Loader(mixture, share, seed=seed, global_batch=GLOBAL_BATCH, micro_batch=2)
 
 
 class Changed:

@@ -7,7 +7,7 @@ from fractions import Fraction
 import numpy as np
 import pytest
 
-from meshwright.data.loader import Loader
+from meshwright.data.loader import Loader, Share
 from meshwright.data.mixture import JoinedSamples, Mixture, mean_context
 from meshwright.data.packing import BestFitSamples, ConcatenatedSamples, build_samples
 from meshwright.data.prepare import Corpus, Stream
@@ -86,7 +86,7 @@ def test_the_loader_mixes_the_same_for_every_world_size(world_size):
     wanted = [mixture.sample(position, 6).inputs[0] for position in range(8, 16)]
     seen = []
     for rank in range(world_size):
-        with Loader(mixture, seed=6, global_batch=8, micro_batch=2, rank=rank, world_size=world_size) as loader:
+        with Loader(mixture, Share(rank=rank, world_size=world_size), seed=6, global_batch=8, micro_batch=2) as loader:
             seen += itertools.chain.from_iterable(batch.tokens[:, 0] for batch in loader.microbatches(1))
     assert seen == wanted
 

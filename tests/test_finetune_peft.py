@@ -15,7 +15,7 @@ from transformers.models.qwen2 import modeling_qwen2
 
 from beside_peft import STEPS, train_beside
 from losses import logits_of
-from meshwright.checkpoint.peft import WEIGHTS, read_adapter, stored_places, write_adapter
+from meshwright.checkpoint.peft import WEIGHTS, Base, read_adapter, stored_places, write_adapter
 from meshwright.checkpoint.peft_config import CONFIG, AdapterError, unread_by_vllm
 from meshwright.families import read_hf_directory
 from meshwright.finetune import merged_model
@@ -103,7 +103,7 @@ def write(trainer: Trainer, directory: Path) -> Path:
     assert not isinstance(finetune, FullSpec)
     assert base is not None
     model = trainer.resolved.model
-    write_adapter(directory, trainer.parameters, model, finetune, base=base["path"], fingerprint=base["fingerprint"])
+    write_adapter(directory, trainer.parameters, model, finetune, Base(base["path"], base["fingerprint"]))
     return directory
 
 

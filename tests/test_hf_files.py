@@ -11,7 +11,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from meshwright.checkpoint import hf
-from meshwright.checkpoint.hf import INDEX, WEIGHTS, HfWeights, export_hf
+from meshwright.checkpoint.hf import INDEX, WEIGHTS, HfForm, HfWeights, export_hf
 from meshwright.checkpoint.hf_proof import probe_tokens
 from meshwright.families import hf_tensors, model_to_hf_config, parameter_table, read_hf_directory, resolve_model
 from meshwright.models import build_model, initialize
@@ -38,8 +38,8 @@ def random_model(spec: ModelSpec):
 
 
 def export(out: Path, spec: ModelSpec, **options) -> dict[str, float]:
-    settings = {"tokenizer_dir": None, "dtype": torch.float32, "prove": False} | options
-    return export_hf(random_model(spec).named_parameters(), spec, out, **settings)
+    prove, form = options.pop("prove", False), HfForm(**{"dtype": torch.float32} | options)
+    return export_hf(random_model(spec).named_parameters(), spec, out, form, prove=prove)
 
 
 @pytest.fixture
@@ -286,7 +286,7 @@ def test_an_export_never_overwrites(tmp_path):
 def test_an_export_that_fails_leaves_nothing(tmp_path):
     spec = spec_of("llama")
     parameters = list(random_model(spec).named_parameters())
-    options = {"tokenizer_dir": None, "prove": False}
+    options = {"form": HfForm(), "prove": False}
     for stream, message in (
         (parameters[1:], "1 parameters are missing, first tok_embeddings.weight"),
         ([*parameters, parameters[0]], "tok_embeddings.weight of shape [60, 32] is unexpected or occurs twice"),

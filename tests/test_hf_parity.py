@@ -16,7 +16,7 @@ from transformers.models.qwen3 import modeling_qwen3
 from transformers.models.qwen3_moe import modeling_qwen3_moe
 
 from losses import logits_of, summed_loss
-from meshwright.checkpoint.hf import HfWeights, export_hf
+from meshwright.checkpoint.hf import HfForm, HfWeights, export_hf
 from meshwright.families import (
     hf_tensors,
     model_to_hf_config,
@@ -148,7 +148,7 @@ def separate(gradients: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 def exported(spec: ModelSpec, directory: Path, dtype=torch.float32, **options) -> Decoder:
     model = ours(spec)
-    export_hf(named_tensors(model).items(), spec, directory, tokenizer_dir=None, dtype=dtype, **options)
+    export_hf(named_tensors(model).items(), spec, directory, HfForm(dtype=dtype), **options)
     return model
 
 
@@ -266,7 +266,7 @@ def test_a_round_trip_keeps_every_bit(name, dtype, tmp_path):
     weights = HfWeights(tmp_path / "theirs", spec)
     table = parameter_table(spec) + state_table(spec)
     stream = ((row.name, weights.read_rows(row.name, 0, row.shape[0])) for row in table)
-    export_hf(stream, spec, tmp_path / "ours", tokenizer_dir=None, dtype=dtype, shard_bytes=10_000, prove=False)
+    export_hf(stream, spec, tmp_path / "ours", HfForm(dtype=dtype, shard_bytes=10_000), prove=False)
     before = load_file(tmp_path / "theirs" / "model.safetensors")
     index = json.loads((tmp_path / "ours" / "model.safetensors.index.json").read_text())
     files = set(index["weight_map"].values())

@@ -8,7 +8,7 @@ import pytest
 from huggingface_hub import constants
 
 from meshwright import load_recipe, train
-from meshwright.checkpoint.hf import export_hf
+from meshwright.checkpoint.hf import HfForm, export_hf
 from meshwright.cli.main import main
 from meshwright.data.tokenizer import train_tokenizer
 from meshwright.families import parameter_table, resolve_model
@@ -37,7 +37,9 @@ def snapshot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (repository / "refs" / "main").write_text("abc123")
     (repository / "snapshots").mkdir()
     tensors = ((name, tensor.detach()) for name, tensor in model.named_parameters())
-    export_hf(tensors, spec, repository / "snapshots" / "abc123", tokenizer_dir=tmp_path / "tokenizer", prove=False)
+    export_hf(
+        tensors, spec, repository / "snapshots" / "abc123", HfForm(tokenizer_dir=tmp_path / "tokenizer"), prove=False
+    )
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
     monkeypatch.chdir(tmp_path)
     (tmp_path / "run.yaml").write_text(RECIPE)

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from losses import logits_of
 from meshwright import Run, train
-from meshwright.checkpoint.hf import HfWeights, export_hf
+from meshwright.checkpoint.hf import HfForm, HfWeights, export_hf
 from meshwright.cli.main import main
 from meshwright.data.tokenizer import train_tokenizer
 from meshwright.families import parameter_table, read_hf_directory, state_table
@@ -97,7 +97,7 @@ def test_what_stands_beside_parameters_is_read_and_written(directories: Path, tm
     which has every tensor; short tensors stay in wide formats."""
     model = ours(directories / name, "transformers")
     assert (logits_of(model, tokens()) - theirs(directories / name)).abs().max() < 1e-6
-    export_hf(named_tensors(model).items(), model.spec, tmp_path / "out", tokenizer_dir=None, dtype=torch.bfloat16)
+    export_hf(named_tensors(model).items(), model.spec, tmp_path / "out", HfForm())
     before, after = (load_file(folder / "model.safetensors") for folder in (directories / name, tmp_path / "out"))
     assert before.keys() == after.keys()
     beside = {key for key in before if key.endswith("e_score_correction_bias") or not before[key].dim()}

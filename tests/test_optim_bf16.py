@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from meshwright.optim.adamw_bf16 import AdamWBf16
+from meshwright.optim.adamw import AdamWBf16
 from meshwright.optim.bf16 import AT_ONCE, Bf16, places, round_at_random
 from meshwright.plan.engine import engine_stack
 from meshwright.spec.layout import LayoutSpec

@@ -254,7 +254,7 @@ def test_a_tied_embedding_that_trained_here_is_exported_as_peft_computes_it(
     assert not [path for path in tmp_path.iterdir() if "wrong" in path.name]
 
     # Earlier versions wrote such files, with both names meant.
-    monkeypatch.setattr("meshwright.checkpoint.peft_proof.find_spec", lambda name: None)
+    monkeypatch.setattr("meshwright.checkpoint.hf_proof.find_spec", lambda name: None)
     export_adapter(trained, tmp_path / "old")
     monkeypatch.undo()
     assert close(ours(bases / "tied", tmp_path / "old", **EMBEDDING), expected)
@@ -276,7 +276,7 @@ def test_every_export_is_proved(bases: Path, tmp_path: Path, monkeypatch: pytest
 
     told = "read by peft"
     if base == "nf4":  # a fault only of the writer
-        monkeypatch.setattr("meshwright.checkpoint.peft_proof.find_spec", lambda name: None)
+        monkeypatch.setattr("meshwright.checkpoint.hf_proof.find_spec", lambda name: None)
         write = written.Stored.to_file
         monkeypatch.setattr(written.Stored, "to_file", lambda place, tensor: 2 * write(place, tensor))
         told = "read back"

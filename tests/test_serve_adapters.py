@@ -11,7 +11,7 @@ import openai
 import pytest
 import torch
 
-from meshwright.checkpoint.peft import write_adapter
+from meshwright.checkpoint.peft import Base, write_adapter
 from meshwright.cli.main import main
 from meshwright.judge.ratings import read_verdicts
 from meshwright.models.generate import Sampling
@@ -55,7 +55,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> TrainedModel:
         kept = {name: tensor for name, tensor in other.named_parameters() if tensor.requires_grad}
         (folder / "loras").mkdir(exist_ok=True)
         fingerprint = fingerprint_of(source)
-        write_adapter(folder / "loras" / name, kept, model.spec, LORA, base=None, fingerprint=fingerprint)
+        write_adapter(folder / "loras" / name, kept, model.spec, LORA, Base(None, fingerprint))
     found = trained(model)
     return TrainedModel(**{**vars(found), "source": source})
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from meshwright.checkpoint.hf import export_hf
+from meshwright.checkpoint.hf import HfForm, export_hf
 from meshwright.data.prepare import prepare_corpus
 from meshwright.data.tokenizer import train_tokenizer
 from meshwright.families import parameter_table, resolve_model
@@ -34,7 +34,7 @@ def test_the_same_losses_and_the_same_adapter(tmp_path: Path) -> None:
     (tmp_path / "text.py").write_text(text)
     train_tokenizer([text], 280).save(tmp_path / "tokenizer")
     tensors, folder = base.named_parameters(), tmp_path / "base"
-    export_hf(tensors, spec, folder, tokenizer_dir=tmp_path / "tokenizer", dtype=torch.float32, prove=False)
+    export_hf(tensors, spec, folder, HfForm(tokenizer_dir=tmp_path / "tokenizer", dtype=torch.float32), prove=False)
     run = Run.model_validate(
         {
             "model": {"name": "base", "weights": "pretrained"},

@@ -26,9 +26,9 @@ from meshwright.spec.layout import LayoutSpec
 from meshwright.spec.offload import OffloadSpec
 from meshwright.spec.run import ResolvedRun
 from meshwright.state import TieredStore, files, tiered
-from meshwright.state.ahead import BlocksAhead
 from meshwright.state.files import OffloadError, StateFile, aligned_buffer, check_directory, file_system
 from meshwright.state.tiers import Tier, complaint
+from meshwright.state.weights import BlocksAhead
 from meshwright.testing.equivalence import build_here, loader_for, whole_of_all
 from meshwright.testing.ranks import RankPool
 from meshwright.trainer.setup import Trainer
@@ -109,7 +109,7 @@ def test_state_elsewhere_changes_no_bit(tmp_path: Path, offload: dict[str, Any],
     here, stored = build_here(run("none", tmp_path, **options)), build_here(run(offload, tmp_path, **options))
     assert isinstance(stored.store, TieredStore)
     assert "finetune" in options or len(stored.store.buckets) > 3
-    assert stored.store.bytes_elsewhere
+    assert stored.store._moved
     assert train(stored, 1, 2, 3) == train(here, 1, 2, 3)
     assert_same(stored, here)
     if offload.get("parameters") == "disk":

@@ -272,8 +272,8 @@ STEP = [
     Mutant(
         "Muon orthogonalises each shard by itself",
         "optim/muon.py",
-        'part_like(orthogonalise(whole(parameter, update), group["steps"]), parameter)',
-        'orthogonalise(update, group["steps"])',
+        "part_like(orthogonalise(whole(parameter, update), NEWTON_SCHULZ_STEPS), parameter)",
+        "orthogonalise(update, NEWTON_SCHULZ_STEPS)",
         "zero-3 muon",
         r"update: layers\.\d\..*\.w.*",
     ),
@@ -315,8 +315,8 @@ READ = [
     Mutant(
         "ranks' shares of a step overlap",
         "data/loader.py",
-        "self._rank * self._per_rank\n",
-        "self._rank\n",
+        "self._share.rank * self._per_rank\n",
+        "self._share.rank\n",
         "zero-3",
         r"data: .*",
     ),

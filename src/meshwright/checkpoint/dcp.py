@@ -29,7 +29,7 @@ class ShardPlan:
     names: frozenset[str]
     """All tensors of this rank in the plan."""
     mine: SavePlan
-    """The parts that this rank writes; a part that several ranks hold is written by one of them."""
+    """The parts that this rank writes; one rank writes a part that several hold."""
     index: Metadata | None
     """The index of all parts, on rank 0."""
     token: str

@@ -5,6 +5,7 @@ import re
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
+from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -134,15 +135,26 @@ def _second_head(stored: Mapping[str, StoredTensor], spec: ModelSpec) -> tuple[s
     return embeddings[0], "lm_head.weight", stored["lm_head.weight"]
 
 
+@dataclass(frozen=True, kw_only=True)
+class HfForm:
+    """How an exported model is stored, and the files beside its weights."""
+
+    dtype: torch.dtype = torch.bfloat16
+    """Of the stored weights."""
+    shard_bytes: int = 5 * 10**9
+    """Size limit of a file."""
+    tokenizer_dir: Path | None = None
+    """Folder whose tokenizer files are copied."""
+    token_ids: Mapping[str, int | list[int] | None] = field(default_factory=dict)
+    """`bos_token_id`, `eos_token_id`, `pad_token_id` for config.json and generation_config.json."""
+
+
 def export_hf(
     parameters: Iterable[tuple[str, torch.Tensor]],
     spec: ModelSpec,
     out_dir: Path,
+    form: HfForm,
     *,
-    tokenizer_dir: Path | None,
-    dtype: torch.dtype = torch.bfloat16,
-    shard_bytes: int = 5 * 10**9,
-    token_ids: Mapping[str, int | list[int] | None] | None = None,
     prove: bool = True,
     seal: Callable[[Path, dict[str, float]], None] | None = None,
 ) -> dict[str, float]:
@@ -151,10 +163,6 @@ def export_hf(
     Args:
         parameters: our names with whole tensors, state included, each once, in any order. One is held at a time; those
             that share a stored tensor (gpt2's queries, keys and values) are held until all have arrived.
-        tokenizer_dir: folder whose tokenizer files are copied, or None.
-        dtype: of the stored weights.
-        shard_bytes: size limit of a file.
-        token_ids: `bos_token_id`, `eos_token_id`, `pad_token_id` for config.json and generation_config.json.
         prove: before the directory gets its name, read it back and compare logits, also with transformers if it is
             installed. Holds two models in fp32 in host memory.
         seal: called with the complete directory and the proof's findings, before the directory gets its name.
@@ -163,13 +171,13 @@ def export_hf(
         the largest difference between two logits in the proof, by program; empty without a proof.
 
     Raises:
-        UserError: `out_dir` exists, the parameters are not those of `spec`, or the logits differ.
+        UserError: `out_dir` exists, the parameters do not belong to `spec`, or the logits differ.
     """
     with complete_folder(out_dir) as staging:
         reference = build_model(spec, device="cpu") if prove else None
-        kept = parameters if reference is None else _kept(parameters, reference, dtype)
-        _write_weights(as_stored(kept, spec), spec, staging, dtype, shard_bytes)
-        _write_configs(spec, staging, dtype, tokenizer_dir, dict(token_ids or {}))
+        kept = parameters if reference is None else _kept(parameters, reference, form.dtype)
+        _write_weights(as_stored(kept, spec), spec, staging, form)
+        _write_configs(spec, staging, form)
         differences = {}
         if reference is not None:
             differences = prove_export(reference, staging, lambda found: HfWeights(staging, found).read_rows)
@@ -216,9 +224,7 @@ def as_stored(parameters: Iterable[tuple[str, torch.Tensor]], spec: ModelSpec) -
         raise UserError(f"export: {len(missing)} parameters are missing, first {next(iter(missing))}")
 
 
-def _write_weights(
-    tensors: Iterable[tuple[str, torch.Tensor]], spec: ModelSpec, directory: Path, dtype: torch.dtype, shard_bytes: int
-) -> None:
+def _write_weights(tensors: Iterable[tuple[str, torch.Tensor]], spec: ModelSpec, directory: Path, form: HfForm) -> None:
     """One file, or several with an index. All are open at once, because tensors arrive in any order."""
     places = hf_tensors(spec)
     shapes = {key: place.shape for place in places.values() for key in place.keys}
@@ -226,9 +232,9 @@ def _write_weights(
     if spec.foreign is not None:
         scalars = {stored_name(name, spec.foreign.renamed): () for name, _ in spec.foreign.scalars}
         exact, shapes = exact | scalars.keys(), shapes | scalars
-    dtypes = {key: torch.promote_types(dtype, torch.float32) if key in exact else dtype for key in shapes}
+    dtypes = {key: torch.promote_types(form.dtype, torch.float32) if key in exact else form.dtype for key in shapes}
     sizes = {key: prod(shape) * dtypes[key].itemsize for key, shape in shapes.items()}
-    shards = _plan_shards(sizes, shard_bytes)
+    shards = _plan_shards(sizes, form.shard_bytes)
     files = [f"model-{i:05}-of-{len(shards):05}.safetensors" for i in range(1, len(shards) + 1)]
     files = files if len(shards) > 1 else [WEIGHTS]
     weight_map = {key: file for file, keys in zip(files, shards, strict=True) for key in keys}
@@ -259,15 +265,14 @@ def _plan_shards(sizes: Mapping[str, int], shard_bytes: int) -> list[list[str]]:
     return shards
 
 
-def _write_configs(
-    spec: ModelSpec, directory: Path, dtype: torch.dtype, tokenizer_dir: Path | None, token_ids: dict[str, Any]
-) -> None:
-    config = model_to_hf_config(spec, dtype=str(dtype).removeprefix("torch."))
-    _write_json(directory / "config.json", config | token_ids)
+def _write_configs(spec: ModelSpec, directory: Path, form: HfForm) -> None:
+    config = model_to_hf_config(spec, dtype=str(form.dtype).removeprefix("torch."))
+    _write_json(directory / "config.json", config | dict(form.token_ids))
     for name in TOKENIZER_FILES:
-        if tokenizer_dir is not None and (tokenizer_dir / name).is_file():
-            shutil.copyfile(tokenizer_dir / name, directory / name)
-    _write_generation(directory / GENERATION, {key: value for key, value in token_ids.items() if value is not None})
+        if form.tokenizer_dir is not None and (form.tokenizer_dir / name).is_file():
+            shutil.copyfile(form.tokenizer_dir / name, directory / name)
+    known = {key: value for key, value in form.token_ids.items() if value is not None}
+    _write_generation(directory / GENERATION, known)
 
 
 def _write_generation(path: Path, token_ids: dict[str, Any]) -> None:

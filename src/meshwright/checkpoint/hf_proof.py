@@ -1,5 +1,6 @@
-"""Proof of an export: the directory, read back, computes the exported model's logits."""
+"""Proof of an export, of a model or of adapters: the directory, read back, computes the exported model's logits."""
 
+import warnings
 from collections.abc import Callable, Mapping
 from functools import partial
 from importlib.util import find_spec
@@ -9,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from meshwright.families import parameter_table, read_hf_directory, state_table
+from meshwright.families import FAMILIES, parameter_table, read_hf_directory, state_table
 from meshwright.models import Decoder, build_model, named_tensors
 from meshwright.spec.batch import Batch
 from meshwright.spec.errors import UserError
@@ -29,8 +30,8 @@ RowReader = Callable[[str, int, int], torch.Tensor]
 def prove_export(
     reference: Decoder, directory: Path, open_weights: Callable[[ModelSpec], RowReader]
 ) -> dict[str, float]:
-    """Compare the logits of `reference` (fp32, with the weights rounded as for export) with those of the model in
-    `directory`: read by us and, if it is installed, by transformers.
+    """Compare the logits of `reference` (fp32, with the weights rounded as for export) with the logits of the
+    model in `directory`: read by us and, if it is installed, by transformers.
 
     Args:
         open_weights: takes the model that config.json describes, returns a reader of its parameters' rows.
@@ -82,13 +83,7 @@ def compare_with_transformers(reference: Decoder, directory: Path, tokens_BT: to
 
     Raises `UserError` with the first block whose output differs, if the difference exceeds rounding.
     """
-    # Heavy and optional, so it is imported only when an export is proved.
-    from transformers import AutoModelForCausalLM
-    from transformers.utils import logging
-
-    logging.disable_progress_bar()
-    load = AutoModelForCausalLM.from_pretrained
-    model = load(directory, local_files_only=True, dtype=torch.float32, **options).eval()
+    model = _transformers_model(directory, **options)
     return compare_logits(
         reference.logits(Batch(tokens_BT)),
         model(tokens_BT).logits,
@@ -97,12 +92,70 @@ def compare_with_transformers(reference: Decoder, directory: Path, tokens_BT: to
     )
 
 
+@torch.no_grad()
+def prove_adapter(
+    reference: Decoder,
+    directory: Path,
+    read: Callable[[Path], Mapping[str, torch.Tensor]],
+    write_base: Callable[[], Path],
+) -> dict[str, float]:
+    """Compare the logits of `reference` (fp32, whole, with the base before any quantization) with the logits of the
+    adapter in `directory`.
+
+    Args:
+        read: returns all trained parameters, by our names, from the adapter's directory.
+        write_base: returns the base as a Hugging Face directory; called only if peft is installed.
+
+    Returns:
+        the largest difference found, by program: meshwright and, if installed, peft.
+
+    Raises:
+        UserError: the logits differ, or peft cannot read the adapter.
+    """
+    batch = Batch(probe_tokens(reference.spec))
+    expected_BTV = reference.logits(batch)
+    parameters = dict(reference.named_parameters())
+    for name, tensor in read(directory).items():
+        parameters[name].copy_(tensor)
+    worst = {"meshwright": compare_logits(expected_BTV, reference.logits(batch), "read back", what="the adapter")}
+    known = reference.spec.foreign is not None or reference.spec.family in FAMILIES
+    if known and find_spec("peft") is not None and find_spec("transformers") is not None:
+        theirs_BTV = _peft_logits(write_base(), directory, batch.tokens)
+        worst["peft"] = compare_logits(expected_BTV, theirs_BTV, "read by peft", what="the adapter")
+    return worst
+
+
+def _peft_logits(base: Path, adapter: Path, tokens_BT: torch.Tensor) -> torch.Tensor:
+    import peft  # heavy and optional, so it is imported only when an adapter is proved
+
+    model = _transformers_model(base)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # peft's notes on tied embeddings and transformers
+            adapted = peft.PeftModel.from_pretrained(model, str(adapter))
+    except (KeyError, RuntimeError, TypeError, ValueError) as error:
+        raise UserError(
+            f"the adapter was refused: peft {peft.__version__} cannot read it ({str(error).splitlines()[0]}); write "
+            "the whole model with --hf DIR --merge"
+        ) from error
+    return adapted.eval()(tokens_BT).logits
+
+
+def _transformers_model(directory: Path, **options: Any) -> nn.Module:
+    """The model that transformers reads from a directory, in fp32, ready for inference."""
+    # Heavy and optional, so it is imported only when an export is proved.
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    load = AutoModelForCausalLM.from_pretrained
+    return load(directory, local_files_only=True, dtype=torch.float32, **options).eval()
+
+
 def _first_other(expected: Mapping[str, torch.Tensor], found: Mapping[str, torch.Tensor]) -> str:
     """The first tensor that was stored wrongly."""
-    return next(
-        (name for name, tensor in expected.items() if not torch.equal(tensor, found[name])),
-        ("none: the computation differs"),
-    )
+    wrong = (name for name, tensor in expected.items() if not torch.equal(tensor, found[name]))
+    return next(wrong, "none: the computation differs")
 
 
 def _first_other_block(reference: Decoder, theirs: nn.Module, tokens_BT: torch.Tensor) -> str:

@@ -2,17 +2,19 @@
 
 The order of a publication, each step on disk before the next: shards, index and `trainer.json` in a hidden folder;
 `manifest.json` with the size and sha256 of every file; the folder's final name; `latest`. Only then are old checkpoints
-removed (`retention.py`). A process killed at any point leaves the last good checkpoint intact.
+removed (`prune`). A process killed at any point leaves the last good checkpoint intact.
 """
 
 import hashlib
 import json
+import math
 import re
 import secrets
 import shutil
 from pathlib import Path
 from typing import Any
 
+from meshwright.spec.checkpoint import CheckpointSpec
 from meshwright.spec.errors import UserError
 from meshwright.storage.durable import regular, sync_folder, write_durably
 from meshwright.storage.sync import sync
@@ -22,6 +24,9 @@ FORMAT = 1
 TRAINER = "trainer.json"
 """File with everything in a checkpoint that is not a tensor."""
 LATEST = "latest"
+BEST = "best"
+HELD_OUT_LOSS = "held_out_loss"
+"""Key of `trainer.json`: the loss measured right before the checkpoint was saved, or None."""
 PREFIX = "step-"
 STEP = re.compile(rf"{PREFIX}\d{{8,}}")
 """Full names of checkpoints."""
@@ -108,6 +113,34 @@ def publish(
 def point_at(checkpoint: Path) -> None:
     """Write the name of the newest checkpoint into `latest`, for users and scripts."""
     write_durably(checkpoint.with_name(LATEST), checkpoint.name + "\n")
+
+
+def prune(root: Path, spec: CheckpointSpec) -> None:
+    """Name the best checkpoint in `best`, then remove checkpoints that `spec` does not keep, and unfinished saves."""
+    published = list_checkpoints(root)
+    kept = set(published[-spec.keep_last :])
+    if spec.keep_every:
+        kept |= {path for path in published if step_of(path) % spec.keep_every == 0}
+    if spec.keep_best:
+        ranked = sorted((loss, path) for path in published if (loss := held_out_loss(path)) is not None)
+        if ranked:
+            write_durably(root / BEST, ranked[0][1].name + "\n")
+        kept |= {path for _, path in ranked[: spec.keep_best]}
+    for path in published:
+        if path not in kept:
+            remove_checkpoint(path)
+    for path in root.iterdir():
+        if UNFINISHED.fullmatch(path.name) and not path.is_symlink():
+            shutil.rmtree(path)
+
+
+def held_out_loss(checkpoint: Path) -> float | None:
+    """The held-out loss measured right before the checkpoint; None if there is none or it cannot be read."""
+    try:
+        loss = json.loads((checkpoint / TRAINER).read_text())[HELD_OUT_LOSS]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return loss if isinstance(loss, float) and math.isfinite(loss) else None
 
 
 def read_manifest(checkpoint: Path) -> dict[str, Any]:

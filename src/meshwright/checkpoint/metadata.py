@@ -2,8 +2,9 @@
 
 import io
 import pickle
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -69,48 +70,33 @@ def _check(metadata: Any) -> None:
             must(all(start >= 0 and size >= 0 and start + size <= end for start, size, end in inside), f"{name}: chunk")
     for index, entry in (metadata.storage_data or {}).items():
         must(isinstance(index, MetadataIndex) and isinstance(entry, StoredPlace), "a storage index is malformed")
-        must(isinstance(entry.relative_path, str), "a storage location has no file")
-        must(
-            Path(entry.relative_path).name == entry.relative_path,
-            (f"it points outside the checkpoint, to {entry.relative_path!r}"),
-        )
-        must(
-            isinstance(entry.offset, int) and isinstance(entry.length, int),
-            ("a storage location has no offset or length"),
-        )
-        must(entry.offset >= 0 and entry.length >= 0, "a storage location has a negative offset or length")
+        name, numbers = entry.relative_path, (entry.offset, entry.length)
+        must(isinstance(name, str), "a storage location has no file")
+        must(Path(name).name == name, f"it points outside the checkpoint, to {name!r}")
+        must(all(isinstance(number, int) for number in numbers), "a storage location has no offset or length")
+        must(min(numbers) >= 0, "a storage location has a negative offset or length")
 
 
 class _SafeUnpickler(pickle.Unpickler):
     """Builds only the plain data classes of checkpoint metadata."""
 
-    ALLOWED = frozenset(
-        [
-            ("torch.distributed.checkpoint.metadata", name)
-            for name in (
-                "BytesStorageMetadata",
-                "ChunkStorageMetadata",
-                "Metadata",
-                "MetadataIndex",
-                "StorageMeta",
-                "TensorProperties",
-                "TensorStorageMetadata",
-                "_MEM_FORMAT_ENCODING",
-            )
-        ]
-        + [  # classes in Megatron-core's metadata, which nothing reads
-            ("torch.distributed.checkpoint.planner", name)
-            for name in ("SavePlan", "WriteItem", "WriteItemType", "TensorWriteData", "BytesIOWriteData")
-        ]
-        + [("torch.distributed.checkpoint.filesystem", name) for name in ("_StorageInfo", "_StoragePrefix")]
-        + [("torch", "Size"), ("torch.serialization", "_get_layout"), ("collections", "OrderedDict")]
-        + [("pathlib", "Path"), ("pathlib", "PosixPath")]
-    )
+    ALLOWED: ClassVar[Mapping[str, str]] = {
+        "torch.distributed.checkpoint.metadata": "BytesStorageMetadata ChunkStorageMetadata Metadata MetadataIndex "
+        "StorageMeta TensorProperties TensorStorageMetadata _MEM_FORMAT_ENCODING",
+        "torch.distributed.checkpoint.filesystem": "_StorageInfo _StoragePrefix",
+        # In Megatron-core's metadata; nothing reads them.
+        "torch.distributed.checkpoint.planner": "SavePlan WriteItem WriteItemType TensorWriteData BytesIOWriteData",
+        "torch": "Size",
+        "torch.serialization": "_get_layout",
+        "collections": "OrderedDict",
+        "pathlib": "Path PosixPath",
+    }
+    """Module -> its allowed names."""
 
     def find_class(self, module: str, name: str) -> Any:
         module = "pathlib" if module == "pathlib._local" else module  # its name in Python 3.13
         if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
             return getattr(torch, name)
-        if (module, name) in self.ALLOWED:
+        if name in self.ALLOWED.get(module, "").split():
             return super().find_class(module, name)
         raise pickle.UnpicklingError(f"it refers to {module}.{name}, which checkpoint metadata never needs")

@@ -44,6 +44,16 @@ BASE, DIGEST = "meshwright_base", "meshwright_sha256"
 
 
 @dataclass(frozen=True)
+class Base:
+    """The model that an adapter extends."""
+
+    name: str | None
+    """The value of `base_model_name_or_path`."""
+    fingerprint: str
+    """Of its weights, so that the adapter is not resumed on another base."""
+
+
+@dataclass(frozen=True)
 class Stored:
     """The place of one of our parameters in an adapter's file."""
 
@@ -65,29 +75,26 @@ def write_adapter(
     tensors: Mapping[str, torch.Tensor],
     model: ModelSpec,
     finetune: AdapterSpec,
+    base: Base,
     *,
-    base: str | None,
-    fingerprint: str,
     prove: Callable[[Path], None] | None = None,
 ) -> None:
     """Write all trained parameters as an adapter that peft can load; the directory appears complete or not at all.
 
     Args:
         tensors: every trained row of the table, by our names, whole.
-        base: the value of `base_model_name_or_path`.
-        fingerprint: of the base, so that the adapter is not resumed on another one.
         prove: called with the files' path; if it raises, nothing is written.
 
     Raises `UserError` if the directory exists or peft has no names for this adapter.
     """
     places = stored_places(model, finetune)
-    config = adapter_config(model, finetune, base)
+    config = adapter_config(model, finetune, base.name)
     stored = {place.key: place.to_file(tensors[name].detach().cpu()) for name, place in places.items()}
     if keys := tied_keys(model, finetune):
         stored[keys[1]] = stored[keys[0]].clone()
     with complete_folder(directory) as staging:
         (staging / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-        metadata = {"format": "pt", BASE: fingerprint, DIGEST: _digest(stored)}
+        metadata = {"format": "pt", BASE: base.fingerprint, DIGEST: _digest(stored)}
         save_file(stored, staging / WEIGHTS, metadata=metadata)
         if prove is not None:
             prove(staging)

@@ -12,7 +12,7 @@ from safetensors import SafetensorError, safe_open
 
 from meshwright.families.tensor_headers import StoredTensor
 from meshwright.spec.errors import UserError
-from meshwright.storage.sync import sync
+from meshwright.storage.sync import sync_file
 
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 """Dtypes of weights, by safetensors' names."""
@@ -94,5 +94,4 @@ class TensorFileWriter:
         with self._stream:
             if error is None:
                 assert not self._offsets, f"never written: {', '.join(self._offsets)}"
-                self._stream.flush()
-                sync(self._stream.fileno())
+                sync_file(self._stream)

@@ -23,9 +23,8 @@ import torch
 from torch.distributed.checkpoint.storage import WriteResult
 
 from meshwright.checkpoint.dcp import ShardPlan, local_part, plan_shards, write_index, write_shards
-from meshwright.checkpoint.manifest import STAGING, TRAINER, checkpoint_name, describe_file, point_at, publish
+from meshwright.checkpoint.manifest import STAGING, TRAINER, checkpoint_name, describe_file, point_at, prune, publish
 from meshwright.checkpoint.metadata import METADATA
-from meshwright.checkpoint.retention import prune
 from meshwright.comm.objects import from_first, gather, rank
 from meshwright.spec.checkpoint import CheckpointSpec
 
@@ -74,18 +73,13 @@ class CheckpointWriter:
         self._publishing = False
         self._written = _Written([], {}, None)
         self._outcome: SaveOutcome | None = None
-        self._began = self._copied = self._blocked = 0.0
+        self._began = self._blocked = 0.0
         self._trainer = ""
 
     @property
     def idle(self) -> bool:
         """Whether no save is in progress; the same on every rank."""
         return self._step is None
-
-    @property
-    def copied_seconds(self) -> float:
-        """Wall time of the last `begin`."""
-        return self._copied
 
     @property
     def busy(self) -> bool:
@@ -106,7 +100,7 @@ class CheckpointWriter:
         mine = {item.index.fqn: local_part(tensors[item.index.fqn]) for item in self._plan.mine.items}
         if self.spec.asynchronous:
             mine = self._copy(mine)
-        self._blocked = self._copied = time.perf_counter() - self._began
+        self._blocked = time.perf_counter() - self._began
         self._start(self._write, self._plan, mine)
 
     def settle(self) -> SaveOutcome | None:

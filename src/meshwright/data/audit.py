@@ -11,12 +11,11 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 from hashlib import blake2b
 from itertools import pairwise, product
-from typing import Protocol
 
 import numpy as np
 
 from meshwright.data.audit_records import trained_text_problems
-from meshwright.data.loader import HostBatch
+from meshwright.data.loader import HostBatch, Loader
 from meshwright.data.mixture import JoinedSamples, Mixture
 from meshwright.data.packing import NO_LABEL, Sample, Samples, blank_sample
 from meshwright.data.prepare import Corpus
@@ -43,14 +42,6 @@ CHECKS = {
 """The claim that each check proves."""
 
 
-class Batches(Protocol):
-    """The batches of a rank; a `Loader` is one."""
-
-    def microbatches(self, step: int) -> list[HostBatch]:
-        """The rank's microbatches of a step."""
-        ...
-
-
 @dataclass(kw_only=True)
 class PlannedRun:
     """The input of an audit: every part of the data path between the recipe and the ranks."""
@@ -65,8 +56,8 @@ class PlannedRun:
     global_batch: int
     world_size: int
     """Ranks that read different data."""
-    batches: Callable[[int], Batches]
-    """The batches of each data-parallel rank; closed by the caller."""
+    batches: Callable[[int], Loader]
+    """The loader of each data-parallel rank; closed by the caller."""
     epochs: Sequence[float]
     """The announced number of epochs of each stream."""
     sees: Callable[[np.ndarray], np.ndarray] | None = None

@@ -9,19 +9,19 @@ import json
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from meshwright.data.encoders import Encoders, num_cores
 from meshwright.data.examples import Encoder, RecordEncoder
 from meshwright.data.readers import Document, read_documents
-from meshwright.data.sources import SourceFile, names_of
+from meshwright.data.sources import SourceFile, names_of, total_bytes
 from meshwright.data.split import Census, Split, likely_split, plan_split, text_hash
 from meshwright.data.token_file import LENGTHS, Mark, TokenWriter
 from meshwright.data.tokenizer import TextTokenizer
 from meshwright.spec.errors import UserError
-from meshwright.storage.sync import sync
+from meshwright.storage.sync import sync_file
 
 TRAIN, HELD_OUT = "train.bin", "held_out.bin"
 """Files in a corpus's folder; without held-out text there is no second file."""
@@ -57,10 +57,10 @@ class Place(NamedTuple):
 class Commit:
     """One line of the journal."""
 
-    place: Place
-    census: Census
-    train: Mark
-    held_out: Mark
+    place: Place = field(default_factory=Place)
+    census: Census = field(default_factory=Census)
+    train: Mark = field(default_factory=Mark)
+    held_out: Mark = field(default_factory=Mark)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,7 +98,7 @@ class Tokenization:
         Raises UserError for invalid text or records, and if one side of the split would be empty.
         """
         begun_split, commit = _read_journal(directory)
-        small = self._num_bytes() <= SMALL
+        small = total_bytes(self.files) <= SMALL
         split = begun_split or self.split or choose_split(self.files, self.held_out, self.progress, small=small)
         _write_journal(directory, split, commit)
         while True:
@@ -106,7 +106,7 @@ class Tokenization:
                 raise UserError(
                     f"{self.files[0].name} has only one record, too few to hold one out; set data.held_out=0"
                 )
-            census = self._write_after(commit or _nothing_done(), directory, split)
+            census = self._write_after(commit or Commit(), directory, split)
             if census.suits(split):
                 return
             split, commit = choose_split(self.files, self.held_out, self.progress, small=True), None
@@ -116,12 +116,9 @@ class Tokenization:
     def _records(self) -> bool:
         return isinstance(self.encoder, RecordEncoder)
 
-    def _num_bytes(self) -> int:
-        return sum(file.path.stat().st_size for file in self.files)
-
     def _write_after(self, commit: Commit, directory: Path, split: Split) -> Census:
         """Tokenize everything after `commit`; returns the census of the whole corpus."""
-        total, records = self._num_bytes(), self._records
+        total, records = total_bytes(self.files), self._records
         processes = self.processes
         if processes is None:
             processes = num_cores() if total > ALONE else 0
@@ -139,8 +136,7 @@ class Tokenization:
             def commit_now() -> None:
                 marks = {"train": train.sync(), "held_out": held_out.sync() if held_out else Mark()}
                 journal.write(json.dumps({"place": place, "census": asdict(census), **marks}) + "\n")
-                journal.flush()
-                sync(journal.fileno())
+                sync_file(journal)
 
             cut = (lambda text: [text]) if records else self.tokenizer.pieces
             for pieces, encoded in encoders.map(_chunks(_pieces(self.files, split, cut, place))):
@@ -168,10 +164,6 @@ class Tokenization:
             return census
 
 
-def _nothing_done() -> Commit:
-    return Commit(place=Place(), census=Census(), train=Mark(), held_out=Mark())
-
-
 def remove_scaffolding(directory: Path) -> None:
     """Delete the journal and other files that only resuming needs, after the corpus is complete."""
     for path in (directory / JOURNAL, *directory.glob(f"*{LENGTHS}")):
@@ -188,7 +180,7 @@ def choose_split(files: Sequence[SourceFile], held_out: float, progress: Progres
 
 def counted(what: str, files: Sequence[SourceFile], progress: Progress) -> Iterator[Document]:
     """The documents of the files, with progress reported."""
-    done, total = 0, sum(file.path.stat().st_size for file in files)
+    done, total = 0, total_bytes(files)
     for document in read_documents(files):
         yield document
         done += document.num_bytes
@@ -245,8 +237,7 @@ def _write_journal(directory: Path, split: Split, commit: Commit | None) -> None
     beside = directory / f".{JOURNAL}"
     with beside.open("w") as file:
         file.writelines(json.dumps(line) + "\n" for line in lines)
-        file.flush()
-        sync(file.fileno())
+        sync_file(file)
     beside.rename(directory / JOURNAL)
 
 

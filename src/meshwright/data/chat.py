@@ -111,7 +111,7 @@ class ChatTemplate:
 
     @cached_property
     def writes_thoughts(self) -> bool:
-        """Whether it renders thoughts from a separate field, at least those of the last turn."""
+        """Whether it renders thoughts from a separate field, at least in the last turn."""
         said = {"role": "assistant", "content": "x", THOUGHTS[0]: "probe_thought"}
         return "probe_thought" in self.render([{"role": "user", "content": "?"}, said])
 

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from meshwright.spec.errors import UserError
-from meshwright.storage.sync import sync
+from meshwright.storage.sync import sync_file
 
 BLOCK = 1 << 16
 """Bytes of a block: small enough for random reads of samples; its checksum takes some 30 microseconds."""
@@ -35,8 +35,7 @@ def write_sums(path: Path) -> None:
     """Write a file's checksums next to it, with fsync."""
     with sums_path(path).open("wb") as file:
         file.write(sums_of(path).tobytes())
-        file.flush()
-        sync(file.fileno())
+        sync_file(file)
 
 
 class Checked(np.ndarray):

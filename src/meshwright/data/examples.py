@@ -4,7 +4,7 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -29,28 +29,16 @@ class Encoded(NamedTuple):
     """The error in the record; then there are no documents."""
 
 
-class Encoder(Protocol):
-    """Encodes texts, in this or another process."""
-
-    @property
-    def settings(self) -> dict[str, Any]:
-        """Plain data from which `build_encoder` rebuilds the encoder."""
-        ...
-
-    def encode(self, texts: Sequence[str]) -> list[Encoded]:
-        """One result for each text."""
-        ...
-
-
 class TextEncoder:
     """Encodes plain text; every token carries loss."""
 
     def __init__(self, tokenizer: TextTokenizer):
         self.tokenizer = tokenizer
         self.settings = {"files": dict(tokenizer.files)}
+        """Plain data from which `build_encoder` rebuilds it in another process."""
 
     def encode(self, texts: Sequence[str]) -> list[Encoded]:
-        """See `Encoder`."""
+        """One result for each text."""
         return [Encoded((np.asarray(ids, np.int32),)) for ids in self.tokenizer.encode_batch(texts)]
 
 
@@ -68,13 +56,13 @@ class RecordEncoder:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """See `Encoder`."""
+        """As in `TextEncoder`."""
         template = self.template and {"source": self.template.source, "name": self.template.name}
         chat = self.chat.model_dump(mode="json")
         return {"files": dict(self.tokenizer.files), "template": template, "chat": chat, "labels": self.max_labels}
 
     def encode(self, texts: Sequence[str]) -> list[Encoded]:
-        """See `Encoder`."""
+        """One result for each record."""
         return [self._encoded(json.loads(text)) for text in texts]
 
     def _encoded(self, record: Mapping[str, Any]) -> Encoded:
@@ -175,6 +163,9 @@ class RecordEncoder:
         said.append(("tools", json.dumps(record.get("tools"), ensure_ascii=False)))
         found = ((role, self._special.search(text)) for role, text in said)
         return next(((role, match[0]) for role, match in found if match), None)
+
+
+Encoder = TextEncoder | RecordEncoder
 
 
 def _within(spans: Sequence[Span], offsets_T2: np.ndarray) -> np.ndarray:

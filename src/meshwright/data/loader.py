@@ -5,7 +5,7 @@ Shapes: B samples of a microbatch, T tokens of a sample, P pairs of a sample.
 
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
@@ -29,6 +29,23 @@ HostBatch = Batch[np.ndarray]
 """A batch in host memory."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Share:
+    """The part of all samples that one data-parallel rank reads, and its form."""
+
+    rank: int = 0
+    world_size: int = 1
+    places: np.ndarray | None = None
+    """The positions in a sample whose tokens this rank holds; None: all."""
+    padding: Padding = "kept"
+
+    @classmethod
+    def of_run(cls, resolved: ResolvedRun, rank: int, places: np.ndarray | None = None) -> "Share":
+        """The share of data-parallel rank `rank` of a run."""
+        world_size = resolved.run.layout.data_parallel
+        return cls(rank=rank, world_size=world_size, places=places, padding=padding_of(resolved))
+
+
 class Loader:
     """The training batches of one data-parallel rank, by step.
 
@@ -43,21 +60,20 @@ class Loader:
     def __init__(
         self,
         samples: Samples | Mixture,
+        share: Share | None = None,
         *,
         seed: int,
         global_batch: int,
         micro_batch: int,
-        rank: int = 0,
-        world_size: int = 1,
-        places: np.ndarray | None = None,
-        padding: Padding = "kept",
         numbered: bool = False,
     ):
-        """Batches in sequences; `places`: the positions in a sample whose tokens this rank holds (default all);
-        `numbered`: whether tokens have their numbers in the order, which dropout uses.
+        """Batches in sequences; without a `share`, one rank reads everything. `numbered`: whether tokens have their
+        numbers in the order, which dropout uses.
 
-        Raises UserError if they do not divide, or if `rank` is not below `world_size`.
+        Raises UserError if they do not divide, or if the share's rank is not below its world size.
         """
+        share = share or Share()
+        rank, world_size = share.rank, share.world_size
         if global_batch % (micro_batch * world_size):
             raise UserError(
                 f"a global batch of {global_batch} sequences cannot be split over {world_size} data-parallel ranks "
@@ -69,9 +85,7 @@ class Loader:
         self._seed = seed
         self._global_batch, self._micro_batch = global_batch, micro_batch
         self._per_rank = global_batch // world_size
-        self._rank, self._places = rank, places
-        self._padding: Padding = padding
-        self._numbered = numbered
+        self._share, self._numbered = share, numbered
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="meshwright-loader")
         self._ahead: tuple[int, Future[list[HostBatch]]] | None = None
 
@@ -82,13 +96,10 @@ class Loader:
         """The loader of data-parallel rank `rank` of a run."""
         return cls(
             samples,
+            Share.of_run(resolved, rank, places),
             seed=resolved.run.training.seed,
             global_batch=resolved.global_batch,
             micro_batch=resolved.micro_batch,
-            rank=rank,
-            world_size=resolved.run.layout.data_parallel,
-            places=places,
-            padding=padding_of(resolved),
             numbered=draws(resolved),
         )
 
@@ -106,7 +117,7 @@ class Loader:
 
     def positions(self, step: int) -> range:
         """This rank's positions of a step in the run's order, one per sample."""
-        start = step * self._global_batch + self._rank * self._per_rank
+        start = step * self._global_batch + self._share.rank * self._per_rank
         return range(start, start + self._per_rank)
 
     def close(self) -> None:
@@ -120,17 +131,17 @@ class Loader:
         self.close()
 
     def _read(self, step: int) -> list[HostBatch]:
-        positions = self.positions(step)
+        positions, places = self.positions(step), self._share.places
         samples = [self._mixture.sample(position, self._seed) for position in positions]
         microbatches = [slice(i, i + self._micro_batch) for i in range(0, self._per_rank, self._micro_batch)]
-        found = [_stack(samples[rows], self._places) for rows in microbatches]
+        found = [_stack(samples[rows], places) for rows in microbatches]
         if self._numbered:
             length = len(samples[0].inputs)
             found = [
-                replace(batch, numbers=_numbers(positions[rows], length, self._places))
+                replace(batch, numbers=_numbers(positions[rows], length, places))
                 for batch, rows in zip(found, microbatches, strict=True)
             ]
-        return [_repadded(batch, self._padding) for batch in found]
+        return [_repadded(batch, self._share.padding) for batch in found]
 
 
 def draws(resolved: ResolvedRun) -> bool:
@@ -188,29 +199,22 @@ def _joined(batch: HostBatch) -> HostBatch:
 
 
 def evaluation_batches(
-    samples: Samples,
-    *,
-    micro_batch: int,
-    rank: int = 0,
-    world_size: int = 1,
-    num_samples: int | None = None,
-    places: np.ndarray | None = None,
-    padding: Padding = "kept",
+    samples: Samples, share: Share | None = None, *, micro_batch: int, num_samples: int | None = None
 ) -> Iterator[HostBatch]:
-    """Every sample once over all ranks, in order; or `num_samples` of them, evenly spaced. `places` and `padding` as in
-    `Loader`.
+    """Every sample once over all ranks, in order; or `num_samples` of them, evenly spaced. `share` as in `Loader`.
 
     Every rank gets the same number of microbatches, so that all make the same collective calls; blank samples without
     labels fill the end. Sums over labels and ranks are the same for every world size.
     """
+    share = share or Share()
     count = len(samples) if num_samples is None else min(len(samples), num_samples)
-    for start in range(0, count, micro_batch * world_size):
-        first = start + rank * micro_batch
+    for start in range(0, count, micro_batch * share.world_size):
+        first = start + share.rank * micro_batch
         rows = [
             samples[i * len(samples) // count] if i < count else _blank_like(samples[0])
             for i in range(first, first + micro_batch)
         ]
-        yield _repadded(_stack(rows, places), padding)
+        yield _repadded(_stack(rows, share.places), share.padding)
 
 
 def _blank_like(sample: Sample) -> Sample:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.lib.stride_tricks import sliding_window_view
 
 from meshwright.data.prepare import Corpus
 from meshwright.data.token_file import TokenFile
@@ -33,9 +34,9 @@ class Shared:
     windows: int
     """Runs of n tokens in it."""
     found: int = 0
-    """Runs of these that are in the training data."""
+    """How many of these runs are in the training data."""
     example: str = ""
-    """The first of them, as text."""
+    """The first shared run, as text."""
     place: str = ""
     """The location of the overlap."""
 
@@ -105,27 +106,17 @@ def _windows(tokenizer: TextTokenizer, rows: Sequence[Sequence[str]], length: in
         encoded = tokenizer.encode_batch([text.strip() for text in texts])
         for ids in encoded:
             if len(ids) >= length:
-                found = np.lib.stride_tricks.sliding_window_view(np.asarray(ids, np.int64), length)
+                found = sliding_window_view(np.asarray(ids, np.int64), length)
                 parts.append(found)
                 owners.append(np.full(len(found), index))
     return np.concatenate(parts), np.concatenate(owners)
 
 
-def _hashes_of(windows: np.ndarray) -> np.ndarray:
-    """`_hashes` of windows [W, n]."""
+def _hashes(windows: np.ndarray) -> np.ndarray:
+    """A hash of each window, uint64 [W]; `windows`: uint64 [W, n]."""
     total = np.zeros(len(windows), np.uint64)
-    for column in windows.T.astype(np.uint64):
+    for column in windows.T:
         total = total * _FACTOR + column + np.uint64(1)
-    return total
-
-
-def _hashes(tokens_N: np.ndarray, length: int) -> np.ndarray:
-    """A hash of each run of `length` tokens, uint64."""
-    number = len(tokens_N) - length + 1
-    total = np.zeros(max(0, number), np.uint64)
-    wide_N = tokens_N.astype(np.uint64) + np.uint64(1)
-    for place in range(length if number > 0 else 0):
-        total = total * _FACTOR + wide_N[place : place + number]
     return total
 
 
@@ -139,13 +130,13 @@ def _search(
 ) -> None:
     """Record which windows are among the file's tokens."""
     length = windows.shape[1]
-    hashes = _hashes_of(windows)
+    hashes = _hashes(windows.astype(np.uint64))
     order = np.argsort(hashes, kind="stable")
     ordered, seen = hashes[order], np.zeros(len(windows), bool)
     starts = file.starts()
     for begin in range(0, max(0, len(file.tokens) - length + 1), CHUNK):
         tokens = np.asarray(file.tokens[begin : begin + CHUNK + length - 1])
-        here = _hashes(tokens, length)
+        here = _hashes(sliding_window_view(tokens.astype(np.uint64), length))
         first = np.searchsorted(ordered, here)
         hits = np.flatnonzero(ordered[np.minimum(first, len(ordered) - 1)] == here)
         for hit in hits.tolist():

@@ -60,10 +60,10 @@ class Samples(Protocol):
 def build_samples(file: TokenFile, data: DataSpec, *, keep_tail: bool = False) -> Samples:
     """Tokens packed according to the recipe. `keep_tail` as in `ConcatenatedSamples`; the other packings lose
     nothing."""
+    alone = data.packing == "padded"
     if file.is_pairs:
-        return PairSamples(file, data.sequence_length, alone=data.packing == "padded")
+        return PairSamples(file, data.sequence_length, alone=alone)
     if data.packing != "concatenated":
-        alone = data.packing == "padded"
         return BestFitSamples(file, data.sequence_length, separate=data.separate_documents, alone=alone)
     borders = file if data.separate_documents else None
     return ConcatenatedSamples(
@@ -174,11 +174,7 @@ class BestFitSamples:
     def __getitem__(self, index: int) -> Sample:
         pieces = self.pieces(index)
         sample = packed_sample(self._file.tokens, pieces, self.sequence_length, self._file.trained)
-        if not self._separate:
-            return sample
-        lengths = [piece.length for piece in pieces]
-        lengths.append(self.sequence_length - sum(lengths))
-        return sample._replace(documents=np.repeat(np.arange(len(lengths)), lengths))
+        return _by_piece(sample, pieces) if self._separate else sample
 
 
 class PairSamples:
@@ -207,11 +203,6 @@ class PairSamples:
         self.num_tokens = int(lengths.sum())
         self._references = np.zeros(self.num_pairs) if file.references is None else file.references
 
-    @property
-    def fill(self) -> float:
-        """Share of all positions that are not padding."""
-        return self.num_tokens / (len(self) * self.sequence_length)
-
     def __len__(self) -> int:
         return len(self.pairs)
 
@@ -225,11 +216,9 @@ class PairSamples:
     def __getitem__(self, index: int) -> Sample:
         pieces = self.pieces(index)
         sample = packed_sample(self._file.tokens, pieces, self.sequence_length, self._file.trained)
-        lengths = [piece.length for piece in pieces]
-        lengths.append(self.sequence_length - sum(lengths))
         references = np.full(self.most, np.nan)
         references[: len(self.pairs[index])] = self._references[self.pairs[index]]
-        return sample._replace(documents=np.repeat(np.arange(len(lengths)), lengths), references=references)
+        return _by_piece(sample, pieces)._replace(references=references)
 
 
 def packed_sample(
@@ -246,6 +235,13 @@ def packed_sample(
             sample.labels[place : place + length][trained[start + 1 : start + length + 1] == 0] = NO_LABEL
         place += length
     return sample
+
+
+def _by_piece(sample: Sample, pieces: Sequence[Piece]) -> Sample:
+    """The sample with its pieces as separate documents."""
+    lengths = [piece.length for piece in pieces]
+    lengths.append(len(sample.inputs) - sum(lengths))
+    return sample._replace(documents=np.repeat(np.arange(len(lengths)), lengths))
 
 
 def blank_sample(sequence_length: int) -> Sample:

@@ -104,9 +104,7 @@ def _of_messages(fields: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 def _of_sharegpt(fields: Mapping[str, Any], where: str) -> dict[str, Any]:
     messages = _messages(fields["conversations"], where)
-    if fields.get("system"):
-        messages.insert(0, {"role": "system", "content": _string(fields, "system", where)})
-    return {"messages": messages, "given": 0}
+    return {"messages": _system(fields, where) + messages, "given": 0}
 
 
 def _of_alpaca(fields: Mapping[str, Any], where: str) -> dict[str, Any]:
@@ -120,9 +118,12 @@ def _of_alpaca(fields: Mapping[str, Any], where: str) -> dict[str, Any]:
         messages += [{"role": "user", "content": turn[0]}, {"role": "assistant", "content": turn[1]}]
     messages.append({"role": "user", "content": asked})
     messages.append({"role": "assistant", "content": _string(fields, "output", where)})
-    if fields.get("system"):
-        messages.insert(0, {"role": "system", "content": _string(fields, "system", where)})
-    return {"messages": messages, "given": 0}
+    return {"messages": _system(fields, where) + messages, "given": 0}
+
+
+def _system(fields: Mapping[str, Any], where: str) -> list[dict[str, Any]]:
+    """The system message of a record that has its own column for it."""
+    return [{"role": "system", "content": _string(fields, "system", where)}] if fields.get("system") else []
 
 
 def _of_prompt_completion(fields: Mapping[str, Any], where: str) -> dict[str, Any]:

@@ -5,8 +5,8 @@ import importlib
 import json
 import os
 import sysconfig
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal
@@ -36,7 +36,7 @@ CONTAINERS: dict[str, Container] = {
 """By file extension; every other file is text."""
 
 COMPRESSED = (".gz", ".zst")
-"""Extensions after that of a text, .json, .jsonl or .csv file."""
+"""Extensions of compression, which may follow the extension of a text, .json, .jsonl or .csv file."""
 
 NOT_TEXT = frozenset([".npy", ".npz", ".xz", ".bz2", ".zip", ".tar", ".pt", ".safetensors"])
 """Refused extensions: read as plain text, these would train silently on markup or fail at the first byte."""
@@ -117,6 +117,11 @@ def names_of(files: Sequence[SourceFile]) -> str:
     return files[0].name + (f" and {len(files) - 1} more" if len(files) > 1 else "")
 
 
+def total_bytes(files: Sequence[SourceFile]) -> int:
+    """The size of all files on disk."""
+    return sum(file.path.stat().st_size for file in files)
+
+
 def require(library: str, why: str) -> ModuleType:
     """An optional library; raises UserError with the command that installs it."""
     try:
@@ -130,17 +135,25 @@ def _files_of(source: SourceSpec, number: int, base_dir: Path) -> list[SourceFil
     if source.path == STDLIB:
         return _stdlib_files(number)
     if source.path.startswith(HUB):
-        return [_arrow_file(path, source, number) for path in _hub_files(source)]
+        found = _arrow_files(_hub_files(source), source)
+    elif (folder := base_dir / os.path.expanduser(source.path)).is_dir():
+        found = _arrow_files(_saved_dataset(folder, source), source)
+    else:
+        found = _matching_files(source, base_dir)
+    columns = tuple(source.columns.items())
+    return [
+        replace(file, format=source.format, text_key=source.text_key, columns=columns, source=number) for file in found
+    ]
+
+
+def _matching_files(source: SourceSpec, base_dir: Path) -> list[SourceFile]:
+    """The files that a path or a glob names."""
     pattern = os.path.expanduser(source.path)
-    folder = base_dir / pattern
-    if folder.is_dir():
-        return [_arrow_file(path, source, number) for path in _saved_dataset(folder, source)]
     # A name that exists is taken literally, so that brackets in file names need no escape.
-    literal = folder.is_file()
-    names = [pattern] if literal else glob.glob(pattern, root_dir=base_dir, recursive=True)
+    names = [pattern] if (base_dir / pattern).is_file() else glob.glob(pattern, root_dir=base_dir, recursive=True)
     names = sorted(name for name in names if (base_dir / name).is_file())
-    files = [_source_file(name, source, number, base_dir) for name in _without_twins(names)]
-    if files and not any(file.path.stat().st_size for file in files):
+    files = [_source_file(name, source, base_dir) for name in _without_twins(names)]
+    if files and not total_bytes(files):
         raise UserError(f"data source {source.path} is empty: {names_of(files)} contains no data; remove it")
     if not files:
         raise UserError(f"data source {source.path} matches no file (looked in {base_dir.resolve()})")
@@ -153,7 +166,7 @@ def _without_twins(names: Sequence[str]) -> list[str]:
     return [name for name in names if not (name.endswith(".bin") and name.removesuffix(".bin") in indexed)]
 
 
-def _source_file(name: str, source: SourceSpec, number: int, base_dir: Path) -> SourceFile:
+def _source_file(name: str, source: SourceSpec, base_dir: Path) -> SourceFile:
     path = base_dir / name
     compression = next((ending for ending in COMPRESSED if name.lower().endswith(ending)), "")
     ending = Path(name[: len(name) - len(compression)]).suffix.lower()
@@ -177,26 +190,13 @@ def _source_file(name: str, source: SourceSpec, number: int, base_dir: Path) -> 
         path=path,
         name=name,
         container=container,
-        format=source.format,
         compression=compression,
-        text_key=source.text_key,
-        columns=tuple(source.columns.items()),
         tokens=source.tokens if container == "raw" else None,
-        source=number,
     )
 
 
-def _arrow_file(path: Path, source: SourceSpec, number: int) -> SourceFile:
-    name = f"{source.path}/{path.name}"
-    return SourceFile(
-        path=path,
-        name=name,
-        container="arrow",
-        format=source.format,
-        text_key=source.text_key,
-        columns=tuple(source.columns.items()),
-        source=number,
-    )
+def _arrow_files(paths: Iterable[Path], source: SourceSpec) -> list[SourceFile]:
+    return [SourceFile(path=path, name=f"{source.path}/{path.name}", container="arrow") for path in paths]
 
 
 def _saved_dataset(folder: Path, source: SourceSpec) -> Iterator[Path]:

@@ -43,8 +43,8 @@ def kept(messages: Sequence[Message], wanted: Sequence[int], find: Find) -> Conv
     """
     answers = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
     whole = find(messages, sorted({*answers, *wanted}))
-    first = next((number for number, message in enumerate(messages) if message["role"] == "user"), 0)
     asked = [number for number, message in enumerate(messages) if message["role"] == "user"]
+    first = asked[0] if asked else 0
     newest: dict[int, Conversation] = {}
     for start, stop in pairwise(asked):
         inside = [number for number in answers if start < number < stop]

@@ -23,7 +23,7 @@ from meshwright.data.checksums import Checked, Sums, write_sums
 from meshwright.data.tokenizer import TextTokenizer
 from meshwright.spec.errors import UserError
 from meshwright.storage.durable import regular
-from meshwright.storage.sync import sync
+from meshwright.storage.sync import sync_file
 
 MAGIC = b"MMIDIDX\0\0"
 HEADER = struct.Struct("<9sQBQQ")
@@ -33,6 +33,8 @@ SMALL_VOCABULARY = 65500
 """Megatron's builder uses uint16 below this many tokens, else int32."""
 MASK = ".mask"
 """Suffix of the file that marks the tokens with loss."""
+ABOUT = ".json"
+"""Suffix of the file that names the tokenizer."""
 LENGTHS = ".lengths"
 """Suffix of the writer's file of document lengths, for resuming and for the index."""
 BLOCK = 1 << 20
@@ -133,11 +135,11 @@ class TokenWriter:
         `masked`: some tokens carry no loss, and a mask is written.
         """
         self._path, self._tokenizer = path, tokenizer
-        self.dtype = token_dtype(tokenizer)
+        self.dtype = np.dtype("<u2" if tokenizer.vocab_size < SMALL_VOCABULARY else "<i4")
         self._tokens, self._documents, self._begun = mark or Mark()
         self._synced = mark
         self._file = _open_to_continue(path, self._tokens * self.dtype.itemsize)
-        self._lengths = _open_to_continue(_lengths_path(path), self._documents * 4)
+        self._lengths = _open_to_continue(path.with_suffix(LENGTHS), self._documents * 4)
         self._mask = _open_to_continue(path.with_suffix(MASK), self._tokens) if masked else None
 
     def write(self, ids: Sequence[int] | np.ndarray) -> None:
@@ -169,7 +171,7 @@ class TokenWriter:
         mark = Mark(self._tokens, self._documents, self._begun)
         if mark != self._synced:
             for file in self._files:
-                _to_disk(file)
+                sync_file(file)
             self._synced = mark
         return mark
 
@@ -190,8 +192,9 @@ class TokenWriter:
         `counts` are stored for `TokenFile.counts`.
         """
         self.sync()
-        lengths = _map(_lengths_path(self._path), np.dtype("<i4"), 0, self._documents)
-        write_index(self._path.with_suffix(".idx"), lengths, self.dtype)
+        lengths = _map(self._path.with_suffix(LENGTHS), np.dtype("<i4"), 0, self._documents)
+        index = self._path.with_suffix(".idx")
+        write_index(index, lengths, self.dtype)
         about = {
             "num_tokens": self._tokens,
             "dtype": self.dtype.name,
@@ -199,23 +202,17 @@ class TokenWriter:
             "tokenizer": self._tokenizer.fingerprint,
             **({"counts": counts} if counts else {}),
         }
-        index, mask = self._path.with_suffix(".idx"), self._path.with_suffix(MASK)
-        for path in (self._path, index, *([mask] if self._mask else [])):
+        for path in (self._path, index, *([self._path.with_suffix(MASK)] if self._mask else [])):
             write_sums(path)
-        with _about_path(self._path).open("w") as file:
+        with self._path.with_suffix(ABOUT).open("w") as file:
             json.dump(about, file, indent=2)
-            _to_disk(file)
+            sync_file(file)
 
 
 def _evenly(length: int, step: int = 1) -> list[int]:
     """At most SAMPLES evenly spaced numbers in [0, `length`), at least `step` apart."""
     count = min(SAMPLES, -(-length // step))
     return [number * length // count for number in range(count)]
-
-
-def token_dtype(tokenizer: TextTokenizer) -> np.dtype:
-    """The dtype in which Megatron's builder stores this tokenizer's tokens."""
-    return np.dtype("<u2" if tokenizer.vocab_size < SMALL_VOCABULARY else "<i4")
 
 
 def write_index(path: Path, lengths: np.ndarray, dtype: np.dtype) -> None:
@@ -233,7 +230,7 @@ def write_index(path: Path, lengths: np.ndarray, dtype: np.dtype) -> None:
             place += int(block.sum())
         for first in range(0, len(lengths) + 1, BLOCK):
             file.write(np.arange(first, min(first + BLOCK, len(lengths) + 1), dtype="<i8").data)
-        _to_disk(file)
+        sync_file(file)
 
 
 def open_token_file(path: Path, tokenizer: TextTokenizer, *, rebuild: str = "") -> TokenFile:
@@ -242,9 +239,9 @@ def open_token_file(path: Path, tokenizer: TextTokenizer, *, rebuild: str = "") 
     Raises UserError if they do not match, or another tokenizer made them; the message ends with `rebuild`.
     """
     try:
-        about = json.loads(_about_path(path).read_bytes()) if rebuild else _about(path)
+        about = json.loads(path.with_suffix(ABOUT).read_bytes()) if rebuild else _about(path)
         made_by = about and about["tokenizer"]
-        found = open_indexed(path, remedy=rebuild if rebuild else None)
+        found = open_indexed(path, remedy=rebuild or None)
     except UserError as error:
         raise UserError(str(error).removesuffix(rebuild) + rebuild) from error
     except (OSError, KeyError, TypeError, ValueError, RecursionError) as error:
@@ -331,7 +328,7 @@ def looks_wider(tokens: np.ndarray) -> bool:
     return bool((halves[:, 1] < 8).all()) and len(np.unique(halves[:, 0])) > 8
 
 
-def _open_index(path: Path, remedy: str | None = None) -> tuple[np.dtype, np.ndarray, np.ndarray, np.ndarray]:
+def _open_index(path: Path, remedy: str | None) -> tuple[np.dtype, np.ndarray, np.ndarray, np.ndarray]:
     """(dtype of the tokens, lengths, places, first sequences) of an .idx."""
     with regular(path).open("rb") as file:
         header = file.read(HEADER.size)
@@ -376,21 +373,8 @@ def _open_to_continue(path: Path, num_bytes: int) -> BinaryIO:
 def _about(path: Path) -> dict[str, Any] | None:
     """Our description next to a token file; None if it does not exist or the .json is not ours."""
     try:
-        found = json.loads(_about_path(path).read_bytes())
+        found = json.loads(path.with_suffix(ABOUT).read_bytes())
     except (OSError, ValueError, RecursionError):
         return None
     ours = {"num_tokens", "dtype", "num_documents", "tokenizer"}
     return found if isinstance(found, dict) and ours <= found.keys() else None
-
-
-def _about_path(path: Path) -> Path:
-    return path.with_suffix(".json")
-
-
-def _lengths_path(path: Path) -> Path:
-    return path.with_suffix(LENGTHS)
-
-
-def _to_disk(file: Any) -> None:
-    file.flush()
-    sync(file.fileno())

@@ -41,7 +41,6 @@ class TextTokenizer:
     """A tokenizer with its end-of-text token, built from the content of its files.
 
     Only `encode_prompt` adds tokens. Text that contains a special token's name is encoded as ordinary text, so no
-    document can end itself early. Truncation and padding in the files are switched off.
     document can end itself early. Truncation and padding from the files are switched off.
     """
 
@@ -67,8 +66,7 @@ class TextTokenizer:
             token.content for token in self._tokenizer.get_added_tokens_decoder().values() if token.special
         )
         """Tokens without text."""
-        ordered = sorted(filter(None, self.special_tokens), key=len, reverse=True)
-        self.special_pattern: re.Pattern[str] = re.compile("|".join(map(re.escape, ordered)) or r"(?!)")
+        self.special_pattern: re.Pattern[str] = any_of(self.special_tokens)
         """Finds them in text."""
         config = _read_json(self._files, "tokenizer_config.json", where)
         self.named_tokens: dict[str, str] = {"eos_token": self.decode([self.eos_id]), **_named(config)}
@@ -98,7 +96,7 @@ class TextTokenizer:
         self, texts: Sequence[str], *, add_special_tokens: bool = False
     ) -> list[tuple[list[int], list[tuple[int, int]]]]:
         """(token ids, characters covered by each) of texts whose special tokens are meant as such, because a chat
-        template wrote them. `add_special_tokens`: also add the ones that the tokenizer puts around every text."""
+        template wrote them. `add_special_tokens`: also add those that the tokenizer puts around every text."""
         self._tokenizer.encode_special_tokens = False
         try:
             with _panics_told():
@@ -206,6 +204,12 @@ class TextTokenizer:
         directory.mkdir(parents=True, exist_ok=True)
         for name, content in self._files.items():
             write_durably(directory / name, content)
+
+
+def any_of(tokens: Iterable[str]) -> re.Pattern[str]:
+    """A pattern that matches any of these tokens, the longest first; nothing if there are none."""
+    ordered = sorted(filter(None, tokens), key=len, reverse=True)
+    return re.compile("|".join(map(re.escape, ordered)) or r"(?!)")
 
 
 def load_tokenizer(path: Path) -> TextTokenizer:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from meshwright.data.marks import Marker, Region, Span, Written
+from meshwright.data.tokenizer import any_of
 from meshwright.spec.errors import UserError
 
 Message = Mapping[str, Any]
@@ -49,8 +50,7 @@ class TurnFinder:
 
     def __init__(self, specials: Sequence[str]):
         """`specials` are the special tokens of the tokenizer."""
-        ordered = sorted(filter(None, specials), key=len, reverse=True)
-        self._special = re.compile("|".join(map(re.escape, ordered)) or r"(?!)")
+        self._special = any_of(specials)
         self._splits: dict[tuple[Any, ...], int] = {}
         self._behind: dict[Any, set[str]] = {}
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from meshwright.checkpoint.hf import export_hf
-from meshwright.checkpoint.peft import write_adapter
+from meshwright.checkpoint.hf import HfForm, export_hf
+from meshwright.checkpoint.peft import Base, write_adapter
 from meshwright.data.mixture import Mixture, training_samples
 from meshwright.data.packing import NO_LABEL, Sample
 from meshwright.data.prepare import Corpus
@@ -50,13 +50,13 @@ def write_start(resolved: ResolvedRun, read: RowSource, folder: Path) -> None:
     rows = parameter_table(model) + state_table(model)
     folder.mkdir(parents=True, exist_ok=True)
     weights = ((row.name, read(row, 0, row.shape[0])) for row in rows)
-    export_hf(weights, model, folder / START, tokenizer_dir=None, dtype=torch.float32, prove=False)
+    export_hf(weights, model, folder / START, HfForm(dtype=torch.float32), prove=False)
     if isinstance(finetune, LoraSpec | Ia3Spec):
         trained = [row for row in finetuned_table(model, finetune) if row.trained]
         adapters = {row.name: read(row, 0, row.shape[0]).float() for row in trained}
         base = base_of(resolved)
         assert base is not None
-        write_adapter(folder / ADAPTER, adapters, model, finetune, base=None, fingerprint=base["fingerprint"])
+        write_adapter(folder / ADAPTER, adapters, model, finetune, Base(None, base["fingerprint"]))
 
 
 def write_rows(resolved: ResolvedRun, samples: Mixture, folder: Path, *, count: int) -> None:

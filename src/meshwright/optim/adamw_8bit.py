@@ -1,15 +1,14 @@
 """AdamW with moments in eight bits (Dettmers et al., "8-bit Optimizers via Block-wise Quantization", 2022)."""
 
-from collections.abc import Iterable
-from math import gcd, prod, sqrt
+from math import gcd, prod
 from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
 
 from meshwright.models.blockwise import code_book, code_of_zero, encode_blocks
+from meshwright.optim.adamw import ParameterwiseAdamW, adamw_
 from meshwright.optim.bf16 import as_rows
-from meshwright.optim.parameterwise import Parameterwise
 from meshwright.optim.shards import local
 
 BLOCK = 256
@@ -21,18 +20,13 @@ MOMENTS = {"exp_avg": "signed", "exp_avg_sq": "unsigned"}
 """Name of a moment -> its code book."""
 
 
-class AdamW8bit(Parameterwise):
-    """AdamW (Loshchilov and Hutter, 2019) with a byte for each number of its moments, in blocks with an fp32 scale.
+class AdamW8bit(ParameterwiseAdamW):
+    """AdamW with a byte for each number of its moments, in blocks with an fp32 scale.
 
     Blocks lie within rows of a parameter's last dim; their size is the largest up to 256 that divides it. They do not
     depend on the sharding of rows, so every layout has the same bits as one process. If 256 divides the last dim,
     blocks and codes equal bitsandbytes'.
     """
-
-    def __init__(
-        self, params: Iterable[Any], *, lr: float, betas: tuple[float, float], eps: float, weight_decay: float = 0.0
-    ) -> None:
-        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
 
     def fresh_state(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
         """The state of a parameter before its first step, sharded like the parameter: moments are zero.
@@ -55,16 +49,11 @@ class AdamW8bit(Parameterwise):
     ) -> None:
         """One step of one parameter, computed in fp32."""
         state["step"] += 1
-        (beta1, beta2), step = group["betas"], state["step"].item()
-        every = slice(None)
+        step, every = int(state["step"].item()), slice(None)
         weight, gradient = self.bf16.read(parameter, state, every), as_rows(gradient).float()
         first, second = (as_rows(_read(state, name)) for name in MOMENTS)
-        first.mul_(beta1).add_(gradient, alpha=1 - beta1)
-        second.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
-        denominator = (second.sqrt() / sqrt(1 - beta2**step)).add_(group["eps"])
-        weight.mul_(1 - group["lr"] * group["weight_decay"])
-        weight.addcdiv_(first.to(weight.dtype), denominator.to(weight.dtype), value=-group["lr"] / (1 - beta1**step))
-        self.bf16.write(parameter, state, every, weight, int(step))
+        adamw_(weight, gradient, (first, second), group, step)
+        self.bf16.write(parameter, state, every, weight, step)
         for name, moment in zip(MOMENTS, (first, second), strict=True):
             _write(state, name, moment)
 

@@ -14,6 +14,7 @@ always rounded stochastically.
 import functools
 import hashlib
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from math import prod
 
 import torch
@@ -33,25 +34,18 @@ Rows = slice
 """Rows of this rank's part of a tensor as a matrix: all dims but the last are rows; a vector has rows of one number."""
 
 
+@dataclass(frozen=True, kw_only=True)
 class Bf16:
     """How one optimizer keeps numbers in bf16."""
 
-    def __init__(
-        self,
-        *,
-        rounding: Rounding = "nearest",
-        moments: bool = False,
-        seed: int = 0,
-        names: Mapping[int, str] | None = None,
-    ) -> None:
-        """
-        Args:
-            rounding: of bf16 weights.
-            moments: whether moments are in bf16; else in fp32, or wider if the weights are.
-            seed: the run's.
-            names: of parameters by id, for random bits.
-        """
-        self.rounding, self.moments, self.seed, self.names = rounding, moments, seed, names or {}
+    rounding: Rounding = "nearest"
+    """Of bf16 weights."""
+    moments: bool = False
+    """Whether moments are in bf16; else in fp32, or wider if the weights are."""
+    seed: int = 0
+    """The run's."""
+    names: Mapping[int, str] = field(default_factory=dict)
+    """Names of parameters by id, for random bits."""
 
     def fresh(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
         """The additional state for a parameter's own format, besides the optimizer's."""

@@ -5,9 +5,8 @@ from typing import Any
 
 import torch
 
-from meshwright.optim.adamw import ShardedAdamW
+from meshwright.optim.adamw import AdamWBf16, ShardedAdamW
 from meshwright.optim.adamw_8bit import AdamW8bit
-from meshwright.optim.adamw_bf16 import AdamWBf16
 from meshwright.optim.bf16 import Bf16
 from meshwright.optim.muon import Muon
 from meshwright.optim.paged_adamw import PagedAdamW

@@ -7,6 +7,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from meshwright.comm import collectives
+from meshwright.optim.shards import local
 from meshwright.spec.errors import UserError
 from meshwright.torch_internals import multiply_all_
 
@@ -57,4 +58,4 @@ def scale_gradients(parameters: Iterable[torch.Tensor], factor: float) -> None:
     """Multiply every gradient by `factor` in place."""
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     if gradients:
-        multiply_all_([g.to_local() if isinstance(g, DTensor) else g for g in gradients], factor)
+        multiply_all_([local(gradient) for gradient in gradients], factor)

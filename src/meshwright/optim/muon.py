@@ -12,6 +12,7 @@ from meshwright.spec.errors import UserError
 
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
 """Coefficients of the quintic iteration, from the paper's reference implementation."""
+NEWTON_SCHULZ_STEPS = 5
 
 
 class Muon(Parameterwise):
@@ -21,16 +22,8 @@ class Muon(Parameterwise):
     computes the same update. The step is `lr * sqrt(max(1, rows / columns))`.
     """
 
-    def __init__(
-        self,
-        params: Iterable[Any],
-        *,
-        lr: float,
-        momentum: float = 0.95,
-        weight_decay: float = 0.0,
-        steps: int = 5,
-    ) -> None:
-        super().__init__(params, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay, "steps": steps})
+    def __init__(self, params: Iterable[Any], *, lr: float, momentum: float = 0.95, weight_decay: float = 0.0) -> None:
+        super().__init__(params, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay})
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.dim() != 2:
@@ -54,7 +47,7 @@ class Muon(Parameterwise):
         gradient, buffer = widened(local(gradient)), widened(local(state["momentum_buffer"]))
         buffer.lerp_(gradient, 1 - group["momentum"])
         update = gradient.lerp(buffer, group["momentum"])
-        update = part_like(orthogonalise(whole(parameter, update), group["steps"]), parameter)
+        update = part_like(orthogonalise(whole(parameter, update), NEWTON_SCHULZ_STEPS), parameter)
         self.bf16.write_moment(parameter, state, "momentum_buffer", every, buffer, step)
         rows, columns = parameter.shape
         weight = self.bf16.read(parameter, state, every)

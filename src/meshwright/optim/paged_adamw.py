@@ -6,22 +6,20 @@ from typing import Any
 
 import torch
 
-from meshwright.optim.parameterwise import Parameterwise
+from meshwright.optim.adamw import ParameterwiseAdamW
 from meshwright.spec.errors import UserError
 
 SMALLEST_PAGED = 10**5
 """Moments with fewer numbers stay on the GPU."""
 
 
-class PagedAdamW(Parameterwise):
+class PagedAdamW(ParameterwiseAdamW):
     """AdamW (Loshchilov and Hutter, 2019) in fp32 by bitsandbytes' kernel, with moments in CUDA's managed memory: pages
     that do not fit the GPU at its peak are moved to the host, and back for the step."""
 
-    def __init__(
-        self, params: Iterable[Any], *, lr: float, betas: tuple[float, float], eps: float, weight_decay: float = 0.0
-    ) -> None:
+    def __init__(self, params: Iterable[Any], **settings: Any) -> None:
         """Raises `UserError` if bitsandbytes is not installed."""
-        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+        super().__init__(params, **settings)
         try:
             self._functional = import_module("bitsandbytes.functional")
         except ImportError as error:

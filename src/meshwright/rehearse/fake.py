@@ -163,20 +163,18 @@ class UncountedTier(Tier):
 
     def home(self, name: str, size: int) -> Home:
         """A home without bytes."""
-        return _NoHome(size, self.tensors)
+        return _NoHome(self.tensors)
 
     def buffer(self, size: int) -> torch.Tensor:
         """A buffer in the counted memory."""
         return torch.empty(size, dtype=torch.uint8)
 
 
-class _NoHome:
+class _NoHome(Home):
     """A bucket's home outside the counted memory, of tensors without data."""
 
-    moved, seconds = 0, 0.0
-
-    def __init__(self, size: int, tensors: dict[int, torch.Tensor]) -> None:
-        self.size, self._tensors = size, tensors
+    def __init__(self, tensors: dict[int, torch.Tensor]) -> None:
+        self._tensors = tensors
 
     def tensor(self, offset: int, like: torch.Tensor) -> torch.Tensor:
         there = torch.empty(like.shape, dtype=like.dtype)
@@ -189,17 +187,5 @@ class _NoHome:
     def write(self, buffer: torch.Tensor) -> None:
         pass
 
-    def changed(self) -> None:
-        pass
-
     def fill(self, offset: int, tensor: torch.Tensor) -> None:
-        pass
-
-    def forget(self, size: int | None = None) -> None:
-        pass
-
-    def expect(self, offset: int, size: int) -> None:
-        pass
-
-    def drop(self, offset: int, size: int) -> None:
         pass

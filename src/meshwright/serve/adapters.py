@@ -9,11 +9,10 @@ from pathlib import Path
 
 import torch
 
-from meshwright.checkpoint.hf import export_hf
-from meshwright.checkpoint.hf_proof import TOLERANCE, probe_tokens
-from meshwright.checkpoint.peft import read_adapter, write_adapter
+from meshwright.checkpoint.hf import HfForm, export_hf
+from meshwright.checkpoint.hf_proof import TOLERANCE, probe_tokens, prove_adapter
+from meshwright.checkpoint.peft import Base, read_adapter, write_adapter
 from meshwright.checkpoint.peft_config import CONFIG, unread_by_vllm
-from meshwright.checkpoint.peft_proof import prove_adapter
 from meshwright.families import parameter_table, pretrained_directory, state_table
 from meshwright.families.hub import hub_id
 from meshwright.finetune import apply_finetune
@@ -81,7 +80,7 @@ def export_adapter(trained: TrainedModel, directory: Path, *, vllm: Path | None 
         receipt.write(written / RECEIPT)
         receipts.append(receipt)
 
-    write_adapter(directory, kept, trained.spec, finetune, base=name, fingerprint=fingerprint, prove=prove)
+    write_adapter(directory, kept, trained.spec, finetune, Base(name, fingerprint), prove=prove)
     return sum(tensor.numel() for tensor in kept.values()), receipts[0]
 
 
@@ -129,8 +128,7 @@ def _base_directory(trained: TrainedModel, run: ResolvedRun, folder: Path) -> Pa
         itertools.chain(whole, named_state(trained.model).items()),
         trained.spec,
         folder / "base",
-        tokenizer_dir=None,
-        dtype=torch.float32,
+        HfForm(dtype=torch.float32),
         prove=False,
     )
     return folder / "base"

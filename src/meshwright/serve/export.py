@@ -12,7 +12,7 @@ from unicodedata import normalize
 
 import torch
 
-from meshwright.checkpoint.hf import export_hf
+from meshwright.checkpoint.hf import HfForm, export_hf
 from meshwright.checkpoint.hf_proof import TOLERANCE, compare_with_transformers, probe_tokens, prove_merge
 from meshwright.data.chat import find_template
 from meshwright.data.tokenizer import TextTokenizer, load_tokenizer
@@ -99,9 +99,7 @@ def export_trained(
         named_tensors(_whole(trained, merge, "--hf")).items(),
         trained.spec,
         directory,
-        tokenizer_dir=trained.tokenizer_dir,
-        dtype=torch_dtype(dtype),
-        token_ids=_token_ids(trained),
+        HfForm(dtype=torch_dtype(dtype), tokenizer_dir=trained.tokenizer_dir, token_ids=_token_ids(trained)),
         seal=seal,
     )
     return receipts[0]

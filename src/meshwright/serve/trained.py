@@ -17,7 +17,7 @@ from meshwright.checkpoint.hf import HfWeights
 from meshwright.checkpoint.manifest import MANIFEST, CheckpointError, list_checkpoints
 from meshwright.checkpoint.verify import verify_checkpoint
 from meshwright.data.chat import ask
-from meshwright.data.loader import evaluation_batches
+from meshwright.data.loader import Share, evaluation_batches
 from meshwright.data.mixture import all_samples, held_out_samples
 from meshwright.data.packing import Samples
 from meshwright.data.prepare import prepare_corpus
@@ -198,10 +198,9 @@ def evaluate_texts(
     micro_batch, everything = max(1, ENOUGH_TOKENS[trained.device.type] // length), sum(map(len, named.values()))
     parts = {}
     for name, samples in named.items():
-        share = None if num_samples is None else -(-num_samples * len(samples) // everything)
-        batches = evaluation_batches(
-            samples, micro_batch=micro_batch, num_samples=share, padding="cut" if ranks is None else "kept"
-        )
+        count = None if num_samples is None else -(-num_samples * len(samples) // everything)
+        share = Share(padding="cut" if ranks is None else "kept")
+        batches = evaluation_batches(samples, share, micro_batch=micro_batch, num_samples=count)
         passes = WholeModel(trained.model, NextToken())
         repeats = ranks is not None and ranks.get_local_rank() > 0
         parts[name] = evaluate(passes, batches, trained.device, repeats_loss=repeats)

@@ -2,11 +2,11 @@
 
 from meshwright.spec.layout import LayoutSpec
 from meshwright.spec.precision import Precision
-from meshwright.state.host import HostStore
+from meshwright.state.files import Home
 from meshwright.state.masters import MasterWeights
-from meshwright.state.store import Bucket, StateStore
+from meshwright.state.store import Bucket, HostStore, StateStore
 from meshwright.state.tiered import TieredHost, TieredMasters, TieredStore
-from meshwright.state.tiers import Home, Tier
+from meshwright.state.tiers import Tier
 from meshwright.state.weights import CopiesOnDisk, ShardsOnDisk, WeightsOnDisk
 
 __all__ = ["Bucket", "Home", "HostStore", "MasterWeights", "StateStore", "Tier", "TieredStore", "choose_store"]

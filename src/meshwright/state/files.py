@@ -28,7 +28,44 @@ class OffloadError(UserError):
     """The folder or a file for state on disk is unusable."""
 
 
-class StateFile:
+class Home:
+    """The home of one bucket's bytes. The methods that do nothing here concern copies of it, such as cached pages."""
+
+    moved: int = 0
+    """Bytes read and written so far."""
+    seconds: float = 0.0
+    """The time that this took."""
+
+    def tensor(self, offset: int, like: torch.Tensor) -> torch.Tensor:
+        """The tensor at `offset`, of the shape and dtype of `like`."""
+        raise NotImplementedError
+
+    def read(self, buffer: torch.Tensor) -> None:
+        """Fill a buffer with the beginning."""
+        raise NotImplementedError
+
+    def write(self, buffer: torch.Tensor) -> None:
+        """Replace the beginning with a buffer."""
+        raise NotImplementedError
+
+    def fill(self, offset: int, tensor: torch.Tensor) -> None:
+        """Replace the bytes at `offset` with a tensor's."""
+        raise NotImplementedError
+
+    def changed(self) -> None:
+        """Report that a tensor in this home was filled."""
+
+    def forget(self, size: int | None = None) -> None:
+        """Drop any copy in the device's or host's memory: of all bytes, or of the first `size`."""
+
+    def expect(self, offset: int, size: int) -> None:
+        """Prepare a part for its tensors to be read."""
+
+    def drop(self, offset: int, size: int) -> None:
+        """Drop any copy of a part whose tensors were only read."""
+
+
+class StateFile(Home):
     """Bytes in an unlinked file: the system frees it with the process, even after a crash.
 
     It is read and written whole, from buffers whose address and size are multiples of `BLOCK`. Code that needs single
@@ -41,8 +78,6 @@ class StateFile:
         Raises `OffloadError` if this fails: the disk is full, or the folder cannot be written.
         """
         self.path, self.size, self.checksums = directory / f"{name}-{secrets.token_hex(4)}", rounded(size), checksums
-        self.moved, self.seconds = 0, 0.0
-        """Bytes read and written so far, and the seconds it took."""
         self._checksum: tuple[int, int] | None = None  # a number of bytes, and their checksum
         try:
             self._fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
@@ -68,8 +103,7 @@ class StateFile:
                 os.preadv(self._fd, [memoryview(piece)[: offset + size - place]], place)
             except OSError as error:
                 raise self._broken("read", error) from error
-        self.moved += size
-        self.seconds += time.perf_counter() - began
+        self._count(size, began)
 
     def drop(self, offset: int, size: int) -> None:
         """Drop a part, unchanged since it was written, from the page cache."""
@@ -91,7 +125,7 @@ class StateFile:
                 f"{self.path.parent}: {self.path.name} fails its checksum, so the disk or its controller is "
                 "damaged; continue from the last checkpoint with --resume, on another disk"
             )
-        self._count(buffer, began)
+        self._count(len(buffer), began)
 
     def write(self, buffer: torch.Tensor) -> None:
         """Replace the beginning of the file with a buffer of `BLOCK`s."""
@@ -100,7 +134,7 @@ class StateFile:
         self._move(os.pwritev, buffer, "written")
         if self._direct is None:
             self.forget(len(buffer))
-        self._count(buffer, began)
+        self._count(len(buffer), began)
 
     def changed(self) -> None:
         """Report that a mapped tensor was filled, so the checksum is outdated."""
@@ -124,9 +158,7 @@ class StateFile:
             self._map.flush(0, size)
         except OSError as error:
             raise self._broken("written", error) from error
-        self._map.madvise(mmap.MADV_DONTNEED, 0, size)
-        with contextlib.suppress(OSError):  # only advice
-            os.posix_fadvise(self._fd, 0, size, os.POSIX_FADV_DONTNEED)
+        self.drop(0, size)
 
     def _move(self, move: Callable[[int, list[memoryview], int], int], buffer: torch.Tensor, done: str) -> None:
         """Read or write a whole buffer; with buffered I/O if the file system accepts O_DIRECT but does not honour
@@ -144,8 +176,8 @@ class StateFile:
                 raise self._broken(done, OSError(errno.EIO, os.strerror(errno.EIO)))
             place += count
 
-    def _count(self, buffer: torch.Tensor, began: float) -> None:
-        self.moved += len(buffer)
+    def _count(self, size: int, began: float) -> None:
+        self.moved += size
         self.seconds += time.perf_counter() - began
 
     def _broken(self, done: str, error: OSError) -> OffloadError:

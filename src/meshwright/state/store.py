@@ -8,11 +8,11 @@ Between steps every tensor is at home: on the device, in host memory, on disk. A
         store.put(bucket)      home again, and the new weights to the model
 
 `StateStore` is the store whose home is the compute device. Nothing moves, and one bucket holds everything: torch's
-fused optimizers take all parameters at once. Each subclass has its own file. A subclass that moves state overrides
-`cut`, `fetch` and `put`. `fetch` replaces each entry of `bucket.state` by a copy on the device of the step, and may
-begin to read the next bucket, `self.buckets[bucket.index + 1]`. `put` writes the copy back and puts the home tensor
-back in the entry. `state/tiered.py` does so by exchanging the tensors' memory. Checkpoints read and fill homes
-(`tensors`), so a tensor mapped from a file works like any other.
+fused optimizers take all parameters at once. A subclass that moves state overrides `move_out`, `cut`, `fetch` and
+`put`. `fetch` replaces each entry of `bucket.state` by a copy on the device of the step, and may begin to read the next
+bucket, `self.buckets[bucket.index + 1]`. `put` writes the copy back and puts the home tensor back in the entry.
+`state/tiered.py` does so by exchanging the tensors' memory. Checkpoints read and fill homes (`tensors`), so a tensor
+mapped from a file works like any other.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import OffloadPolicy
+from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 
 from meshwright.models.dtypes import torch_dtype
 from meshwright.optim.build import Builder, Optimizers, build_optimizers
@@ -66,6 +66,7 @@ class StateStore:
             build: see `build_optimizers`.
             tier: the home of state that a step fetches; None if state does not move.
         """
+        self.begin(model, tier)
         self.parameters = self.masters_of(model, training)
         """Master weights by name, as sharded on this rank, plain or DTensor."""
         self.buckets = tuple(
@@ -78,6 +79,13 @@ class StateStore:
         )
         self.optimizers = Optimizers.joined(bucket.optimizers for bucket in self.buckets)
         """The optimizers of all buckets."""
+        self.move_out(model)
+
+    def begin(self, model: nn.Module, tier: Tier | None) -> None:
+        """Prepare for the master weights."""
+
+    def move_out(self, model: nn.Module) -> None:
+        """Give all state its home, if that is not where it was made."""
 
     @staticmethod
     def home(device: torch.device) -> torch.device:
@@ -118,11 +126,6 @@ class StateStore:
     def elsewhere(self) -> Sequence[torch.Tensor]:
         """Tensors that are in files and mapped into memory."""
         return ()
-
-    @property
-    def bytes_elsewhere(self) -> int:
-        """Bytes of state outside the device and outside host memory allocated by the device's library."""
-        return 0
 
     @property
     def writes_at_once(self) -> bool:
@@ -195,3 +198,18 @@ class StateStore:
                 tensors[f"model.{name}"] = bucket.parameters[name].detach()
                 tensors |= {f"optimizer.{name}.{key}": tensor for key, tensor in state.items()}
         return tensors
+
+
+class HostStore(StateStore):
+    """State in host memory (`layout.offload: cpu`), where the optimizer steps: FSDP2 copies weights to the device and
+    gradients back."""
+
+    @staticmethod
+    def home(device: torch.device) -> torch.device:
+        """See `StateStore`."""
+        return torch.device("cpu")
+
+    @staticmethod
+    def offload_policy(device_type: str) -> OffloadPolicy:
+        """See `StateStore`: pinned memory, which a GPU reads while it computes."""
+        return CPUOffloadPolicy(pin_memory=device_type == "cuda")

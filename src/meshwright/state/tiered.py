@@ -6,7 +6,7 @@ requires it. A tensor stays the same object, but its memory is exchanged: betwee
 bucket is stepped it is a buffer's. Optimizers and checkpoints see no difference.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import islice
 from math import prod
@@ -15,16 +15,13 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from meshwright.optim.build import Builder
 from meshwright.optim.plugged import Plugged
 from meshwright.spec.errors import UserError
 from meshwright.spec.model import Parameter
-from meshwright.spec.training import TrainingSpec
-from meshwright.state.files import BLOCK, rounded
-from meshwright.state.host import HostStore
+from meshwright.state.files import BLOCK, Home, rounded
 from meshwright.state.masters import MasterWeights
-from meshwright.state.store import Bucket, StateStore
-from meshwright.state.tiers import Home, Mover, Tier, complaint, cut_evenly
+from meshwright.state.store import Bucket, HostStore, StateStore
+from meshwright.state.tiers import Mover, Tier, complaint, cut_evenly
 from meshwright.torch_internals import allocate_each, local_tensor
 
 BUCKET_PARAMETERS = 2**20
@@ -66,25 +63,19 @@ class _Moved:
 class TieredStore(StateStore):
     """The optimizer's tensors live in `tier`."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        rows: Iterable[Parameter],
-        training: TrainingSpec,
-        build: Builder | None = None,
-        *,
-        tier: Tier | None = None,
-    ) -> None:
-        """See `StateStore`. Raises `OffloadError` if there is no room."""
+    def begin(self, model: nn.Module, tier: Tier | None) -> None:
+        """See `StateStore`."""
         assert tier is not None
         self.tier, self._mover = tier, Mover(tier)
         self._in_hand: torch.Tensor | None = None
         self._gradient_homes: dict[int, tuple[_Slot, int]] = {}
         self._cache_room = tier.cache_room
-        super().__init__(model, rows, training, build, tier=tier)
-        self._moved = dict(self._move_out())
-        self._missing = {index: len(moved.gradients) for index, moved in self._moved.items()}
         self._told = False
+
+    def move_out(self, model: nn.Module) -> None:
+        """See `StateStore`: the requested share, a bucket at a time. Raises `OffloadError` if there is no room."""
+        self._moved = dict(self._moved_buckets())
+        self._missing = {index: len(moved.gradients) for index, moved in self._moved.items()}
 
     def cut(self, rows: tuple[Parameter, ...]) -> Iterator[tuple[Parameter, ...]]:
         """See `StateStore`: up to `BUCKET_PARAMETERS` each, the same on every rank that shares them."""
@@ -92,8 +83,8 @@ class TieredStore(StateStore):
         for count in cut_evenly([_on_a_rank(self.parameters[row.name]) for row in rows], BUCKET_PARAMETERS):
             yield tuple(islice(left, count))
 
-    def _move_out(self) -> Iterator[tuple[int, _Moved]]:
-        """Give the buckets' tensors homes, a bucket at a time, until the requested share lives elsewhere."""
+    def _moved_buckets(self) -> Iterator[tuple[int, _Moved]]:
+        """Give the buckets' tensors homes until the requested share lives elsewhere."""
         for optimizer in self.optimizers.optimizers:
             if isinstance(optimizer, Plugged):
                 raise UserError(
@@ -276,11 +267,6 @@ class TieredStore(StateStore):
         told = None if self._told else complaint([moved.home for moved in self._moved.values()])
         self._told = self._told or told is not None
         return told
-
-    @property
-    def bytes_elsewhere(self) -> int:
-        """See `StateStore`."""
-        return sum(moved.all_bytes for moved in self._moved.values())
 
 
 class TieredMasters(TieredStore, MasterWeights):

@@ -7,12 +7,11 @@ import resource
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 import torch
 
 from meshwright.spec.offload import PAGE_CACHE_SHARE, OffloadSpec
-from meshwright.state.files import StateFile, aligned_buffer, check_directory, rounded
+from meshwright.state.files import Home, StateFile, aligned_buffer, check_directory, rounded
 
 SLOW = 200e6
 """A disk with fewer bytes a second is reported as slow."""
@@ -22,52 +21,11 @@ M_MMAP_THRESHOLD, LARGE = -3, 2**16
 """A constant of <malloc.h>, and the size in bytes of a large block."""
 
 
-class Home(Protocol):
-    """The home of one bucket's bytes."""
-
-    size: int
-    moved: int
-    seconds: float
-
-    def tensor(self, offset: int, like: torch.Tensor) -> torch.Tensor:
-        """A tensor in this home, of the shape and dtype of `like`."""
-        ...
-
-    def read(self, buffer: torch.Tensor) -> None:
-        """Fill a buffer with the beginning."""
-        ...
-
-    def write(self, buffer: torch.Tensor) -> None:
-        """Replace the beginning with a buffer."""
-        ...
-
-    def changed(self) -> None:
-        """Report that a tensor in this home was filled."""
-        ...
-
-    def fill(self, offset: int, tensor: torch.Tensor) -> None:
-        """Replace the bytes at `offset` with a tensor's."""
-        ...
-
-    def forget(self, size: int | None = None) -> None:
-        """Drop any copy in the device's or host's memory: of all bytes, or of the first `size`."""
-        ...
-
-    def expect(self, offset: int, size: int) -> None:
-        """Prepare a part for its tensors to be read."""
-        ...
-
-    def drop(self, offset: int, size: int) -> None:
-        """Drop any copy of a part, whose tensors were only read."""
-        ...
-
-
-class HostMemory:
+class HostMemory(Home):
     """A bucket's home in host memory, pinned for a GPU."""
 
     def __init__(self, size: int, *, pinned: bool) -> None:
-        self.size, self.moved, self.seconds = rounded(size), 0, 0.0
-        self._bytes = aligned_buffer(self.size, pinned=pinned)
+        self._bytes = aligned_buffer(rounded(size), pinned=pinned)
         self._bytes.zero_()
 
     def tensor(self, offset: int, like: torch.Tensor) -> torch.Tensor:
@@ -82,21 +40,9 @@ class HostMemory:
         """See `Home`."""
         self._bytes[: len(buffer)].copy_(buffer)
 
-    def changed(self) -> None:
-        """See `Home`: nothing is cached."""
-
     def fill(self, offset: int, tensor: torch.Tensor) -> None:
         """See `Home`."""
         self.tensor(offset, tensor).copy_(tensor)
-
-    def forget(self, size: int | None = None) -> None:
-        """See `Home`: there is no other copy."""
-
-    def expect(self, offset: int, size: int) -> None:
-        """See `Home`: it is in memory."""
-
-    def drop(self, offset: int, size: int) -> None:
-        """See `Home`: there is no other copy."""
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from meshwright.spec.errors import UserError
 from meshwright.storage.lock import Lock
-from meshwright.storage.sync import sync
+from meshwright.storage.sync import sync, sync_file
 
 
 def write_durably(path: Path, content: str | bytes) -> None:
@@ -24,8 +24,7 @@ def write_durably(path: Path, content: str | bytes) -> None:
     try:
         with temporary.open("wb") as file:
             file.write(content)
-            file.flush()
-            sync(file.fileno())
+            sync_file(file)
         temporary.rename(path)
     except OSError as error:
         temporary.unlink(missing_ok=True)

@@ -1,13 +1,12 @@
 """Temporary folders that are cleaned up: later processes remove the folders of killed ones."""
 
-import contextlib
 import fcntl
 import os
 import shutil
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 PREFIX = "meshwright-"
@@ -34,7 +33,7 @@ def scratch_folder(purpose: str) -> Iterator[Path]:
 
 def _remove_abandoned(where: Path) -> None:
     for folder in where.glob(f"{PREFIX}*"):
-        with contextlib.suppress(OSError):  # it is another user's, or is being removed
+        with suppress(OSError):  # it is another user's, or is being removed
             if folder.is_symlink() or folder.stat().st_uid != os.getuid():
                 continue
             with (folder / OWNER).open() as owner:

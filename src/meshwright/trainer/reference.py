@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from meshwright.comm import collectives
-from meshwright.data.loader import evaluation_batches, padding_of
+from meshwright.data.loader import Share, evaluation_batches
 from meshwright.data.packing import PairSamples, build_samples
 from meshwright.data.prepare import Corpus
 from meshwright.data.token_file import TokenFile
@@ -84,14 +84,8 @@ def _margins(trainer: Trainer, file: TokenFile) -> np.ndarray:
     samples = build_samples(file, resolved.run.data)
     assert isinstance(samples, PairSamples)
     micro_batch, ranks = resolved.micro_batch, resolved.run.layout.data_parallel
-    batches = evaluation_batches(
-        samples,
-        micro_batch=micro_batch,
-        rank=trainer.data_rank,
-        world_size=ranks,
-        places=trainer.places,
-        padding=padding_of(resolved),
-    )
+    share = Share.of_run(resolved, trainer.data_rank, trainer.places)
+    batches = evaluation_batches(samples, share, micro_batch=micro_batch)
     table = torch.zeros(samples.num_pairs, dtype=torch.float64)
     found = passes.read((to_device(batch, trainer.device) for batch in batches), pair_margins)
     for number, margins_BP in enumerate(found):

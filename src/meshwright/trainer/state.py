@@ -8,13 +8,13 @@ import torch
 
 from meshwright.checkpoint.dcp import check_shapes, held_tensors, load_tensors
 from meshwright.checkpoint.manifest import (
+    HELD_OUT_LOSS,
     CheckpointError,
     checkpoint_name,
     latest_checkpoint,
     list_checkpoints,
     read_manifest,
 )
-from meshwright.checkpoint.retention import HELD_OUT_LOSS
 from meshwright.checkpoint.verify import START_ANEW, newest_good_checkpoint, read_values, verify_checkpoint
 from meshwright.families import finetuned_table
 from meshwright.families.low_precision import HISTORY

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import torch
 
-from meshwright.checkpoint.hf import export_hf
+from meshwright.checkpoint.hf import HfForm, export_hf
 from meshwright.checkpoint.takeover.deepspeed import is_zero_checkpoint, read_zero
 from meshwright.checkpoint.takeover.found import Found, load_plain
 from meshwright.checkpoint.takeover.litgpt import CONFIG, WEIGHTS, read_litgpt
@@ -30,7 +30,7 @@ def convert(path: Path, out: Path, model: str | None = None) -> tuple[str, ...]:
     model, or `out` exists.
     """
     found = _read(path, model)
-    export_hf(_rows(found, path), found.model, out, tokenizer_dir=None, dtype=torch.float32)
+    export_hf(_rows(found, path), found.model, out, HfForm(dtype=torch.float32))
     return found.notes
 
 

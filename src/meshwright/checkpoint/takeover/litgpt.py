@@ -88,14 +88,15 @@ def read_litgpt(path: Path) -> Found:
     head = tensors.get("lm_head.weight")
     tied = head is None or torch.equal(head, tensors.get("model.embed_tokens.weight", torch.empty(0)))
     sizes = {ours: config[theirs] for theirs, ours in SIZES.items() if isinstance(config.get(theirs), int)}
-    base = float(config.get("rope_base", 10000))
-    more: dict[str, Any] = {
-        "rope_theta": base,
-        "norm_eps": float(config.get("norm_eps", 1e-5)),
-        "tied_embeddings": tied,
-    }
+    model = ModelFields(
+        family="llama",
+        rope_theta=float(config.get("rope_base", 10000)),
+        norm_eps=float(config.get("norm_eps", 1e-5)),
+        tied_embeddings=tied,
+        **sizes,
+    )
     notes = ("the head equals the embedding, so they are tied",) if tied and head is not None else ()
-    return Found(resolve_model(ModelFields(family="llama", **sizes, **more), base_dir=Path()), tensors, notes)
+    return Found(resolve_model(model, base_dir=Path()), tensors, notes)
 
 
 def _stored(state: Mapping[str, torch.Tensor], config: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:

@@ -41,7 +41,8 @@ def read_megatron(path: Path, model: ModelSpec) -> tuple[dict[str, torch.Tensor]
     wanted = [name for name in held if name.startswith(prefix) and name.endswith("weight") and "optimizer" not in name]
     tensors = {name: torch.empty(tuple(getattr(held[name], "size", ()))) for name in wanted}
     load_tensors(path, tensors)
-    reader = _Tensors(path, {name.removeprefix(prefix): tensor for name, tensor in tensors.items()})
+    by_name = {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
+    reader = _Tensors(path, by_name)
     found, notes = dict(_layers(reader, model)), ()
     rows = reader.tensor(EMBEDDING).shape[0]
     if rows > model.vocab:
@@ -50,7 +51,7 @@ def read_megatron(path: Path, model: ModelSpec) -> tuple[dict[str, torch.Tensor]
         )
     found["model.embed_tokens.weight"] = reader.tensor(EMBEDDING)[: model.vocab]
     found["model.norm.weight"] = reader.tensor("decoder.final_layernorm.weight")
-    if reader.has(HEAD):
+    if HEAD in by_name:
         found["lm_head.weight"] = reader.tensor(HEAD)[: model.vocab]
     return found, notes
 
@@ -60,10 +61,6 @@ class _Tensors:
 
     def __init__(self, path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
         self._path, self._tensors = path, tensors
-
-    def has(self, name: str) -> bool:
-        """Whether there is such a tensor."""
-        return name in self._tensors
 
     def tensor(self, name: str) -> torch.Tensor:
         """A tensor; raises `UserError` if there is none."""
