@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from meshwright.cli.common import add_recipe_arguments, positive, read_recipe
-from meshwright.cli.output import add_json_argument, print_json
+from meshwright.cli.output import add_json_argument, print_json, print_result
 from meshwright.data.audit import CHECKS, EXAMPLES, PlannedRun, Report, audit
 from meshwright.data.describe import describe_formats, describe_mixture, describe_sample, length_histogram
 from meshwright.data.loader import Loader
@@ -94,16 +94,14 @@ def _prepare(arguments: argparse.Namespace, recipe: Run, corpus: Corpus) -> int:
         }
         for stream in corpus.streams
     ]
-    if arguments.json:
-        print_json({"vocab": corpus.tokenizer.vocab_size, "streams": streams})
-        return 0
-    for stream in streams:
-        print(
-            f"{stream['name']}: {short(stream['tokens'])} tokens of {stream['documents']} documents, "
-            f"held out {short(stream['held_out_tokens'])}, in {stream['file']}"
-        )
-    if formats := describe_formats(corpus):
-        print(formats)
+    lines = [
+        f"{stream['name']}: {short(stream['tokens'])} tokens of {stream['documents']} documents, "
+        f"held out {short(stream['held_out_tokens'])}, in {stream['file']}"
+        for stream in streams
+    ]
+    formats = describe_formats(corpus)
+    facts = {"vocab": corpus.tokenizer.vocab_size, "streams": streams}
+    print_result(arguments, facts, [*lines, formats] if formats else lines)
     return 0
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from meshwright.checkpoint.hf import export_hf
-from meshwright.checkpoint.hf_proof import TOLERANCE, probe_tokens
+from meshwright.checkpoint.hf_proof import probe_tokens
 from meshwright.checkpoint.peft import read_adapter, write_adapter
 from meshwright.checkpoint.peft_config import CONFIG, unread_by_vllm
 from meshwright.checkpoint.peft_proof import prove_adapter
@@ -19,7 +19,7 @@ from meshwright.families.hub import hub_id
 from meshwright.finetune import apply_finetune
 from meshwright.models import Decoder, build_model, named_state
 from meshwright.parallel.materialize import materialize
-from meshwright.serve.receipt import RECEIPT, Reading, Receipt, not_among, version_of
+from meshwright.serve.receipt import RECEIPT, Receipt, logits_reading, not_among
 from meshwright.serve.trained import TrainedModel
 from meshwright.serve.vllm_receipt import PROGRAM as VLLM
 from meshwright.serve.vllm_receipt import vllm_python, vllm_reading
@@ -62,7 +62,8 @@ def export_adapter(trained: TrainedModel, directory: Path, *, vllm: Path | None 
                 lambda place: read_adapter(place, trained.spec, finetune, fingerprint=fingerprint),
                 write_base,
             )
-            readings = [_reading(trained, *one) for one in differences.items()]
+            positions = probe_tokens(trained.spec).numel()
+            readings = [logits_reading(program, found, positions) for program, found in differences.items()]
             notes = [f"vLLM does not support {reason}" for reason in unread_by_vllm(written)]
             if python is not None and not notes:
                 rank = vllm_rank(written)
@@ -89,16 +90,6 @@ def vllm_rank(directory: Path) -> int:
     """The smallest of `VLLM_RANKS` that a written adapter's ranks fit."""
     rank = json.loads((directory / CONFIG).read_text(encoding="utf-8"))["r"]
     return next((allowed for allowed in VLLM_RANKS if allowed >= rank), rank)
-
-
-def _reading(trained: TrainedModel, program: str, difference: float) -> Reading:
-    return Reading(
-        program=program,
-        version=version_of(program),
-        largest_difference=difference,
-        tolerance=TOLERANCE,
-        positions=probe_tokens(trained.spec).numel(),
-    )
 
 
 @torch.no_grad()

@@ -1,10 +1,9 @@
 """vLLM's results for an export, from the Python of its environment: log-probabilities, tokens and the chat template."""
 
 import sys
-from collections.abc import Sequence
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -16,12 +15,10 @@ from meshwright.serve.receipt import (
     CONVERSATIONS,
     TEXTS,
     Reading,
-    conversations_of,
-    next_logprobs,
+    compare_tokens,
+    logprobs_reading,
     probe_prompts,
-    refuse_other_logprobs,
-    refuse_other_tokens,
-    texts_of,
+    without_end,
 )
 from meshwright.spec.errors import UserError
 
@@ -72,51 +69,25 @@ def vllm_reading(
     spec = reference.spec
     context = min(CONTEXT, spec.max_positions)
     prompts = probe_prompts(spec, context)
-    found = _asked(
-        python,
-        model=str(directory.resolve()),
-        adapter=None if adapter is None else str(adapter.resolve()),
-        max_lora_rank=rank,
-        vocab=spec.vocab,
-        context=context,
-        prompts=prompts,
-        tokenizer=tokenizer is not None,
-        texts=TEXTS,
-        conversations=CONVERSATIONS if tokenizer is not None and tokenizer.chat_template is not None else (),
-    )
-    difference, tolerance = refuse_other_logprobs(
-        PROGRAM, next_logprobs(reference, prompts), found["logprobs"], TOLERANCE
-    )
-    texts, conversations, notes = None, None, list[str]()
+    questions = {
+        "model": str(directory.resolve()),
+        "adapter": None if adapter is None else str(adapter.resolve()),
+        "max_lora_rank": rank,
+        "vocab": spec.vocab,
+        "context": context,
+        "prompts": prompts,
+        "tokenizer": tokenizer is not None,
+        "texts": TEXTS,
+        "conversations": CONVERSATIONS if tokenizer is not None and tokenizer.chat_template is not None else (),
+    }
+    found = ask(PROGRAM, ["env", *SETTINGS, str(python), "-P", vllm_program.__file__], questions)
+    reading = logprobs_reading(PROGRAM, found, reference, prompts, TOLERANCE)
+    if tokenizer is None:
+        return reading, []
+    texts = [without_end(ids, tokenizer) for ids in found.texts]
+    spoken = [ids or [] for ids in found.conversations]  # vLLM must accept every conversation that the model does
     try:
-        texts, conversations = _tokens(tokenizer, found) if tokenizer is not None else (None, None)
+        equal = compare_tokens(PROGRAM, tokenizer, texts, spoken)
     except UserError as error:
-        notes.append(f"warning: {str(error).split(': ', 1)[1]}; give vLLM token ids instead of text")
-    reading = Reading(
-        program=PROGRAM,
-        version=found["version"],
-        largest_difference=difference,
-        compared="logprobs",
-        tolerance=tolerance,
-        positions=len(prompts),
-        texts_equal=texts,
-        conversations_equal=conversations,
-    )
-    return reading, notes
-
-
-def _tokens(tokenizer: TextTokenizer, found: dict[str, Any]) -> tuple[int, int | None]:
-    """Texts and conversations with equal tokens."""
-    ends = tokenizer.eos_id
-    read: Sequence[list[int]] = [ids[:-1] if ids and ids[-1] == ends else ids for ids in found["texts"]]
-    texts = refuse_other_tokens(PROGRAM, "text", texts_of(tokenizer), read)
-    wanted = conversations_of(tokenizer)
-    if not wanted:
-        return texts, None
-    asked = [i for i, ids in enumerate(wanted) if ids]
-    spoken = [found["conversations"][i] or [] for i in asked]
-    return texts, refuse_other_tokens(PROGRAM, "conversation", [wanted[i] for i in asked], spoken)
-
-
-def _asked(python: Path, **questions: Any) -> dict[str, Any]:
-    return ask(PROGRAM, ["env", *SETTINGS, str(python), "-P", str(Path(vllm_program.__file__))], questions)
+        return reading, [f"warning: {str(error).split(': ', 1)[1]}; give vLLM token ids instead of text"]
+    return replace(reading, texts_equal=equal[0], conversations_equal=equal[1]), []
