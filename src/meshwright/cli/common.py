@@ -2,9 +2,10 @@
 
 import argparse
 import contextlib
+import math
 import re
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any, get_args
@@ -40,18 +41,19 @@ def add_recipe_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def positive(text: str) -> int:
-    """Parse an option's positive integer; raise an error that argparse reports with the option's name."""
-    if not text.isdecimal() or not int(text):
-        raise argparse.ArgumentTypeError(f"'{text}' is not allowed: must be a whole number, at least 1")
-    return int(text)
+def whole_number(must: str, *, least: int = 0, most: float = math.inf) -> Callable[[str], int]:
+    """A parser of an option's whole number; its error, which argparse reports with the option's name, says `must`."""
+
+    def parse(text: str) -> int:
+        if not text.isdecimal() or not least <= int(text) <= most:
+            raise argparse.ArgumentTypeError(f"'{text}' is not allowed: must be {must}")
+        return int(text)
+
+    return parse
 
 
-def whole(text: str) -> int:
-    """Parse a whole number of at least 0."""
-    if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"'{text}' is not allowed: must be a whole number of at least 0")
-    return int(text)
+positive = whole_number("a whole number, at least 1", least=1)
+whole = whole_number("a whole number of at least 0")
 
 
 @contextlib.contextmanager

@@ -143,7 +143,8 @@ def _read_back(receipt: "Receipt") -> list[str]:
 
 
 def _export_adapter(arguments: argparse.Namespace, trained: "TrainedModel") -> int:
-    from meshwright.serve.adapters import export_adapter, vllm_rank
+    from meshwright.serve.adapters import export_adapter
+    from meshwright.serve.vllm_receipt import vllm_rank
 
     parameters, receipt = export_adapter(trained, arguments.adapter, vllm=arguments.vllm)
     config = json.loads((arguments.adapter / CONFIG).read_text(encoding="utf-8"))

@@ -1,7 +1,6 @@
 """The verb `init`: lists the preset recipes, or prints one with every setting explained."""
 
 import argparse
-import difflib
 import textwrap
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -17,6 +16,7 @@ from meshwright.spec.base import Spec
 from meshwright.spec.document import write_yaml
 from meshwright.spec.errors import UserError
 from meshwright.spec.model import ModelFields
+from meshwright.spec.problems import did_you_mean
 from meshwright.spec.recipe import load_recipe
 from meshwright.spec.run import Run
 
@@ -56,9 +56,8 @@ def find_preset(name: str) -> Path:
         raise UserError(
             f"'{name}' is a model, not a preset; use it in any recipe, as in meshwright init gpt2-124m model={name}"
         )
-    near = difflib.get_close_matches(name, known, n=1)
-    hint = f"did you mean '{near[0]}'?" if near else f"there are {', '.join(known)}"
-    raise UserError(f"unknown preset '{name}'; {hint}")
+    hint = did_you_mean(name, known) or f"; there are {', '.join(known)}"
+    raise UserError(f"unknown preset '{name}'{hint}")
 
 
 def commented_recipe(recipe: Run, *, title: str) -> Iterator[str]:

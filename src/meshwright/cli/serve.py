@@ -6,11 +6,13 @@ import socket
 from pathlib import Path
 from typing import Any
 
-from meshwright.cli.common import add_model_arguments, compile_steps, open_model, positive, whole
+from meshwright.cli.common import add_model_arguments, compile_steps, open_model, positive, whole, whole_number
 from meshwright.cli.ranks import degree_of, follows, started
 from meshwright.spec.errors import UserError
 
 LOCALHOST = "127.0.0.1"
+
+port = whole_number("a whole number, at most 65535", most=65535)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -77,13 +79,6 @@ def _add_limits(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--max-body", metavar="BYTES", type=positive, default=4 * 2**20, help="largest request (default 4 MiB)"
     )
-
-
-def port(text: str) -> int:
-    """Parse a port number; raise an error that argparse reports with the option's name."""
-    if not text.isdecimal() or int(text) >= 2**16:
-        raise argparse.ArgumentTypeError(f"'{text}' is not allowed: must be a whole number, at most 65535")
-    return int(text)
 
 
 def named(text: str) -> tuple[str, Path]:

@@ -151,18 +151,18 @@ def ratings(verdicts: Sequence[Verdict]) -> dict[str, Interval]:
     return dict(sorted(found.items(), key=lambda item: -item[1].value))
 
 
-def bradley_terry(wins: np.ndarray, *, tolerance: float = 1e-9, most: int = 10_000) -> np.ndarray:
+def bradley_terry(wins: np.ndarray) -> np.ndarray:
     """Ratings of the likeliest strengths: `wins[i, j]` is how often i was better than j; all must be connected.
 
     By the iteration of Hunter (2004).
     """
     games, total = wins + wins.T, wins.sum(1)
     strengths = np.ones(len(wins))
-    for _ in range(most):
+    for _ in range(10_000):
         before = strengths
         strengths = total / (games / (strengths[:, None] + strengths[None, :])).sum(1)
         strengths = strengths / np.exp(np.log(strengths).mean())
-        if np.abs(np.log(strengths / before)).max() < tolerance:
+        if np.abs(np.log(strengths / before)).max() < 1e-9:
             break
     return CENTRE + SCALE * np.log10(strengths)
 

@@ -1,7 +1,6 @@
 """Export of a trained model's adapters in peft's format, checked by comparing logits."""
 
 import itertools
-import json
 import tempfile
 from collections.abc import Mapping
 from functools import cache
@@ -12,7 +11,7 @@ import torch
 from meshwright.checkpoint.hf import export_hf
 from meshwright.checkpoint.hf_proof import probe_tokens
 from meshwright.checkpoint.peft import read_adapter, write_adapter
-from meshwright.checkpoint.peft_config import CONFIG, unread_by_vllm
+from meshwright.checkpoint.peft_config import unread_by_vllm
 from meshwright.checkpoint.peft_proof import prove_adapter
 from meshwright.families import parameter_table, pretrained_directory, state_table
 from meshwright.families.hub import hub_id
@@ -28,9 +27,6 @@ from meshwright.spec.finetune import FullSpec, LoraSpec
 from meshwright.spec.precision import FP32
 from meshwright.spec.run import ResolvedRun
 from meshwright.trainer.weights import base_of, base_weights
-
-VLLM_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
-"""The values that vLLM accepts for the largest rank."""
 
 
 def export_adapter(trained: TrainedModel, directory: Path, *, vllm: Path | None = None) -> tuple[int, Receipt]:
@@ -66,10 +62,7 @@ def export_adapter(trained: TrainedModel, directory: Path, *, vllm: Path | None 
             readings = [logits_reading(program, found, positions) for program, found in differences.items()]
             notes = [f"vLLM does not support {reason}" for reason in unread_by_vllm(written)]
             if python is not None and not notes:
-                rank = vllm_rank(written)
-                reading, notes = vllm_reading(
-                    reference, write_base(), python, tokenizer=None, adapter=written, rank=rank
-                )
+                reading, notes = vllm_reading(reference, write_base(), python, tokenizer=None, adapter=written)
                 readings.append(reading)
         receipt = Receipt(
             exported=directory.name,
@@ -84,12 +77,6 @@ def export_adapter(trained: TrainedModel, directory: Path, *, vllm: Path | None 
 
     write_adapter(directory, kept, trained.spec, finetune, base=name, fingerprint=fingerprint, prove=prove)
     return sum(tensor.numel() for tensor in kept.values()), receipts[0]
-
-
-def vllm_rank(directory: Path) -> int:
-    """The smallest of `VLLM_RANKS` that a written adapter's ranks fit."""
-    rank = json.loads((directory / CONFIG).read_text(encoding="utf-8"))["r"]
-    return next((allowed for allowed in VLLM_RANKS if allowed >= rank), rank)
 
 
 @torch.no_grad()

@@ -46,10 +46,8 @@ def examinee_of(trained: TrainedModel) -> Examinee:
     return Examinee(WholeModel(trained.model, NextToken()), tokenizer, share, write)
 
 
-def answer_questions(
-    trained: TrainedModel, questions: Sequence[Sequence[str]], *, max_tokens: int, temperature: float = 0.0
-) -> list[list[str]]:
-    """The answers to each question's messages, asked in order in one conversation.
+def answer_questions(trained: TrainedModel, questions: Sequence[Sequence[str]], *, max_tokens: int) -> list[list[str]]:
+    """The answers to each question's messages, asked in order in one conversation, at temperature 0.
 
     Raises `UserError` if a conversation has more tokens than the model's context.
     """
@@ -77,11 +75,14 @@ def answer_questions(
                     f"{trained.source}: turn {turn + 1} of question {number + 1} has {len(ids)} tokens, but the "
                     f"model supports {engine.max_context}; leave the question out"
                 )
-            sampling = Sampling(temperature=temperature)
-            ends = prompts.answer_ends
             requests.append(
                 Request(
-                    prompt=ids, max_tokens=min(max_tokens, room), sampling=sampling, row=number, ends=ends, stops=stops
+                    prompt=ids,
+                    max_tokens=min(max_tokens, room),
+                    sampling=Sampling(temperature=0.0),
+                    row=number,
+                    ends=prompts.answer_ends,
+                    stops=stops,
                 )
             )
         for number, answer in zip(asked, engine.run(requests), strict=True):

@@ -117,7 +117,7 @@ class Receipt:
 
 
 def not_among(programs: Sequence[str], read: Sequence[str]) -> tuple[str, ...]:
-    """The programs that have read nothing."""
+    """The programs that have no reading."""
     return tuple(program for program in programs if program not in read)
 
 
@@ -132,7 +132,7 @@ def _line(one: Reading) -> str:
 
 
 def refuse_other_tokens(program: str, what: str, wanted: Sequence[Sequence[int]], found: Sequence[Any]) -> int:
-    """Their number, if all are equal; else raises `UserError` with the first that is not."""
+    """The number of token sequences, if all are equal. Else raises `UserError`, which shows the first difference."""
     for number, (ours, theirs) in enumerate(zip(wanted, found, strict=True)):
         if list(ours) != list(theirs):
             place = next((i for i, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), None)
@@ -153,8 +153,10 @@ def logprob_difference(expected_V: torch.Tensor, found_V: torch.Tensor) -> float
 def compare_tokens(
     program: str, tokenizer: TextTokenizer, texts: Sequence[Sequence[int]], conversations: Sequence[Any]
 ) -> Equal:
-    """The numbers of equal texts and conversations, if the program's tokens are those of `tokenizer`; else raises
-    `UserError`. A conversation is not compared if a template refuses it (no tokens for us, None for the program)."""
+    """Compare a program's tokens with the tokenizer's, and return the numbers of texts and conversations compared.
+
+    A conversation is skipped if our template or the program's (None) refuses it. Raises `UserError` at a difference.
+    """
     equal = refuse_other_tokens(program, "text", texts_of(tokenizer), texts)
     wanted = conversations_of(tokenizer)
     if not wanted:

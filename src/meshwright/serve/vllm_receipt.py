@@ -1,5 +1,6 @@
 """vLLM's results for an export, from the Python of its environment: log-probabilities, tokens and the chat template."""
 
+import json
 import sys
 from dataclasses import replace
 from importlib.util import find_spec
@@ -7,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from meshwright.checkpoint.peft_config import CONFIG
 from meshwright.data.tokenizer import TextTokenizer
 from meshwright.models import Decoder
 from meshwright.serve import vllm_program
@@ -27,6 +29,8 @@ TOLERANCE = 1e-4
 """Relative to the range of the log-probabilities. Both compute in fp32."""
 CONTEXT = 128
 """Maximum number of positions for vLLM."""
+RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
+"""The values that vLLM accepts for the largest rank of an adapter."""
 SETTINGS = (
     "VLLM_ENABLE_V1_MULTIPROCESSING=0",  # one process, so that errors are seen and no process remains
     "VLLM_CPU_KVCACHE_SPACE=1",
@@ -49,6 +53,12 @@ def vllm_python(given: Path | None) -> Path | None:
     return given
 
 
+def vllm_rank(directory: Path) -> int:
+    """The smallest of `RANKS` that a written adapter's ranks fit."""
+    rank = json.loads((directory / CONFIG).read_text(encoding="utf-8"))["r"]
+    return next((allowed for allowed in RANKS if allowed >= rank), rank)
+
+
 @torch.no_grad()
 def vllm_reading(
     reference: Decoder,
@@ -57,10 +67,9 @@ def vllm_reading(
     *,
     tokenizer: TextTokenizer | None,
     adapter: Path | None = None,
-    rank: int = 0,
 ) -> tuple[Reading, list[str]]:
-    """vLLM's results for a Hugging Face directory, or for an `adapter` of this `rank` on it, compared with `reference`,
-    which computes in fp32. Tokens are compared if a tokenizer is given.
+    """vLLM's results for a Hugging Face directory, or for an `adapter` on it, compared with `reference`, which computes
+    in fp32. Tokens are compared if a tokenizer is given.
 
     Returns its reading and remarks: like transformers, vLLM may mistake a tokenizer for another one.
 
@@ -72,7 +81,7 @@ def vllm_reading(
     questions = {
         "model": str(directory.resolve()),
         "adapter": None if adapter is None else str(adapter.resolve()),
-        "max_lora_rank": rank,
+        "max_lora_rank": 0 if adapter is None else vllm_rank(adapter),
         "vocab": spec.vocab,
         "context": context,
         "prompts": prompts,
