@@ -17,9 +17,9 @@ import pytest
 
 from meshwright.cli.main import main
 from meshwright.models.generate import Sampling
-from meshwright.serve.chat import Partner, Settings
+from meshwright.serve.chat import Partner
 from meshwright.serve.engine import Engine, Request
-from meshwright.serve.trained import open_trained
+from meshwright.serve.trained import Settings, open_trained
 from meshwright.spec.errors import UserError
 from served import CHATML, hf_directory, model_of, tokenizer_of
 

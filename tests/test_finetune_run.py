@@ -22,7 +22,7 @@ from meshwright.models.generate import Sampling
 from meshwright.parallel.recompute import _keep_dear_results
 from meshwright.serve.adapters import export_adapter
 from meshwright.serve.export import export_trained
-from meshwright.serve.trained import continue_texts, open_trained
+from meshwright.serve.trained import Settings, continue_texts, open_trained
 from meshwright.spec.layout import LayoutSpec
 from meshwright.spec.run import ResolvedRun
 from meshwright.spec.training import PreferenceSpec
@@ -140,7 +140,7 @@ def test_a_checkpoint_holds_what_trains_and_the_base_stays_what_it_was(runs: Pat
 @pytest.mark.slow
 def test_a_fine_tuned_run_is_used_as_any_other(runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     adapted = open_trained(runs / "lora", device="cpu")
-    assert continue_texts(adapted, ["def add"], max_tokens=4, sampling=Sampling(temperature=0))
+    assert continue_texts(adapted, ["def add"], Settings(max_tokens=4, sampling=Sampling(temperature=0)))
     assert main(["eval", str(runs / "lora"), "--samples", "4"]) == 0
     with pytest.raises(ValueError, match=r"--merge, or the adapters with --adapter"):
         export_trained(adapted, tmp_path / "no")

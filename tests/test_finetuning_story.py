@@ -10,7 +10,7 @@ from meshwright import load_recipe, train
 from meshwright.cli.main import main
 from meshwright.models.generate import Sampling
 from meshwright.serve.export import export_trained
-from meshwright.serve.trained import answer_texts, open_trained
+from meshwright.serve.trained import Settings, answer_texts, open_trained
 from meshwright.trainer.metrics import read_journal
 
 pytestmark = pytest.mark.slow
@@ -66,7 +66,7 @@ def test_the_story(script, tmp_path, monkeypatch):
     assert [r["step"] for r in records if r["kind"] == "sample"] == [0, 0, 0, 12, 12, 12]
     trained = open_trained(tmp_path / "full", device="cpu")
     prompt = samples["prompts"][0]
-    answers = answer_texts(trained, [prompt], max_tokens=8, sampling=Sampling(temperature=0))
+    answers = answer_texts(trained, [prompt], Settings(max_tokens=8, sampling=Sampling(temperature=0)))
     assert answers == [found["full"]["texts"][prompt]], "generate --chat asks as training's samples did"
     assert (tmp_path / "full" / "tokenizer" / "chat_template.jinja").exists()
 

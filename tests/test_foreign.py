@@ -25,7 +25,7 @@ from meshwright.models.foreign import ForeignDecoder
 from meshwright.models.generate import Sampling
 from meshwright.objectives import NextToken
 from meshwright.parallel import WholeModel, offload
-from meshwright.serve.trained import continue_texts, evaluate_texts, open_trained
+from meshwright.serve.trained import Settings, continue_texts, evaluate_texts, open_trained
 from meshwright.spec.batch import Batch
 from meshwright.spec.layout import LayoutSpec
 from meshwright.spec.model import ModelFields
@@ -281,7 +281,7 @@ def test_from_a_directory_to_files_that_peft_and_transformers_read(directories: 
         assert torch.equal(
             WholeModel(tuned.model, NextToken()).next_logits(Batch(tokens_BT), asked_BT), expected[[0, 1], [3, 7]]
         )
-    (text,) = continue_texts(tuned, ["1 and"], max_tokens=6, sampling=Sampling(temperature=0))
+    (text,) = continue_texts(tuned, ["1 and"], Settings(max_tokens=6, sampling=Sampling(temperature=0)))
     ids = tuned.tokenizer.encode_prompt("1 and")
     theirs = read.generate(torch.tensor([ids]), max_new_tokens=6, do_sample=False, eos_token_id=tuned.tokenizer.eos_id)
     assert text == tuned.tokenizer.decode([i for i in theirs[0, len(ids) :].tolist() if i != tuned.tokenizer.eos_id])

@@ -12,7 +12,7 @@ from meshwright.models.from_disk import blocks_from_disk
 from meshwright.models.generate import Sampling
 from meshwright.serve.engine import Engine, Request
 from meshwright.serve.from_disk import about_disk
-from meshwright.serve.served import open_served
+from meshwright.serve.served import Room, open_served
 from meshwright.serve.trained import evaluate_texts, open_trained
 from meshwright.spec.errors import UserError
 from meshwright.spec.run import Run
@@ -46,7 +46,7 @@ def test_answers_and_losses_are_those_of_weights_in_memory(family: str, tmp_path
     assert held <= max(sum(p.numel() for p in block.parameters()) for block in kept.model.layers.values())
     assert "read from disk" in about_disk(read.model)
     with pytest.raises(UserError, match="share their base's weights in memory"):
-        open_served(read, "base", {"sql": folder}, max_batch=2, max_context=None)
+        open_served(read, "base", {"sql": folder}, Room(max_batch=2))
 
 
 def test_a_checkpoint_is_read_layer_by_layer(tmp_path: Path) -> None:
@@ -85,6 +85,7 @@ from pathlib import Path
 from meshwright.launch.memory import field_of
 from meshwright.models.generate import Sampling
 from meshwright.serve import trained as module
+from meshwright.serve.trained import Settings
 from meshwright.spec.errors import UserError
 torch.set_num_threads(1)
 import torch.distributed.checkpoint
@@ -93,7 +94,7 @@ resource.setrlimit(resource.RLIMIT_DATA, (held + int(sys.argv[2]),) * 2)
 for where in ("memory", "auto"):
     try:
         opened = module.open_trained(Path(sys.argv[1]), device="cpu", weights=where)
-        print(where, module.continue_texts(opened, ["def "], max_tokens=3, sampling=Sampling(temperature=0)))
+        print(where, module.continue_texts(opened, ["def "], Settings(max_tokens=3, sampling=Sampling(temperature=0))))
     except UserError as error:
         print(where, "refused:", error)
 """

@@ -20,7 +20,7 @@ from meshwright.models.init import draw_rows
 from meshwright.models.linear import Linear
 from meshwright.models.quantized import Quantized
 from meshwright.parallel import data
-from meshwright.serve.trained import continue_texts, open_trained
+from meshwright.serve.trained import Settings, continue_texts, open_trained
 from meshwright.spec.errors import UserError
 from meshwright.spec.finetune import LoraSpec
 from meshwright.spec.layout import LayoutSpec
@@ -229,7 +229,7 @@ def test_a_run_is_used_and_merged(tmp_path: Path) -> None:
     base = {"start_from": str(tmp_path / "base")}
     train(recipe(tmp_path, "qlora", finetune={"method": "qlora", "rank": 4}, checkpoint=base))
     adapted = open_trained(tmp_path / "qlora", device="cpu")
-    assert continue_texts(adapted, ["def add"], max_tokens=4, sampling=Sampling(temperature=0))
+    assert continue_texts(adapted, ["def add"], Settings(max_tokens=4, sampling=Sampling(temperature=0)))
     assert main(["export", str(tmp_path / "qlora"), "--hf", str(tmp_path / "merged"), "--merge"]) == 0
     merged = open_trained(tmp_path / "merged", device="cpu", dtype="fp32").model
     tokens_BT = torch.randint(adapted.spec.vocab, (2, 16), generator=torch.Generator().manual_seed(0))

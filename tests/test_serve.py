@@ -32,8 +32,8 @@ from meshwright.serve.connections import configured
 from meshwright.serve.conversation import Prompts
 from meshwright.serve.engine import Engine, Request
 from meshwright.serve.http import Limits, Served, Server
-from meshwright.serve.served import open_adapter, open_served, serve_as
-from meshwright.serve.trained import TrainedModel, continue_texts, open_trained
+from meshwright.serve.served import Room, open_adapter, open_served, serve_as
+from meshwright.serve.trained import Settings, TrainedModel, continue_texts, open_trained
 from meshwright.spec.batch import Batch
 from meshwright.spec.errors import UserError
 from served import CHATML, VOCAB, adapted, model_of, tokenizer_of
@@ -86,7 +86,7 @@ def trained(model: Any) -> TrainedModel:
 
 @contextmanager
 def running(models: dict[str, Any], *, max_batch: int = 8, load: Any = None, **limits: Any) -> Iterator[Running]:
-    served = [serve_as(trained(model), name, max_batch=max_batch, max_context=None) for name, model in models.items()]
+    served = [serve_as(trained(model), name, Room(max_batch=max_batch)) for name, model in models.items()]
     with serving(served, load=load, **limits) as found:
         yield found
 
@@ -526,7 +526,7 @@ def test_adapters_share_the_weights_of_their_base(runs: Path) -> None:
     with pytest.raises(UserError, match="has no adapters"):
         open_adapter(base, runs / "base")
     with pytest.raises(UserError, match="name x is given twice"):
-        open_served(base, "x", {"x": runs / "lora"}, max_batch=1, max_context=None)
+        open_served(base, "x", {"x": runs / "lora"}, Room(max_batch=1))
 
 
 SERVE = """
@@ -550,7 +550,7 @@ def test_the_verb_serves_runs_until_it_is_told_to_stop(runs: Path) -> None:
         client = openai.OpenAI(base_url=url, api_key="none", timeout=SECONDS)
         for name in ("base", "lora"):
             opened = open_trained(runs / name, device="cpu")
-            expected = continue_texts(opened, ["def add"], max_tokens=9, sampling=Sampling(temperature=0))
+            expected = continue_texts(opened, ["def add"], Settings(max_tokens=9, sampling=Sampling(temperature=0)))
             answer = client.completions.create(model=name, prompt="def add", max_tokens=9, temperature=0)
             assert [answer.choices[0].text] == expected
     finally:

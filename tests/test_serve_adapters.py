@@ -16,7 +16,7 @@ from meshwright.cli.main import main
 from meshwright.judge.ratings import read_verdicts
 from meshwright.models.generate import Sampling
 from meshwright.serve.engine import Engine, Request
-from meshwright.serve.served import loader_of, open_adapter
+from meshwright.serve.served import Room, loader_of, open_adapter
 from meshwright.serve.trained import TrainedModel
 from meshwright.spec.errors import UserError
 from meshwright.spec.finetune import LoraSpec
@@ -83,7 +83,7 @@ def hf_other(folder: Path) -> Path:
 @pytest.mark.slow
 def test_adapters_come_and_go_while_the_server_runs(base: TrainedModel) -> None:
     loras = base.source.parent / "loras"
-    load = loader_of(base, loras, max_batch=4, max_context=None)
+    load = loader_of(base, loras, Room(max_batch=4))
     expected = {name: answer(adapted(base.model, seed=seed + 2)) for seed, name in enumerate(("one", "two"))}
     with running({"base": base.model}, load=load) as server:
         before = asked(server, "base")
@@ -108,7 +108,7 @@ def test_adapters_come_and_go_while_the_server_runs(base: TrainedModel) -> None:
 @pytest.mark.slow
 def test_answers_that_are_being_written_outlive_their_adapter(base: TrainedModel) -> None:
     loras = base.source.parent / "loras"
-    load = loader_of(base, loras, max_batch=4, max_context=None)
+    load = loader_of(base, loras, Room(max_batch=4))
     with running({"base": base.model}, load=load) as server:
         assert post(server, "/v1/load_lora_adapter", lora_name="one", lora_path="one").status_code == 200
         texts: list[str] = []
@@ -137,7 +137,7 @@ def test_answers_that_are_being_written_outlive_their_adapter(base: TrainedModel
 def test_a_server_loads_only_adapters_of_its_folder(base: TrainedModel, body: dict, status: int, message: str) -> None:
     loras = base.source.parent / "loras"
     (loras / "empty").mkdir(exist_ok=True)
-    load = loader_of(base, loras, max_batch=4, max_context=None)
+    load = loader_of(base, loras, Room(max_batch=4))
     with running({"base": base.model}, load=load) as server:
         told = post(server, "/v1/load_lora_adapter", **body)
         assert told.status_code == status

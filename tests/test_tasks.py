@@ -20,7 +20,7 @@ from meshwright.spec.batch import Batch
 from meshwright.spec.errors import UserError
 from meshwright.spec.layout import LayoutSpec
 from meshwright.spec.tasks import TaskSpec
-from meshwright.tasks import answers
+from meshwright.tasks import questions
 from meshwright.tasks.ask import open_tasks
 from meshwright.tasks.examinee import Found
 from meshwright.tasks.own import encode_pair, open_task, run_task
@@ -128,14 +128,14 @@ def test_written_answers_are_found_and_compared(row, name, text, wrong):
     ],
 )
 def test_spellings_of_one_expression_are_equal(left, right):
-    assert answers.plain_math(left) == answers.plain_math(right)
+    assert questions.plain_math(left) == questions.plain_math(right)
 
 
 def test_the_last_number_and_nested_boxes():
-    assert answers.last_number("first 3, then $1,234.50.") == "1234.50"
-    assert answers.last_number("none") is None
-    assert answers.boxed("\\boxed{1} or \\boxed{\\frac{a}{b}}") == "\\frac{a}{b}"
-    assert answers.boxed("\\boxed{never closed") is None
+    assert questions.last_number("first 3, then $1,234.50.") == "1234.50"
+    assert questions.last_number("none") is None
+    assert questions.boxed("\\boxed{1} or \\boxed{\\frac{a}{b}}") == "\\frac{a}{b}"
+    assert questions.boxed("\\boxed{never closed") is None
 
 
 @pytest.mark.parametrize(

@@ -9,16 +9,14 @@ from typing import Any
 
 from meshwright.cli.common import (
     SAMPLING,
-    add_compile_argument,
-    add_disk_argument,
     add_model_arguments,
     add_sampling_arguments,
     compile_steps,
-    note_disk,
+    open_model,
     positive,
     sampling_settings,
 )
-from meshwright.cli.ranks import add_layout_argument, degree_of, follows, started, weights_of
+from meshwright.cli.ranks import degree_of, follows, started
 from meshwright.spec.errors import UserError
 from meshwright.spec.problems import did_you_mean
 from meshwright.terminal import printable
@@ -37,10 +35,7 @@ COMMANDS = {
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the operands and options of `chat`."""
-    add_model_arguments(parser)
-    add_disk_argument(parser)
-    add_compile_argument(parser)
-    add_layout_argument(parser)
+    add_model_arguments(parser, compiles=True)
     parser.add_argument("--compare", metavar="OTHER", type=Path, help="a second model that answers every question too")
     parser.add_argument("--system", metavar="TEXT", help="system message")
     parser.add_argument(
@@ -65,29 +60,17 @@ def run(arguments: argparse.Namespace) -> int:
         raise UserError("--compare: layout.tp supports only one model; leave layout.tp out")
     # Torch loads here, so that --help and misuse never wait for it.
     from meshwright.serve.chat import Partner
-    from meshwright.serve.trained import open_trained
 
     paths = [arguments.model, *([arguments.compare] if arguments.compare else [])]
-    opened = [
-        open_trained(
-            path,
-            device=arguments.device,
-            dtype=arguments.dtype,
-            averaged=arguments.ema,
-            weights=weights_of(arguments),
-        )
-        for path in paths
-    ]
+    opened = [open_model(arguments, path) for path in paths]
     if follows(arguments, opened[0].model):
         return 0
-    for trained in opened:
-        note_disk(trained.model)
     compile_steps(arguments, *(trained.model for trained in opened))
     partners = [
         Partner(trained, label, arguments.system)
         for trained, label in zip(opened, labels([trained.source for trained in opened]), strict=True)
     ]
-    values = {**sampling_settings(arguments), "seed": arguments.seed, "max_tokens": arguments.max_tokens}
+    values = {**sampling_settings(arguments), "max_tokens": arguments.max_tokens}
     talk = Talk(partners, values, arguments.stop)
     if arguments.system and not any(partner.chats for partner in partners):
         raise UserError("--system needs a chat template, and the model has none")
@@ -135,9 +118,9 @@ class Talk:
     def settings(self) -> Any:
         """The settings as the engine's object. Raises `UserError` if one is invalid."""
         from meshwright.models.generate import Sampling
-        from meshwright.serve.chat import Settings
+        from meshwright.serve.trained import Settings
 
-        sampling = Sampling(**{name: self.values[name] for name in (*SAMPLING, "seed")})
+        sampling = Sampling(**{name: self.values[name] for name in SAMPLING})
         return Settings(sampling=sampling, max_tokens=self.values["max_tokens"], stops=self.stops)
 
     def run(self, lines: Iterator[str]) -> int:

@@ -33,7 +33,7 @@ from meshwright.plan.stages import describe_pipeline
 from meshwright.spec.errors import UserError
 from meshwright.spec.model import ModelSpec
 from meshwright.spec.recipe import RecipeError
-from meshwright.spec.run import ResolvedRun, Run
+from meshwright.spec.run import Run
 from meshwright.spec.text import counted
 from meshwright.terminal import printable
 from meshwright.trainer.display import ProgressLine, model_size, short
@@ -152,7 +152,8 @@ def examine(recipe: Run, base_dir: Path, findings: Findings) -> dict[str, Any]:
                 "steps": recipe.training.steps,
                 "reasons": resolved.reasons,
             }
-            facts["warnings"] = findings.attempt(partial(_warnings, resolved)) or []
+            machine = find_machine(resolved.run.device)
+            facts["warnings"] = findings.attempt(lambda: warnings(resolved, forecast(resolved, machine))) or []
             if resolved.stage_layers:
                 facts["pipeline"] = {"stage_layers": resolved.stage_layers, "description": describe_pipeline(resolved)}
     layout = resolved.run.layout if resolved is not None else recipe.layout
@@ -181,10 +182,6 @@ def examine(recipe: Run, base_dir: Path, findings: Findings) -> dict[str, Any]:
 def _check_objective(recipe: Run, files: list[SourceFile]) -> None:
     groups = group_files(recipe.data, files)
     check_objective(recipe, {name: group[0].format == "preference" for name, group in groups.items()})
-
-
-def _warnings(resolved: ResolvedRun) -> list[str]:
-    return warnings(resolved, forecast(resolved, find_machine(resolved.run.device)))
 
 
 def _model_facts(recipe: Run, model: ModelSpec) -> dict[str, Any]:

@@ -2,13 +2,15 @@
 
 import argparse
 import contextlib
+import math
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any, get_args
 
+from meshwright.cli.ranks import add_layout_argument, weights_of
 from meshwright.launch.signals import StopRequest
 from meshwright.launch.status import TrainingStopped
 from meshwright.spec.errors import UserError
@@ -39,18 +41,19 @@ def add_recipe_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def positive(text: str) -> int:
-    """Parse an option's positive integer; raise an error that argparse reports with the option's name."""
-    if not text.isdecimal() or not int(text):
-        raise argparse.ArgumentTypeError(f"'{text}' is not allowed: must be a whole number, at least 1")
-    return int(text)
+def whole_number(must: str, *, least: int = 0, most: float = math.inf) -> Callable[[str], int]:
+    """A parser of an option's whole number; its error, which argparse reports with the option's name, says `must`."""
+
+    def parse(text: str) -> int:
+        if not text.isdecimal() or not least <= int(text) <= most:
+            raise argparse.ArgumentTypeError(f"'{text}' is not allowed: must be {must}")
+        return int(text)
+
+    return parse
 
 
-def whole(text: str) -> int:
-    """Parse a whole number of at least 0."""
-    if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"'{text}' is not allowed: must be a whole number of at least 0")
-    return int(text)
+positive = whole_number("a whole number, at least 1", least=1)
+whole = whole_number("a whole number of at least 0")
 
 
 @contextlib.contextmanager
@@ -65,8 +68,8 @@ def stoppable(work: str) -> Iterator[None]:
         raise
 
 
-def add_model_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the operand MODEL and the options for its device and precision."""
+def add_model_arguments(parser: argparse.ArgumentParser, *, family: bool = False, compiles: bool = False) -> None:
+    """Add the operands MODEL and `layout.tp=N`, and the options of opening a model; --family and --compile if asked."""
     parser.add_argument("model", metavar="MODEL", type=Path, help="run directory, checkpoint or Hugging Face directory")
     parser.add_argument(
         "--device", choices=["auto", "cpu", "cuda"], default="auto", help="default: a GPU if there is one"
@@ -77,26 +80,41 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
         help="default: the run's precision; else bf16 on a GPU",
     )
     add_ema_argument(parser)
-
-
-def add_disk_argument(parser: argparse.ArgumentParser) -> None:
-    """Add the option that leaves weights on disk."""
+    if family:
+        add_family_argument(parser)
     parser.add_argument(
         "--weights-from-disk",
         action="store_true",
         default=None,
         help="read each layer's weights from disk when it computes (default: only if they exceed free memory)",
     )
+    if compiles:
+        parser.add_argument(
+            "--compile",
+            action=argparse.BooleanOptionalAction,
+            help="generate with steps that a C++ compiler builds once for this machine's processor (default: on CPUs, "
+            "for supported models in fp32 and bf16)",
+        )
+    add_layout_argument(parser)
 
 
-def add_compile_argument(parser: argparse.ArgumentParser) -> None:
-    """Add the option that compiles the steps of generation."""
-    parser.add_argument(
-        "--compile",
-        action=argparse.BooleanOptionalAction,
-        help="generate with steps that a C++ compiler builds once for this machine's processor (default: on CPUs, for "
-        "supported models in fp32 and bf16)",
+def open_model(arguments: argparse.Namespace, path: Path | None = None) -> Any:
+    """The trained model at `path`, by default MODEL, opened as the options say."""
+    # Torch loads here, so that --help and misuse never wait for it.
+    from meshwright.serve.from_disk import about_disk
+    from meshwright.serve.trained import open_trained
+
+    trained = open_trained(
+        path or arguments.model,
+        device=arguments.device,
+        dtype=arguments.dtype,
+        averaged=arguments.ema,
+        family=getattr(arguments, "family", None),
+        weights=weights_of(arguments),
     )
+    if line := about_disk(trained.model):
+        note(line)
+    return trained
 
 
 def compile_steps(arguments: argparse.Namespace, *models: Any) -> None:
@@ -106,16 +124,12 @@ def compile_steps(arguments: argparse.Namespace, *models: Any) -> None:
     from meshwright.models.compiled import compile_step, compile_where_possible
 
     for model in models:
-        compiled = compile_step if arguments.compile else compile_where_possible
-        compiled(model, lambda line: print(f"note: {line}", file=sys.stderr, flush=True))
+        (compile_step if arguments.compile else compile_where_possible)(model, note)
 
 
-def note_disk(model: Any) -> None:
-    """Print to standard error where the weights are, if they are on disk."""
-    from meshwright.serve.from_disk import about_disk
-
-    if line := about_disk(model):
-        print(f"note: {line}", file=sys.stderr, flush=True)
+def note(line: str) -> None:
+    """Print a line about the model to standard error."""
+    print(f"note: {line}", file=sys.stderr, flush=True)
 
 
 def add_family_argument(parser: argparse.ArgumentParser) -> None:
@@ -127,41 +141,29 @@ def add_family_argument(parser: argparse.ArgumentParser) -> None:
     )
 
 
-SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
-"""Options of sampling."""
+SAMPLING: dict[str, tuple[str, float, str]] = {
+    "temperature": ("T", 0.8, "0: always the most likely token (default 0.8)"),
+    "top_k": ("K", 0, "sample from the K most likely tokens"),
+    "top_p": ("P", 1.0, "sample from the most likely tokens with total probability P"),
+    "min_p": ("P", 0.0, "sample from tokens at least P times as likely as the most likely one"),
+    "repetition_penalty": ("R", 1.0, "above 1: makes repeated tokens less likely"),
+    "seed": ("N", 0, "seed of sampling (default 0)"),
+}
+"""Options of sampling: placeholder, default value, help. An option's values have the type of its default."""
 
 
 def add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of sampling and the stop texts."""
-    parser.add_argument(
-        "--temperature", metavar="T", type=float, default=0.8, help="0: always the most likely token (default 0.8)"
-    )
-    parser.add_argument("--top-k", metavar="K", type=int, default=0, help="sample from the K most likely tokens")
-    parser.add_argument(
-        "--top-p",
-        metavar="P",
-        type=float,
-        default=1.0,
-        help=("sample from the most likely tokens with total probability P"),
-    )
-    parser.add_argument(
-        "--min-p",
-        metavar="P",
-        type=float,
-        default=0.0,
-        help="sample from tokens at least P times as likely as the most likely one",
-    )
-    parser.add_argument(
-        "--repetition-penalty", metavar="R", type=float, default=1.0, help="above 1: makes repeated tokens less likely"
-    )
-    parser.add_argument("--seed", metavar="N", type=int, default=0, help="seed of sampling (default 0)")
+    for name, (placeholder, default, meaning) in SAMPLING.items():
+        option = f"--{name.replace('_', '-')}"
+        parser.add_argument(option, metavar=placeholder, type=type(default), default=default, help=meaning)
     parser.add_argument(
         "--stop", metavar="TEXT", action="append", default=[], help="stop before this text; may be repeated"
     )
 
 
 def sampling_settings(arguments: argparse.Namespace) -> dict[str, Any]:
-    """The values of the sampling options, without the seed."""
+    """The values of the sampling options."""
     return {name: getattr(arguments, name) for name in SAMPLING}
 
 
@@ -170,6 +172,20 @@ def add_ema_argument(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--ema", action="store_true", help="use the moving average of the weights (of a run with the callback ema)"
     )
+
+
+def next_commands(commands: Iterable[str]) -> str:
+    """The commands to try next, as lines of text."""
+    return "next        " + "\n            ".join(commands)
+
+
+def unused_folder(wanted: Path) -> Path:
+    """`wanted`; if it exists, `wanted-2`, `wanted-3` and so on."""
+    folder, number = wanted, 1
+    while folder.exists():
+        number += 1
+        folder = wanted.with_name(f"{wanted.name}-{number}")
+    return folder
 
 
 def example_prompt(*, has_template: bool) -> str:

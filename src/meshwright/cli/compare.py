@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
-from meshwright.cli.common import positive, read_recipe, stoppable
-from meshwright.cli.output import add_json_argument, print_json, progress_on_stderr
+from meshwright.cli.common import positive, read_recipe, stoppable, unused_folder
+from meshwright.cli.output import add_json_argument, print_result, progress_on_stderr
 from meshwright.spec.errors import UserError
 from meshwright.spec.problems import setting_called
 from meshwright.spec.run import Run
@@ -87,17 +87,18 @@ def run(arguments: argparse.Namespace) -> int:
         if arguments.install:
             places["pythons"] = installed(names, places["pythons"], say)
         entered = contestants(recipes, engines=names, layouts=layouts, **places)
-        folder = _new_folder(arguments.out or Path("runs/compare"), given=arguments.out is not None)
+        if arguments.out is not None and arguments.out.exists():
+            raise UserError(f"{arguments.out} already exists; give another --out, or remove it")
+        folder = arguments.out or unused_folder(Path("runs/compare"))
+        folder.mkdir(parents=True)
         with stoppable("the comparison"), _removed_if_empty(folder):
             rows = compare(entered, folder, pace=pace, patience=arguments.patience, say=say)
     about = describe(pace, shlex.join(["meshwright", *sys.argv[1:]]), entered)
     (folder / "compare.json").write_text(json.dumps(as_data(rows, about), indent=1) + "\n")
     (folder / "compare.md").write_text(markdown(rows, about))
     (folder / "compare.html").write_text(comparison_page(rows, about))
-    if arguments.json:
-        print_json(as_json(rows))
-    else:
-        print(f"\n{text(rows)}\n\n{folder}/compare.md, compare.html and compare.json; programs beside them")
+    told = f"\n{text(rows)}\n\n{folder}/compare.md, compare.html and compare.json; programs beside them"
+    print_result(arguments, as_json(rows), [told])
     return NOT_MEASURED if any(row.error and (names or not row.absent) for row in rows) else 0
 
 
@@ -124,15 +125,3 @@ def _removed_if_empty(folder: Path) -> Iterator[None]:
         with contextlib.suppress(OSError):
             folder.rmdir()
         raise
-
-
-def _new_folder(wanted: Path, *, given: bool) -> Path:
-    """A new folder: `wanted`; if it exists and was not given by the user, `wanted-2` and so on."""
-    folder, number = wanted, 1
-    while folder.exists():
-        if given:
-            raise UserError(f"{folder} already exists; give another --out, or remove it")
-        number += 1
-        folder = wanted.with_name(f"{wanted.name}-{number}")
-    folder.mkdir(parents=True)
-    return folder

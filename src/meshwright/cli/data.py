@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from meshwright.cli.common import add_recipe_arguments, positive, read_recipe
-from meshwright.cli.output import add_json_argument, print_json
+from meshwright.cli.output import add_json_argument, print_result
 from meshwright.data.audit import CHECKS, EXAMPLES, PlannedRun, Report, audit
 from meshwright.data.describe import describe_formats, describe_mixture, describe_sample, length_histogram
 from meshwright.data.loader import Loader
@@ -94,16 +94,14 @@ def _prepare(arguments: argparse.Namespace, recipe: Run, corpus: Corpus) -> int:
         }
         for stream in corpus.streams
     ]
-    if arguments.json:
-        print_json({"vocab": corpus.tokenizer.vocab_size, "streams": streams})
-        return 0
-    for stream in streams:
-        print(
-            f"{stream['name']}: {short(stream['tokens'])} tokens of {stream['documents']} documents, "
-            f"held out {short(stream['held_out_tokens'])}, in {stream['file']}"
-        )
-    if formats := describe_formats(corpus):
-        print(formats)
+    lines = [
+        f"{stream['name']}: {short(stream['tokens'])} tokens of {stream['documents']} documents, "
+        f"held out {short(stream['held_out_tokens'])}, in {stream['file']}"
+        for stream in streams
+    ]
+    formats = describe_formats(corpus)
+    facts = {"vocab": corpus.tokenizer.vocab_size, "streams": streams}
+    print_result(arguments, facts, [*lines, formats] if formats else lines)
     return 0
 
 
@@ -120,19 +118,16 @@ def _show(arguments: argparse.Namespace, recipe: Run, corpus: Corpus) -> int:
         }
         for position, (stream, index) in enumerate(places)
     ]
-    if arguments.json:
-        print_json({"samples": samples, "lengths": histogram})
-        return 0
-    if formats := describe_formats(corpus):
-        print(formats)
-    print("trained text after |, context after .")
+    formats, heading = describe_formats(corpus), "trained text after |, context after ."
+    lines = [formats, heading] if formats else [heading]
     for sample in samples:
-        print(f"\nposition {sample['position']}, {sample['stream']}, " + "\n  ".join(sample["lines"]))
-    print("\ntokens of a document    documents")
+        lines.append(f"\nposition {sample['position']}, {sample['stream']}, " + "\n  ".join(sample["lines"]))
+    lines.append("\ntokens of a document    documents")
     most = max(row["documents"] for row in histogram)
     for row in histogram:
         span = f"{row['from']} to {row['to']}"
-        print(f"{span:>22}  {row['documents']:>9}  {'#' * round(40 * row['documents'] / most)}")
+        lines.append(f"{span:>22}  {row['documents']:>9}  {'#' * round(40 * row['documents'] / most)}")
+    print_result(arguments, {"samples": samples, "lengths": histogram}, lines)
     return 0
 
 
@@ -143,21 +138,18 @@ def _audit(arguments: argparse.Namespace, recipe: Run, corpus: Corpus) -> int:
         report = audit(planned, stack.enter_context(ProgressLine()))
     overlaps = find_overlap(corpus, arguments.against, arguments.ngram or NGRAM) if arguments.against else []
     ok = report.ok and not any(overlap.shared for overlap in overlaps)
-    if arguments.json:
-        found = {name: {"count": report.counts[name], "examples": report.findings[name]} for name in CHECKS}
-        facts = {"samples": report.samples, "tokens": report.tokens, "duplicates": report.duplicates}
-        facts |= {"steps": planned.steps, "ranks": planned.world_size, "overlap": [asdict(one) for one in overlaps]}
-        print_json({"ok": ok, **facts, "checks": found})
-    else:
-        what = describe_mixture(corpus, planned.mixture, planned.steps * planned.global_batch)
-        print(f"{planned.steps} steps on {planned.world_size} ranks: {report.samples} samples, {report.tokens} labels")
-        print(f"announced: {what}")
-        masked = any(stream.train.trained is not None for stream in corpus.streams)
-        left_out = {"attention"} if planned.sees is None else set()
-        for line in _verdicts(report, left_out | (set() if masked else {"answers"})):
-            print(line)
-        for overlap in overlaps:
-            print("\n".join(_overlap_lines(overlap, arguments.ngram or NGRAM)))
+    found = {name: {"count": report.counts[name], "examples": report.findings[name]} for name in CHECKS}
+    facts = {"samples": report.samples, "tokens": report.tokens, "duplicates": report.duplicates}
+    facts |= {"steps": planned.steps, "ranks": planned.world_size, "overlap": [asdict(one) for one in overlaps]}
+    masked = any(stream.train.trained is not None for stream in corpus.streams)
+    left_out = ({"attention"} if planned.sees is None else set()) | (set() if masked else {"answers"})
+    lines = [
+        f"{planned.steps} steps on {planned.world_size} ranks: {report.samples} samples, {report.tokens} labels",
+        f"announced: {describe_mixture(corpus, planned.mixture, planned.steps * planned.global_batch)}",
+        *_verdicts(report, left_out),
+        *(line for overlap in overlaps for line in _overlap_lines(overlap, arguments.ngram or NGRAM)),
+    ]
+    print_result(arguments, {"ok": ok, **facts, "checks": found}, lines)
     return 0 if ok else 1
 
 

@@ -4,7 +4,7 @@ import argparse
 import math
 from pathlib import Path
 
-from meshwright.cli.common import presets
+from meshwright.cli.common import presets, unused_folder
 from meshwright.spec.recipe import load_recipe
 
 PROMPTS = ("def main(", "import os\n", "class Error(Exception):\n", "# Return the ")
@@ -22,7 +22,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Train the recipe `demo`, evaluate it on held-out text, generate, and print the next commands."""
     recipe = load_recipe(presets()["demo"], arguments.overrides)
-    run_dir = _new_run_dir(Path(recipe.run_dir))
+    run_dir = unused_folder(Path(recipe.run_dir))
     recipe = recipe.model_copy(update={"run_dir": str(run_dir)})
     print(
         "A small Llama learns Python from the standard library of this Python, over 2 processes.\n",
@@ -31,7 +31,7 @@ def run(arguments: argparse.Namespace) -> int:
     # Torch loads here, so that the first line appears at once.
     from meshwright.launch.status import TrainingFailed
     from meshwright.models.generate import Sampling
-    from meshwright.serve.trained import continue_texts, open_trained
+    from meshwright.serve.trained import Settings, continue_texts, open_trained
     from meshwright.trainer.run import train
 
     try:
@@ -39,7 +39,8 @@ def run(arguments: argparse.Namespace) -> int:
     except TrainingFailed as failure:
         return failure.status
     trained = open_trained(run_dir)
-    texts = continue_texts(trained, PROMPTS, max_tokens=64, sampling=Sampling(temperature=0.7, top_p=0.95))
+    settings = Settings(sampling=Sampling(temperature=0.7, top_p=0.95), max_tokens=64)
+    texts = continue_texts(trained, PROMPTS, settings)
     if result.held_out_loss is not None:
         perplexity, guessing = math.exp(result.held_out_loss), trained.spec.vocab
         print(f"\nPerplexity on held-out files: {perplexity:.1f}; random guessing would have {guessing}.")
@@ -48,15 +49,6 @@ def run(arguments: argparse.Namespace) -> int:
         print("\n" + "\n".join(f"    {line}" for line in (prompt + text).splitlines()))
     print(_whats_next(run_dir))
     return 0
-
-
-def _new_run_dir(wanted: Path) -> Path:
-    """`wanted`; if it exists, `wanted-2`, `wanted-3` and so on."""
-    run_dir, number = wanted, 1
-    while run_dir.exists():
-        number += 1
-        run_dir = wanted.with_name(f"{wanted.name}-{number}")
-    return run_dir
 
 
 def _whats_next(run_dir: Path) -> str:

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
-from meshwright.cli.output import add_json_argument, print_json
+from meshwright.cli.output import add_json_argument, print_result
 from meshwright.plan.machine import find_machine
 
 PYTHON = (3, 11)
@@ -51,15 +51,13 @@ def run(arguments: argparse.Namespace) -> int:
     """Examine the machine and report."""
     findings = list(examine())
     missing = [finding.name for finding in findings if finding.state == "missing"]
-    if arguments.json:
-        print_json({"ready": not missing, "findings": [asdict(finding) for finding in findings]})
-    else:
-        width = max(len(finding.name) for finding in findings) + 2
-        for finding in findings:
-            print(f"{finding.state:<9}{finding.name:<{width}}{finding.detail}")
-            if finding.fix:
-                print(f"{'':<9}{'':<{width}}-> {finding.fix}")
-        print(f"\nnot ready: {', '.join(missing)} missing" if missing else "\nready to train")
+    width, lines = max(len(finding.name) for finding in findings) + 2, []
+    for finding in findings:
+        lines.append(f"{finding.state:<9}{finding.name:<{width}}{finding.detail}")
+        lines += [f"{'':<9}{'':<{width}}-> {finding.fix}"] if finding.fix else []
+    lines.append(f"\nnot ready: {', '.join(missing)} missing" if missing else "\nready to train")
+    facts = {"ready": not missing, "findings": [asdict(finding) for finding in findings]}
+    print_result(arguments, facts, lines)
     return 1 if missing else 0
 
 

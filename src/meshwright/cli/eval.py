@@ -2,20 +2,13 @@
 
 import argparse
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from meshwright.cli.common import (
-    add_disk_argument,
-    add_family_argument,
-    add_model_arguments,
-    note_disk,
-    positive,
-    whole,
-)
-from meshwright.cli.output import add_json_argument, print_json, progress_on_stderr
-from meshwright.cli.ranks import add_layout_argument, started, weights_of
+from meshwright.cli.common import add_model_arguments, open_model, positive, whole
+from meshwright.cli.output import add_json_argument, print_result, progress_on_stderr
+from meshwright.cli.ranks import started
 from meshwright.spec.errors import UserError
 from meshwright.spec.tasks import TaskSpec
 from meshwright.storage.durable import write_durably
@@ -23,10 +16,7 @@ from meshwright.storage.durable import write_durably
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the operands and options of `eval`."""
-    add_model_arguments(parser)
-    add_family_argument(parser)
-    add_disk_argument(parser)
-    add_layout_argument(parser)
+    add_model_arguments(parser, family=True)
     parser.add_argument(
         "--source",
         metavar="PATH",
@@ -83,10 +73,7 @@ def run(arguments: argparse.Namespace) -> int:
         return _curve(arguments, measure)
     with progress_on_stderr(arguments.json):
         source, figures, lines = measure(arguments.model)
-    if arguments.json:
-        print_json({"model": source, **figures})
-    else:
-        print("\n".join(lines))
+    print_result(arguments, {"model": source, **figures}, lines)
     return 0
 
 
@@ -137,17 +124,7 @@ def _tasks(arguments: argparse.Namespace) -> Callable[[Path], Measured]:
 
 
 def _opened(arguments: argparse.Namespace, path: Path) -> Any:
-    from meshwright.serve.trained import open_trained
-
-    trained = open_trained(
-        path,
-        device=arguments.device,
-        dtype=arguments.dtype,
-        averaged=arguments.ema,
-        family=arguments.family,
-        weights=weights_of(arguments),
-    )
-    note_disk(trained.model)
+    trained = open_model(arguments, path)
     if "ranks" in arguments:
         arguments.ranks.alike(trained.model)
     return trained
@@ -165,18 +142,19 @@ def _curve(arguments: argparse.Namespace, measure: Callable[[Path], Measured]) -
         with progress_on_stderr(arguments.json):
             _, figures, _ = measure(checkpoint)
         rows.append((step_of(checkpoint), figures))
-    if arguments.json:
-        print_json({"model": str(arguments.model), "checkpoints": [{"step": step, **found} for step, found in rows]})
-        return 0
-    columns = [(step, _columns(found)) for step, found in rows]
+    facts = {"model": str(arguments.model), "checkpoints": [{"step": step, **found} for step, found in rows]}
+    print_result(arguments, facts, _plot([(step, _columns(found)) for step, found in rows]))
+    return 0
+
+
+def _plot(columns: Sequence[tuple[int, dict[str, float]]]) -> Iterator[str]:
     for name in columns[0][1]:
         values = [values[name] for _, values in columns]
         low, high = min(values), max(values)
-        print(f"{name}, from {low:.4g} to {high:.4g}")
+        yield f"{name}, from {low:.4g} to {high:.4g}"
         for step, found in columns:
             length = 1 + round(39 * (found[name] - low) / (high - low)) if high > low else 1
-            print(f"  step {step:>8}  {found[name]:>10.4f}  {'#' * length}")
-    return 0
+            yield f"  step {step:>8}  {found[name]:>10.4f}  {'#' * length}"
 
 
 def _columns(figures: dict[str, Any]) -> dict[str, float]:

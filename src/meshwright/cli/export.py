@@ -7,12 +7,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, get_args
 
 from meshwright.checkpoint.peft_config import CONFIG, unread_by_vllm
-from meshwright.cli.common import add_ema_argument, add_family_argument, example_prompt
-from meshwright.cli.output import add_json_argument, print_json, progress_on_stderr
+from meshwright.cli.common import add_ema_argument, add_family_argument, example_prompt, next_commands
+from meshwright.cli.output import add_json_argument, print_result, progress_on_stderr
 from meshwright.spec.errors import UserError
 from meshwright.spec.precision import FP32, FP64, ComputeName, GgufName
 
 if TYPE_CHECKING:
+    from meshwright.serve.receipt import Receipt
     from meshwright.serve.trained import TrainedModel
 
 WRITTEN_ONLY = (
@@ -113,57 +114,57 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _push(arguments: argparse.Namespace, trained: "TrainedModel") -> int:
-    from meshwright.serve.hub import push_export
+    from meshwright.serve.hub import Repository, push_export
 
     pushed, receipt = push_export(
         trained,
-        arguments.hub,
+        Repository(name=arguments.hub, license=arguments.license, private=arguments.private),
         dtype=arguments.dtype,
         merge=arguments.merge,
-        license_name=arguments.license,
-        private=arguments.private,
         dry_run=arguments.dry_run,
         vllm=arguments.vllm,
     )
-    if arguments.json:
-        figures = {"dtype": receipt.dtype, "readings": receipt.as_json()["readings"]}
-        told = {"repository": pushed.repository, "url": pushed.url, "files": pushed.files, "card": pushed.card}
-        print_json({"model": str(trained.source), **told, **figures})
-        return 0
+    told = {"repository": pushed.repository, "url": pushed.url, "files": pushed.files, "card": pushed.card}
     what = f"would be pushed to {pushed.repository}" if pushed.url is None else f"pushed to {pushed.url}"
-    print(f"{trained.source} {what} in {receipt.dtype}; read back by")
-    for line in (*receipt.lines(), *receipt.notes):
-        print(f"  {line}")
-    for name, size in pushed.files.items():
-        print(f"  {size:>12,}  {name}")
+    lines = [f"{trained.source} {what} in {receipt.dtype}; read back by", *_read_back(receipt)]
+    lines += [f"  {size:>12,}  {name}" for name, size in pushed.files.items()]
     if pushed.url is None:
-        print(f"\n{pushed.card}")
+        lines.append(f"\n{pushed.card}")
+    print_result(
+        arguments,
+        {"model": str(trained.source), **told, "dtype": receipt.dtype, "readings": receipt.as_json()["readings"]},
+        lines,
+    )
     return 0
 
 
+def _read_back(receipt: "Receipt") -> list[str]:
+    return [f"  {line}" for line in receipt.lines()]
+
+
 def _export_adapter(arguments: argparse.Namespace, trained: "TrainedModel") -> int:
-    from meshwright.serve.adapters import export_adapter, vllm_rank
+    from meshwright.serve.adapters import export_adapter
+    from meshwright.serve.vllm_receipt import vllm_rank
 
     parameters, receipt = export_adapter(trained, arguments.adapter, vllm=arguments.vllm)
-    if arguments.json:
-        figures = {"parameters": parameters, "largest_logit_difference": receipt.largest_difference}
-        where = {"model": str(trained.source), "adapter": str(arguments.adapter)}
-        print_json({**where, **figures, "readings": receipt.as_json()["readings"]})
-        return 0
-    print(f"{trained.source} written to {arguments.adapter}: {parameters} parameters, in fp32; read back by")
-    for line in (*receipt.lines(), *receipt.notes):
-        print(f"  {line}")
     config = json.loads((arguments.adapter / CONFIG).read_text(encoding="utf-8"))
     base, name = config["base_model_name_or_path"] or "BASE", arguments.adapter.name
-    lines = [f"meshwright serve {base} --adapter {name}={arguments.adapter}"]
+    commands = [f"meshwright serve {base} --adapter {name}={arguments.adapter}"]
     if unread_by_vllm(arguments.adapter):
-        lines.append(f"meshwright export {arguments.model} --merge --hf DIR   # for vLLM and SGLang")
+        commands.append(f"meshwright export {arguments.model} --merge --hf DIR   # for vLLM and SGLang")
     else:
         lora = f"--lora-modules {name}={arguments.adapter} --max-lora-rank {vllm_rank(arguments.adapter)}"
-        lines.append(f"{_vllm_server(arguments)} {base} --enable-lora {lora}")
-        lines.append(f"python -m sglang.launch_server --model-path {base} --lora-paths {name}={arguments.adapter}")
-    for number, line in enumerate(lines):
-        print(f"{'' if number else 'next':<12}{line}")
+        commands.append(f"{_vllm_server(arguments)} {base} --enable-lora {lora}")
+        commands.append(f"python -m sglang.launch_server --model-path {base} --lora-paths {name}={arguments.adapter}")
+    facts = {
+        "model": str(trained.source),
+        "adapter": str(arguments.adapter),
+        "parameters": parameters,
+        "largest_logit_difference": receipt.largest_difference,
+        "readings": receipt.as_json()["readings"],
+    }
+    told = f"{trained.source} written to {arguments.adapter}: {parameters} parameters, in fp32; read back by"
+    print_result(arguments, facts, [told, *_read_back(receipt), next_commands(commands)])
     return 0
 
 
@@ -177,17 +178,16 @@ def _export_model(arguments: argparse.Namespace, trained: "TrainedModel") -> int
         receipt = export_gguf(trained, into, form=arguments.format, merge=merge)
     else:
         receipt = export_ollama(trained, into, form=arguments.format, merge=merge)
-    if arguments.json:
-        where = {"directory" if into.is_dir() else "file": str(into)}
-        figures = {"dtype": receipt.dtype, "largest_logit_difference": receipt.largest_difference}
-        print_json({"model": str(trained.source), **where, **figures, "readings": receipt.as_json()["readings"]})
-        return 0
-    print(f"{trained.source} written to {into} in {receipt.dtype}; read back by")
-    for line in (*receipt.lines(), *receipt.notes):
-        print(f"  {line}")
-    chats = trained.tokenizer.chat_template is not None
-    for number, line in enumerate(_next(arguments, trained.spec.max_positions, chats=chats)):
-        print(f"{'' if number else 'next':<12}{line}")
+    facts = {
+        "model": str(trained.source),
+        "directory" if into.is_dir() else "file": str(into),
+        "dtype": receipt.dtype,
+        "largest_logit_difference": receipt.largest_difference,
+        "readings": receipt.as_json()["readings"],
+    }
+    told = f"{trained.source} written to {into} in {receipt.dtype}; read back by"
+    commands = _next(arguments, trained.spec.max_positions, chats=trained.tokenizer.chat_template is not None)
+    print_result(arguments, facts, [told, *_read_back(receipt), next_commands(commands)])
     return 0
 
 
@@ -222,21 +222,15 @@ def _hand_over(arguments: argparse.Namespace) -> int:
     with progress_on_stderr(arguments.json):
         translation = hand_over(run_at(arguments.model, arguments.overrides), engine, arguments.program)
     left_out = {setting.path: setting.why for setting in translation.left_out}
-    if arguments.json:
-        files = [*translation.files, *([] if engine.reads_sources else ["start", "data"])]
-        print_json(
-            {
-                "directory": str(arguments.program),
-                "engine": engine.name,
-                "files": files,
-                "left_out": left_out,
-                "notes": list(translation.notes),
-            }
-        )
-        return 0
-    print(f"{arguments.model} written to {arguments.program} as {translation.program}, {translation.lines} lines")
-    for path, why in left_out.items():
-        print(f"left out    {path}: {why}")
-    for note in translation.notes:
-        print(f"its own way {note}")
+    facts = {
+        "directory": str(arguments.program),
+        "engine": engine.name,
+        "files": [*translation.files, *([] if engine.reads_sources else ["start", "data"])],
+        "left_out": left_out,
+        "notes": list(translation.notes),
+    }
+    lines = [f"{arguments.model} written to {arguments.program} as {translation.program}, {translation.lines} lines"]
+    lines += [f"left out    {path}: {why}" for path, why in left_out.items()]
+    lines += [f"its own way {note}" for note in translation.notes]
+    print_result(arguments, facts, lines)
     return 0

@@ -2,30 +2,23 @@
 
 import argparse
 import sys
-from typing import Any
 
 from meshwright.cli.common import (
-    add_compile_argument,
-    add_disk_argument,
-    add_family_argument,
     add_model_arguments,
     add_sampling_arguments,
     compile_steps,
-    note_disk,
+    note,
+    open_model,
     sampling_settings,
 )
-from meshwright.cli.output import add_json_argument, print_json
-from meshwright.cli.ranks import add_layout_argument, follows, started, weights_of
+from meshwright.cli.output import add_json_argument, print_result
+from meshwright.cli.ranks import follows, started
 from meshwright.spec.errors import UserError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the operands and options of `generate`."""
-    add_model_arguments(parser)
-    add_family_argument(parser)
-    add_disk_argument(parser)
-    add_compile_argument(parser)
-    add_layout_argument(parser)
+    add_model_arguments(parser, family=True, compiles=True)
     parser.add_argument(
         "--prompt",
         metavar="TEXT",
@@ -58,40 +51,28 @@ def run(arguments: argparse.Namespace) -> int:
     if (status := started(arguments)) is not None:
         return status
     # Torch loads here, so that --help and misuse never wait for it.
+    from meshwright.models.from_disk import blocks_from_disk
     from meshwright.models.generate import Sampling
-    from meshwright.serve.from_disk import about_disk
-    from meshwright.serve.trained import answer_texts, continue_texts, open_trained
+    from meshwright.serve.trained import Settings, answer_texts, continue_texts
 
     if arguments.system and not arguments.chat:
         raise UserError("--system needs --chat")
-    sampling = Sampling(**sampling_settings(arguments), seed=arguments.seed)
-    trained = open_trained(
-        arguments.model,
-        device=arguments.device,
-        dtype=arguments.dtype,
-        averaged=arguments.ema,
-        family=arguments.family,
-        weights=weights_of(arguments),
-    )
+    sampling = Sampling(**sampling_settings(arguments))
+    trained = open_model(arguments)
     if follows(arguments, trained.model):
         return 0
-    note_disk(trained.model)
     compile_steps(arguments, trained.model)
     prompts = [sys.stdin.read().rstrip("\n") if text == "-" else text for text in arguments.prompt]
-    settings: dict[str, Any] = {"max_tokens": arguments.max_tokens, "sampling": sampling, "stops": arguments.stop}
-    if about_disk(trained.model):
-        settings["tell"] = lambda line: print(f"note: {line}", file=sys.stderr)
+    settings = Settings(sampling=sampling, max_tokens=arguments.max_tokens, stops=arguments.stop)
+    tell = note if blocks_from_disk(trained.model) is not None else lambda line: None
     if arguments.chat:
-        texts = answer_texts(trained, prompts, system=arguments.system, **settings)
+        texts = answer_texts(trained, prompts, settings, system=arguments.system, tell=tell)
     else:
-        texts = continue_texts(trained, prompts, **settings)
-    if arguments.json:
-        pairs = [{"prompt": prompt, "continuation": text} for prompt, text in zip(prompts, texts, strict=True)]
-        print_json({"model": str(trained.source), "texts": pairs})
-        return 0
+        texts = continue_texts(trained, prompts, settings, tell=tell)
+    pairs, lines = [], []
     for number, (prompt, text) in enumerate(zip(prompts, texts, strict=True), 1):
-        if len(prompts) > 1:
-            print(f"--- {number} of {len(prompts)}")
-        whole = text if arguments.chat else prompt + text
-        print(whole)
+        pairs.append({"prompt": prompt, "continuation": text})
+        lines += [f"--- {number} of {len(prompts)}"] if len(prompts) > 1 else []
+        lines.append(text if arguments.chat else prompt + text)
+    print_result(arguments, {"model": str(trained.source), "texts": pairs}, lines)
     return 0

@@ -1,7 +1,6 @@
 """The verb `init`: lists the preset recipes, or prints one with every setting explained."""
 
 import argparse
-import difflib
 import textwrap
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -10,13 +9,14 @@ from typing import Any, Literal, get_args, get_origin
 from pydantic.fields import FieldInfo
 
 from meshwright.cli.common import presets
-from meshwright.cli.output import add_json_argument, print_json
+from meshwright.cli.output import add_json_argument, print_result
 from meshwright.families import PRESETS as MODELS
 from meshwright.families import resolve_model
 from meshwright.spec.base import Spec
 from meshwright.spec.document import write_yaml
 from meshwright.spec.errors import UserError
 from meshwright.spec.model import ModelFields
+from meshwright.spec.problems import did_you_mean
 from meshwright.spec.recipe import load_recipe
 from meshwright.spec.run import Run
 
@@ -38,14 +38,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """List the presets, or print one."""
     if arguments.preset is None:
-        _list(as_json=arguments.json)
+        titles = {name: _title(path) for name, path in presets().items()}
+        print_result(arguments, titles, _listed(titles))
         return 0
     path = find_preset(arguments.preset)
     recipe = load_recipe(path, arguments.overrides)
-    if arguments.json:
-        print_json(recipe.model_dump(mode="json"))
-    else:
-        print(commented_recipe(recipe, title=_title(path)), end="")
+    print_result(arguments, recipe.model_dump(mode="json"), commented_recipe(recipe, title=_title(path)))
     return 0
 
 
@@ -58,13 +56,12 @@ def find_preset(name: str) -> Path:
         raise UserError(
             f"'{name}' is a model, not a preset; use it in any recipe, as in meshwright init gpt2-124m model={name}"
         )
-    near = difflib.get_close_matches(name, known, n=1)
-    hint = f"did you mean '{near[0]}'?" if near else f"there are {', '.join(known)}"
-    raise UserError(f"unknown preset '{name}'; {hint}")
+    hint = did_you_mean(name, known) or f"; there are {', '.join(known)}"
+    raise UserError(f"unknown preset '{name}'{hint}")
 
 
-def commented_recipe(recipe: Run, *, title: str) -> str:
-    """The recipe as YAML with every setting, given or default, and its meaning in a comment.
+def commented_recipe(recipe: Run, *, title: str) -> Iterator[str]:
+    """The recipe as lines of YAML with every setting, given or default, and its meaning in a comment.
 
     Sizes of the model that follow from its name or family are commented out, with their values.
 
@@ -74,27 +71,23 @@ def commented_recipe(recipe: Run, *, title: str) -> str:
     sizes = {
         name: value.model_dump(exclude_defaults=True) if isinstance(value, Spec) else value for name, value in model
     }
-    lines = [f"# {title}"]
+    yield f"# {title}"
     for name, field in Run.model_fields.items():
         value = getattr(recipe, name)
-        lines += ["", *textwrap.wrap(f"# {_meaning(field)}", WIDTH, subsequent_indent="# ")]
+        yield ""
+        yield from textwrap.wrap(f"# {_meaning(field)}", WIDTH, subsequent_indent="# ")
         if isinstance(value, Spec):
-            lines += [f"{name}:", *_section(value, "  ", sizes if isinstance(value, ModelFields) else {})]
+            yield f"{name}:"
+            yield from _section(value, "  ", sizes if isinstance(value, ModelFields) else {})
         else:
-            lines += [_entry(name, value)]
-    return "\n".join(lines) + "\n"
+            yield _entry(name, value)
 
 
-def _list(*, as_json: bool) -> None:
-    titles = {name: _title(path) for name, path in presets().items()}
-    if as_json:
-        print_json(titles)
-        return
+def _listed(titles: Mapping[str, str]) -> Iterator[str]:
     width = max(map(len, titles))
-    for name, title in titles.items():
-        print(f"{name:<{width}}  {title}")
-    print("\nmeshwright init PRESET > run.yaml   saves one, with every setting explained")
-    print(textwrap.fill(f"Models that a recipe can name: {', '.join(MODELS)}", WIDTH))
+    yield from (f"{name:<{width}}  {title}" for name, title in titles.items())
+    yield "\nmeshwright init PRESET > run.yaml   saves one, with every setting explained"
+    yield textwrap.fill(f"Models that a recipe can name: {', '.join(MODELS)}", WIDTH)
 
 
 def _title(path: Path) -> str:

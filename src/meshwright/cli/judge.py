@@ -4,17 +4,18 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from meshwright.cli.common import positive
-from meshwright.cli.output import add_json_argument, print_json, progress_on_stderr
+from meshwright.cli.output import add_json_argument, print_result, progress_on_stderr
 from meshwright.cli.serve import read_key
 from meshwright.judge.client import Client
 from meshwright.judge.prompts import read_prompts
 from meshwright.judge.questions import Answers, Question, answer_record, read_answers, read_questions
-from meshwright.judge.ratings import Interval, Rated, Verdict, mean_ratings, ratings, read_verdicts, settled, versus
+from meshwright.judge.ratings import Rated, Verdict, mean_ratings, ratings, read_verdicts, settled, versus
 from meshwright.judge.run import (
     Cost,
     Journal,
@@ -107,10 +108,7 @@ def run(arguments: argparse.Namespace) -> int:
                 }
         if questions:
             write_durably(arguments.out / "report.json", json.dumps(found, indent=2) + "\n")
-    if arguments.json:
-        print_json(found)
-    else:
-        _show(found)
+    print_result(arguments, found, _lines(found))
     return 0
 
 
@@ -119,20 +117,10 @@ def _compared(verdicts: Sequence[Verdict], rated: Sequence[Rated]) -> dict[str, 
     found: dict[str, Any] = {}
     if verdicts:
         agreed = settled(verdicts)
-        found["pairs"] = [
-            {
-                "model_a": one.model_a,
-                "model_b": one.model_b,
-                "wins": one.wins,
-                "ties": one.ties,
-                "losses": one.losses,
-                "rate": one.rate.figures(),
-            }
-            for one in versus(agreed)
-        ]
-        found["ratings"] = {name: one.figures() for name, one in ratings(agreed).items()}
+        found["pairs"] = [asdict(one) for one in versus(agreed)]
+        found["ratings"] = {name: asdict(one) for name, one in ratings(agreed).items()}
     if rated:
-        found["mean_ratings"] = {name: one.figures() for name, one in mean_ratings(rated).items()}
+        found["mean_ratings"] = {name: asdict(one) for name, one in mean_ratings(rated).items()}
     return found
 
 
@@ -185,7 +173,7 @@ def _answers(arguments: argparse.Namespace, questions: Sequence[Question]) -> li
         if arguments.dry_run:
             raise UserError(f"--answers {path}: a model would have to answer first; --dry-run needs .jsonl files")
         # Torch loads here, so that judging files never waits for it.
-        from meshwright.serve.answers import answer_questions
+        from meshwright.serve.examine import answer_questions
         from meshwright.serve.served import default_name
         from meshwright.serve.trained import open_trained
 
@@ -201,38 +189,37 @@ def _answers(arguments: argparse.Namespace, questions: Sequence[Question]) -> li
 
 
 def _figures(cost: Cost, arguments: argparse.Namespace) -> dict[str, Any]:
-    return {
-        "requests": cost.requests,
-        "prompt_tokens": cost.prompt_tokens,
-        "completion_tokens": cost.completion_tokens,
-        "price": cost.price(arguments.price),
-    }
+    return {**asdict(cost), "price": cost.price(arguments.price)}
 
 
-def _show(found: dict[str, Any]) -> None:
+def _lines(found: dict[str, Any]) -> Iterator[str]:
     for name in ("estimate", "spent"):
         if name in found:
             cost = found[name]
             price = "" if cost["price"] is None else f", price {cost['price']:.4g}"
             what = "would cost" if name == "estimate" else "cost"
-            print(
+            yield (
                 f"{what:10}{cost['requests']} requests, {cost['prompt_tokens']} tokens read and "
                 f"{cost['completion_tokens']} written{price}"
             )
     if found.get("unclear"):
-        print(f"unclear   {found['unclear']} replies held no verdict; run again to ask again")
+        yield f"unclear   {found['unclear']} replies held no verdict; run again to ask again"
     for pair in found.get("pairs", []):
-        rate = Interval(**pair["rate"])
-        print(
+        yield (
             f"{pair['model_a']} against {pair['model_b']}: {pair['wins']} wins, {pair['ties']} ties, "
-            f"{pair['losses']} losses; win rate {rate.value:.3f} [{rate.low:.3f}, {rate.high:.3f}]"
+            f"{pair['losses']} losses; win rate {_interval(pair['rate'], 3)}"
         )
     for title, key, digits in (("rating", "ratings", 0), ("mean rating", "mean_ratings", 2)):
         for name, rated in found.get(key, {}).items():
-            one = Interval(**rated)
-            print(f"{title:12}{name}: {one.value:.{digits}f} [{one.low:.{digits}f}, {one.high:.{digits}f}]")
+            yield f"{title:12}{name}: {_interval(rated, digits)}"
         for heading in ("turn", "category"):
             for group, compared in found.get(f"by_{heading}", {}).items():
                 if key in compared:
                     shown = ", ".join(f"{name} {one['value']:.{digits}f}" for name, one in compared[key].items())
-                    print(f"{title:12}{heading} {group or 'none'}: {shown}")
+                    yield f"{title:12}{heading} {group or 'none'}: {shown}"
+
+
+def _interval(figures: dict[str, float], digits: int) -> str:
+    """`0.667 [0.500, 0.833]`: a value and its interval."""
+    value, low, high = (f"{figures[key]:.{digits}f}" for key in ("value", "low", "high"))
+    return f"{value} [{low}, {high}]"

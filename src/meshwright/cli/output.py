@@ -5,7 +5,7 @@ import contextlib
 import json
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 
@@ -17,6 +17,15 @@ def add_json_argument(parser: argparse.ArgumentParser) -> None:
 def print_json(value: Any) -> None:
     """Print `value` as one indented JSON object."""
     print(json.dumps(value, indent=2))
+
+
+def print_result(arguments: argparse.Namespace, value: Any, lines: Iterable[str]) -> None:
+    """Print `value` as JSON with `--json`, else the lines of text."""
+    if arguments.json:
+        print_json(value)
+    else:
+        for line in lines:
+            print(line)
 
 
 @contextlib.contextmanager

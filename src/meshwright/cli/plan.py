@@ -6,7 +6,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from meshwright.cli.output import add_json_argument, print_json
+from meshwright.cli.output import add_json_argument, print_result
 from meshwright.plan.account import explain_field
 from meshwright.plan.candidate import MARGIN, TIGHT
 from meshwright.plan.changes import CHANGES, GROUPS, asked_changes
@@ -86,15 +86,15 @@ def _calibrate(arguments: argparse.Namespace) -> int:
     cluster = calibrate()
     path = Path(arguments.words[0])
     path.write_text(dump_recipe(cluster), encoding="utf-8")
-    if arguments.json:
-        print_json(cluster.model_dump(mode="json"))
-        return 0
     measured = cluster.measured
     rates = ", ".join(f"{name} {rate:.3g} TFLOP/s" for name, rate in measured.matmul_tflops.items())
-    print(f"{cluster.devices} simultaneous ranks, each: {rates}, memory {measured.memory_gb_s:.3g} GB/s")
-    for kind, cost in measured.collectives.items():
-        print(f"{kind}: {cost.latency_us:.0f} us, {cost.bandwidth_gb_s:.3g} GB/s")
-    print(f"saved to {path}; use it with: meshwright plan run.yaml --cluster {path}")
+    costs = measured.collectives.items()
+    lines = [
+        f"{cluster.devices} simultaneous ranks, each: {rates}, memory {measured.memory_gb_s:.3g} GB/s",
+        *(f"{kind}: {cost.latency_us:.0f} us, {cost.bandwidth_gb_s:.3g} GB/s" for kind, cost in costs),
+        f"saved to {path}; use it with: meshwright plan run.yaml --cluster {path}",
+    ]
+    print_result(arguments, cluster.model_dump(mode="json"), lines)
     return 0
 
 
@@ -117,10 +117,8 @@ def _plan(arguments: argparse.Namespace) -> int:
     )
     if arguments.explain:
         print(explain_field(plan, arguments.explain))
-    elif arguments.json:
-        print_json(facts)
     else:
-        print("\n".join(_table(facts)))
+        print_result(arguments, facts, _table(facts))
     if arguments.html:
         arguments.html.write_text(plan_page(facts), encoding="utf-8")
     if arguments.write:
@@ -294,11 +292,8 @@ def _validate(arguments: argparse.Namespace) -> int:
     table = read_table(path)
     judged = judge(table.runs)
     found = report(judged, table.refused)
-    if arguments.json:
-        print_json(found | {"cells_not_understood": [asdict(doubt) for doubt in table.doubts]})
-    else:
-        print("\n".join(_validation(found["summary"], judged)))
-        print("\n".join(_doubts(path, table.doubts)))
+    facts = found | {"cells_not_understood": [asdict(doubt) for doubt in table.doubts]}
+    print_result(arguments, facts, [*_validation(found["summary"], judged), "", *_doubts(path, table.doubts)])
     return 0
 
 
@@ -309,7 +304,6 @@ def _doubts(path: Path, doubts: list[Doubt]) -> Iterator[str]:
     groups: dict[tuple[str, str, str], list[Doubt]] = {}
     for doubt in doubts:
         groups.setdefault((doubt.column, doubt.value, doubt.made), []).append(doubt)
-    yield ""
     yield f"cells not understood, or contradicted by other cells ({len(doubts)}); every row was kept"
     for (column, value, made), alike in list(groups.items())[:MOST_DOUBTS]:
         cell = (

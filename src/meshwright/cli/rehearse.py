@@ -5,7 +5,7 @@ import re
 from typing import Any
 
 from meshwright.cli.common import add_recipe_arguments, positive, read_recipe
-from meshwright.cli.output import add_json_argument, print_json
+from meshwright.cli.output import add_json_argument, print_result
 from meshwright.plan.hardware import resolve_cluster
 from meshwright.plan.machine import Machine
 from meshwright.spec.cluster import ClusterSpec
@@ -62,15 +62,13 @@ def run(arguments: argparse.Namespace) -> int:
     found = findings(reports, recipe.layout, memory_bytes=memory_bytes, per_node=cluster.per_node)
     fits = all(device_peak(report) <= memory_bytes for report in reports)
     would_fit = [] if fits else remedies(resolved, _machine(cluster), memory_bytes)
-    if arguments.json:
-        overrides = [list(remedy.overrides) for remedy in would_fit]
-        print_json({"layout": recipe.layout.model_dump(), "ranks": reports, "findings": found, "remedies": overrides})
-    else:
-        print("\n".join(_lines(resolved, reports)))
-        print("\n".join(f"would break: {finding}" for finding in found) or "no problems found")
-        if not fits:
-            print("predicted to fit, fastest first:")
-            print("\n".join(f"  {line}" for line in remedy_lines(would_fit)))
+    overrides = [list(remedy.overrides) for remedy in would_fit]
+    facts = {"layout": recipe.layout.model_dump(), "ranks": reports, "findings": found, "remedies": overrides}
+    lines = [*_lines(resolved, reports), *(f"would break: {finding}" for finding in found)]
+    lines += [] if found else ["no problems found"]
+    if not fits:
+        lines += ["predicted to fit, fastest first:", *(f"  {line}" for line in remedy_lines(would_fit))]
+    print_result(arguments, facts, lines)
     return 1 if found else 0
 
 

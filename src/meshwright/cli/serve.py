@@ -6,27 +6,18 @@ import socket
 from pathlib import Path
 from typing import Any
 
-from meshwright.cli.common import (
-    add_compile_argument,
-    add_disk_argument,
-    add_model_arguments,
-    compile_steps,
-    note_disk,
-    positive,
-    whole,
-)
-from meshwright.cli.ranks import add_layout_argument, degree_of, follows, started, weights_of
+from meshwright.cli.common import add_model_arguments, compile_steps, open_model, positive, whole, whole_number
+from meshwright.cli.ranks import degree_of, follows, started
 from meshwright.spec.errors import UserError
 
 LOCALHOST = "127.0.0.1"
 
+port = whole_number("a whole number, at most 65535", most=65535)
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the operands and options of `serve`."""
-    add_model_arguments(parser)
-    add_disk_argument(parser)
-    add_compile_argument(parser)
-    add_layout_argument(parser)
+    add_model_arguments(parser, compiles=True)
     parser.add_argument("--name", help="the model's name in requests (default: the name of its folder)")
     parser.add_argument(
         "--adapter",
@@ -90,13 +81,6 @@ def _add_limits(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def port(text: str) -> int:
-    """Parse a port number; raise an error that argparse reports with the option's name."""
-    if not text.isdecimal() or int(text) >= 2**16:
-        raise argparse.ArgumentTypeError(f"'{text}' is not allowed: must be a whole number, at most 65535")
-    return int(text)
-
-
 def named(text: str) -> tuple[str, Path]:
     """Parse `NAME=RUN`; raise an error that argparse reports with the option's name."""
     found = re.fullmatch(r"([^=\s]+)=(.+)", text)
@@ -124,7 +108,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise UserError("serve needs starlette and uvicorn: pip install 'meshwright[serve]'") from error
     # Torch loads here, so that --help and usage errors never wait for it.
     from meshwright.serve.prefixes import Prefixes
-    from meshwright.serve.served import default_name, loader_of, open_served
+    from meshwright.serve.served import Room, default_name, loader_of, open_served
 
     key = read_key(arguments.api_key_file)
     if arguments.host not in LOCAL and key is None:
@@ -141,18 +125,12 @@ def run(arguments: argparse.Namespace) -> int:
         raise UserError("--votes: an arena needs two models; give another with --beside or --adapter")
     limits = Limits(max_body=arguments.max_body, max_queue=arguments.max_queue, api_key=key, votes=arguments.votes)
     prefixes = Prefixes(arguments.prefix_cache * 2**20) if arguments.prefix_cache else None
-    room = {"max_batch": arguments.max_batch, "max_context": arguments.max_context, "prefixes": prefixes}
+    room = Room(max_batch=arguments.max_batch, max_context=arguments.max_context, prefixes=prefixes)
     with listen(arguments.host, arguments.port) as listening:  # before loading, because the port may be in use
         trained = _opened(arguments)
-        models = open_served(
-            trained,
-            arguments.name or default_name(trained),
-            adapters,
-            beside=beside,
-            **room,
-        )
+        models = open_served(trained, arguments.name or default_name(trained), adapters, room, beside=beside)
         folder = arguments.adapters_from
-        load = None if folder is None else loader_of(trained, folder, **room)
+        load = None if folder is None else loader_of(trained, folder, room)
         for model in models:
             template = "chat and completions" if model.prompts.chats else "completions only: it has no chat template"
             print(f"model     {model.name}: {model.about}, {template}, {model.engine.max_context} tokens")
@@ -183,19 +161,9 @@ def _several(arguments: argparse.Namespace) -> bool:
 
 def _opened(arguments: argparse.Namespace) -> Any:
     """The model. A process that is not the first of several gets it after the first one has ended."""
-    from meshwright.serve.trained import open_trained
-
-    trained = open_trained(
-        arguments.model,
-        device=arguments.device,
-        dtype=arguments.dtype,
-        averaged=arguments.ema,
-        weights=weights_of(arguments),
-    )
-    if not follows(arguments, trained.model):
-        note_disk(trained.model)
-        if not _several(arguments):
-            compile_steps(arguments, trained.model)
+    trained = open_model(arguments)
+    if not follows(arguments, trained.model) and not _several(arguments):
+        compile_steps(arguments, trained.model)
     return trained
 
 

@@ -3,7 +3,7 @@
 import argparse
 import re
 
-from meshwright.cli.common import add_recipe_arguments, example_prompt, read_recipe
+from meshwright.cli.common import add_recipe_arguments, example_prompt, next_commands, read_recipe
 from meshwright.cli.output import add_json_argument, print_json, progress_on_stderr
 from meshwright.spec.errors import UserError
 from meshwright.spec.finetune import FullSpec
@@ -129,4 +129,4 @@ def whats_next(run: Run, *, has_template: bool) -> str:
     else:
         lines.append(f"meshwright export {place} --adapter {place}/adapter")
         lines.append(f"meshwright export {place} --hf {place}/merged --merge")
-    return "next        " + "\n            ".join(lines)
+    return next_commands(lines)

@@ -72,12 +72,9 @@ def run(arguments: argparse.Namespace) -> int:
     recipe = read_recipe(arguments)
     if arguments.engine:
         return _prove_engine(recipe, arguments)
-    if arguments.patience:
-        raise UserError("--patience applies only to --engine")
-    if arguments.checkout:
-        raise UserError("--checkout applies only to --engine")
-    if arguments.python:
-        raise UserError("--python applies only to --engine")
+    for option in ("patience", "checkout", "python"):
+        if getattr(arguments, option):
+            raise UserError(f"--{option} applies only to --engine")
     from meshwright.launch import forkserver
 
     untouched = forkserver.untouched()

@@ -17,6 +17,8 @@ BUSY = (408, 409, 425, 429, 500, 502, 503, 504)
 """Statuses after which a request is repeated."""
 LONGEST_WAIT = 60.0
 """Maximum seconds between two attempts."""
+TIMEOUT = 300.0
+"""Seconds to wait for a response."""
 LARGEST_REPLY = 2**24
 """Bytes of a response."""
 LOCAL = ("localhost", "127.0.0.1", "::1")
@@ -40,7 +42,6 @@ class Client:
         model: str | None = None,
         *,
         key: str | None = None,
-        timeout: float = 300.0,
         attempts: int = 6,
         sleep: Callable[[float], object] = time.sleep,
     ) -> None:
@@ -51,7 +52,7 @@ class Client:
             raise UserError(f"--judge {url}: is not a URL; give the server's, such as http://localhost:8000/v1")
         if key is not None and parts.scheme == "http" and parts.hostname not in LOCAL:
             raise UserError(f"--judge {url}: the API key would be sent unencrypted; give an https URL")
-        self.url, self._key, self._timeout, self._attempts, self._sleep = url.rstrip("/"), key, timeout, attempts, sleep
+        self.url, self._key, self._attempts, self._sleep = url.rstrip("/"), key, attempts, sleep
         self.model = model or self._only_model()
 
     def ask(self, prompt: str, *, max_tokens: int) -> Reply:
@@ -93,7 +94,7 @@ class Client:
             request = urllib.request.Request(f"{self.url}{path}", data=data, headers=headers)
             asked_to_wait = None
             try:
-                with _opener.open(request, timeout=self._timeout) as response:
+                with _opener.open(request, timeout=TIMEOUT) as response:
                     return json.loads(response.read(LARGEST_REPLY))
             except urllib.error.HTTPError as error:
                 with error:

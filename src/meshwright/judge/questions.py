@@ -1,7 +1,5 @@
 """Questions for models, and the answers to be judged, read from .jsonl files."""
 
-import hashlib
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -79,11 +77,6 @@ def read_answers(path: Path, questions: Sequence[Question], model: str | None = 
 def answer_record(question: Question, model: str, turns: Sequence[str]) -> dict[str, Any]:
     """One answer in MT-bench's form."""
     return {"question_id": question.id, "model_id": model, "choices": [{"index": 0, "turns": list(turns)}]}
-
-
-def digest(value: Any) -> str:
-    """A short name for data: equal for equal data."""
-    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def _texts(value: Any) -> tuple[str, ...] | None:

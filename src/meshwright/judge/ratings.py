@@ -60,10 +60,6 @@ class Interval:
     low: float
     high: float
 
-    def figures(self) -> dict[str, float]:
-        """The interval as data."""
-        return {"value": self.value, "low": self.low, "high": self.high}
-
 
 @dataclass(frozen=True)
 class Versus:
@@ -119,7 +115,7 @@ def settled(verdicts: Sequence[Verdict]) -> list[Verdict]:
     return found
 
 
-def versus(verdicts: Sequence[Verdict], seed: int = 0) -> list[Versus]:
+def versus(verdicts: Sequence[Verdict]) -> list[Versus]:
     """Every pair of models that was compared, by settled verdicts."""
     pairs: dict[tuple[str, str], list[Verdict]] = defaultdict(list)
     for verdict in verdicts:
@@ -127,13 +123,12 @@ def versus(verdicts: Sequence[Verdict], seed: int = 0) -> list[Versus]:
     found = []
     for (first, second), games in pairs.items():
         scores = np.array([game.score for game in games])
-        rates = [scores[drawn].mean() for drawn in _resamples([game.question for game in games], seed)]
         wins, ties, losses = (int((scores == score).sum()) for score in (1, 0.5, 0))
-        found.append(Versus(first, second, wins, ties, losses, _interval(scores.mean(), rates)))
+        found.append(Versus(first, second, wins, ties, losses, _mean(scores, [game.question for game in games])))
     return found
 
 
-def ratings(verdicts: Sequence[Verdict], seed: int = 0) -> dict[str, Interval]:
+def ratings(verdicts: Sequence[Verdict]) -> dict[str, Interval]:
     """Each model's Bradley-Terry rating by settled verdicts, best first; a tie is half a win for both."""
     models = sorted({name for verdict in verdicts for name in (verdict.model_a, verdict.model_b)})
     if len(models) < 2:
@@ -151,47 +146,49 @@ def ratings(verdicts: Sequence[Verdict], seed: int = 0) -> dict[str, Interval]:
         return bradley_terry(wins)
 
     value = rated(np.arange(len(verdicts)))
-    samples = np.array([rated(drawn) for drawn in _resamples([verdict.question for verdict in verdicts], seed)])
+    samples = np.array([rated(drawn) for drawn in _resamples([verdict.question for verdict in verdicts])])
     found = {model: _interval(value[index], samples[:, index]) for model, index in number.items()}
     return dict(sorted(found.items(), key=lambda item: -item[1].value))
 
 
-def bradley_terry(wins: np.ndarray, *, tolerance: float = 1e-9, most: int = 10_000) -> np.ndarray:
+def bradley_terry(wins: np.ndarray) -> np.ndarray:
     """Ratings of the likeliest strengths: `wins[i, j]` is how often i was better than j; all must be connected.
 
     By the iteration of Hunter (2004).
     """
     games, total = wins + wins.T, wins.sum(1)
     strengths = np.ones(len(wins))
-    for _ in range(most):
+    for _ in range(10_000):
         before = strengths
         strengths = total / (games / (strengths[:, None] + strengths[None, :])).sum(1)
         strengths = strengths / np.exp(np.log(strengths).mean())
-        if np.abs(np.log(strengths / before)).max() < tolerance:
+        if np.abs(np.log(strengths / before)).max() < 1e-9:
             break
     return CENTRE + SCALE * np.log10(strengths)
 
 
-def mean_ratings(rated: Sequence[Rated], seed: int = 0) -> dict[str, Interval]:
+def mean_ratings(rated: Sequence[Rated]) -> dict[str, Interval]:
     """Each model's mean of single ratings, best first."""
     found = {}
     for model in sorted({one.model for one in rated}):
         own = [one for one in rated if one.model == model]
-        values = np.array([one.rating for one in own])
-        means = [values[drawn].mean() for drawn in _resamples([one.question for one in own], seed)]
-        found[model] = _interval(values.mean(), means)
+        found[model] = _mean(np.array([one.rating for one in own]), [one.question for one in own])
     return dict(sorted(found.items(), key=lambda item: -item[1].value))
 
 
-def _resamples(questions: Sequence[str], seed: int) -> list[np.ndarray]:
+def _resamples(questions: Sequence[str]) -> list[np.ndarray]:
     """Indices of bootstrap samples: questions are drawn, each with all its verdicts."""
     places: dict[str, list[int]] = defaultdict(list)
     for index, question in enumerate(questions):
         places[question].append(index)
     groups = [np.array(indices) for indices in places.values()]
-    generator = np.random.default_rng(seed)
+    generator = np.random.default_rng(0)
     drawn = generator.integers(len(groups), size=(RESAMPLES, len(groups)))
     return [np.concatenate([groups[index] for index in sample]) for sample in drawn]
+
+
+def _mean(values: np.ndarray, questions: Sequence[str]) -> Interval:
+    return _interval(values.mean(), [values[drawn].mean() for drawn in _resamples(questions)])
 
 
 def _interval(value: Any, samples: Any) -> Interval:

@@ -1,5 +1,6 @@
 """A judge's work: the prompts for every question, sent to the judge and recorded one by one, so that it can resume."""
 
+import hashlib
 import itertools
 import json
 import threading
@@ -12,7 +13,7 @@ from typing import Any, Literal
 
 from meshwright.judge.client import Reply
 from meshwright.judge.prompts import Prompts, choice, rating
-from meshwright.judge.questions import Answers, Question, digest
+from meshwright.judge.questions import Answers, Question
 from meshwright.judge.ratings import WINNERS, Rated, Verdict
 from meshwright.spec.errors import UserError
 from meshwright.storage.jsonl import read_objects
@@ -35,7 +36,8 @@ class Item:
 
     def key(self, judge: str) -> str:
         """Equal for equal prompts to the same judge about the same models."""
-        return digest([self.question, self.models, self.prompt, judge])
+        told = json.dumps([self.question, self.models, self.prompt, judge])
+        return hashlib.sha256(told.encode()).hexdigest()[:16]
 
 
 @dataclass
@@ -83,12 +85,16 @@ class Journal:
             _cut_unfinished_line(path)
             self.records = {row["key"]: row for _, row in read_objects(path) if isinstance(row.get("key"), str)}
 
+    def record(self, item: Item) -> dict[str, Any]:
+        """The record of the reply to this prompt; empty if there is none."""
+        return self.records.get(item.key(self.judge), {})
+
     def has(self, item: Item) -> bool:
         """Whether the judge has given a verdict on this prompt."""
-        record = self.records.get(item.key(self.judge), {})
+        record = self.record(item)
         return record.get("winner") is not None or record.get("rating") is not None
 
-    def add(self, item: Item, reply: Reply) -> dict[str, Any]:
+    def add(self, item: Item, reply: Reply) -> None:
         """Write a reply and its verdict."""
         record: dict[str, Any] = {"key": item.key(self.judge), "time": time.time(), "question_id": item.question}
         record["turn"] = item.turn
@@ -107,7 +113,6 @@ class Journal:
             self.records[record["key"]] = record
             with self.path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(record, ensure_ascii=False) + "\n")
-        return record
 
 
 def judge_all(
@@ -155,23 +160,18 @@ def estimate(items: Iterable[Item], journal: Journal, most_written: int) -> Cost
 
 def verdicts_of(items: Sequence[Item], journal: Journal) -> list[Verdict]:
     """The verdicts on pairs, for the items that have one."""
-    found = []
-    for item in items:
-        record = journal.records.get(item.key(journal.judge), {})
-        if record.get("winner") is not None:
-            first, second = item.models
-            found.append(Verdict(item.question, first, second, WINNERS[record["winner"]], item.turn))
-    return found
+    winners = [(item, journal.record(item).get("winner")) for item in items]
+    return [
+        Verdict(item.question, item.models[0], item.models[1], WINNERS[winner], item.turn)
+        for item, winner in winners
+        if winner is not None
+    ]
 
 
 def single_ratings(items: Sequence[Item], journal: Journal) -> list[Rated]:
     """The ratings of single answers, for the items that have one."""
-    found = []
-    for item in items:
-        record = journal.records.get(item.key(journal.judge), {})
-        if record.get("rating") is not None:
-            found.append(Rated(item.question, item.models[0], float(record["rating"]), item.turn))
-    return found
+    rated = [(item, journal.record(item).get("rating")) for item in items]
+    return [Rated(item.question, item.models[0], float(given), item.turn) for item, given in rated if given is not None]
 
 
 def unclear(items: Sequence[Item], journal: Journal) -> int:

@@ -1,7 +1,6 @@
 """Export of a trained model's adapters in peft's format, checked by comparing logits."""
 
 import itertools
-import json
 import tempfile
 from collections.abc import Mapping
 from functools import cache
@@ -10,15 +9,15 @@ from pathlib import Path
 import torch
 
 from meshwright.checkpoint.hf import HfForm, export_hf
-from meshwright.checkpoint.hf_proof import TOLERANCE, probe_tokens, prove_adapter
+from meshwright.checkpoint.hf_proof import probe_tokens, prove_adapter
 from meshwright.checkpoint.peft import Base, read_adapter, write_adapter
-from meshwright.checkpoint.peft_config import CONFIG, unread_by_vllm
+from meshwright.checkpoint.peft_config import unread_by_vllm
 from meshwright.families import parameter_table, pretrained_directory, state_table
 from meshwright.families.hub import hub_id
 from meshwright.finetune import apply_finetune
 from meshwright.models import Decoder, build_model, named_state
 from meshwright.parallel.materialize import materialize
-from meshwright.serve.receipt import RECEIPT, Reading, Receipt, not_among, version_of
+from meshwright.serve.receipt import RECEIPT, Receipt, logits_reading, not_among
 from meshwright.serve.trained import TrainedModel
 from meshwright.serve.vllm_receipt import PROGRAM as VLLM
 from meshwright.serve.vllm_receipt import vllm_python, vllm_reading
@@ -27,9 +26,6 @@ from meshwright.spec.finetune import FullSpec, LoraSpec
 from meshwright.spec.precision import FP32
 from meshwright.spec.run import ResolvedRun
 from meshwright.trainer.weights import base_of, base_weights
-
-VLLM_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
-"""The values that vLLM accepts for the largest rank."""
 
 
 def export_adapter(trained: TrainedModel, directory: Path, *, vllm: Path | None = None) -> tuple[int, Receipt]:
@@ -61,13 +57,11 @@ def export_adapter(trained: TrainedModel, directory: Path, *, vllm: Path | None 
                 lambda place: read_adapter(place, trained.spec, finetune, fingerprint=fingerprint),
                 write_base,
             )
-            readings = [_reading(trained, *one) for one in differences.items()]
+            positions = probe_tokens(trained.spec).numel()
+            readings = [logits_reading(program, found, positions) for program, found in differences.items()]
             notes = [f"vLLM does not support {reason}" for reason in unread_by_vllm(written)]
             if python is not None and not notes:
-                rank = vllm_rank(written)
-                reading, notes = vllm_reading(
-                    reference, write_base(), python, tokenizer=None, adapter=written, rank=rank
-                )
+                reading, notes = vllm_reading(reference, write_base(), python, tokenizer=None, adapter=written)
                 readings.append(reading)
         receipt = Receipt(
             exported=directory.name,
@@ -82,22 +76,6 @@ def export_adapter(trained: TrainedModel, directory: Path, *, vllm: Path | None 
 
     write_adapter(directory, kept, trained.spec, finetune, Base(name, fingerprint), prove=prove)
     return sum(tensor.numel() for tensor in kept.values()), receipts[0]
-
-
-def vllm_rank(directory: Path) -> int:
-    """The smallest of `VLLM_RANKS` that a written adapter's ranks fit."""
-    rank = json.loads((directory / CONFIG).read_text(encoding="utf-8"))["r"]
-    return next((allowed for allowed in VLLM_RANKS if allowed >= rank), rank)
-
-
-def _reading(trained: TrainedModel, program: str, difference: float) -> Reading:
-    return Reading(
-        program=program,
-        version=version_of(program),
-        largest_difference=difference,
-        tolerance=TOLERANCE,
-        positions=probe_tokens(trained.spec).numel(),
-    )
 
 
 @torch.no_grad()

@@ -4,6 +4,7 @@ import json
 import subprocess
 import tempfile
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,20 @@ PATIENCE = 1800.0
 """Seconds that a program may take for all questions."""
 
 
-def ask(program: str, command: Sequence[str], questions: Mapping[str, Any]) -> dict[str, Any]:
+@dataclass(frozen=True, kw_only=True)
+class Answers:
+    """A program's results for an export."""
+
+    version: str
+    logprobs: list[list[float]]
+    """For each prompt: the log-probability of every possible next token, natural logarithms."""
+    texts: list[list[int]]
+    """Tokens of each text, including those that are put before a text."""
+    conversations: list[list[int] | None]
+    """Tokens of each conversation up to the assistant's turn; None if its template was refused."""
+
+
+def ask(program: str, command: Sequence[str], questions: Mapping[str, Any]) -> Answers:
     """The answers of `command`, which receives the paths of the questions' and the answers' files.
 
     Raises `UserError`, naming the `program`, if it fails or takes longer than half an hour.
@@ -30,7 +44,7 @@ def ask(program: str, command: Sequence[str], questions: Mapping[str, Any]) -> d
             raise UserError(f"the export was refused: {program} does not start ({error})") from None
         if ended.returncode or not answered.exists():
             raise UserError(f"the export was refused: {program} cannot read it ({_why(ended.stderr)})")
-        return json.loads(answered.read_text())
+        return Answers(**json.loads(answered.read_text()))
 
 
 def _why(stderr: bytes) -> str:

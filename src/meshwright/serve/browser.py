@@ -8,16 +8,18 @@ from pathlib import Path
 from starlette.requests import Request
 
 CHAT, ARENA = (Path(__file__).with_name(f"{name}.html") for name in ("page", "arena"))
-"""The pages. Each is served as one self-contained file: their common style replaces `STYLE`."""
-STYLE = "/* pages.css */"
+"""The pages. Each is served as one self-contained file: the common style and script replace `STYLE` and `SCRIPT`."""
+STYLE, SCRIPT = "/* pages.css */", "/* pages.js */"
 HOST = re.compile(r"(\[[^\[\]]*\]|[^:\[\]@]*)(?::[0-9]*)?")
 """A request's header of this name: a name or an address, and a port."""
 
 
 def page(file: Path) -> tuple[str, int, dict[str, str]]:
     """The page in a file, a status and headers."""
-    shared = file.with_name("pages.css").read_text(encoding="utf-8").strip()
-    text = file.read_text(encoding="utf-8").replace(STYLE, shared)
+    text = file.read_text(encoding="utf-8")
+    for mark in (STYLE, SCRIPT):
+        name = mark.removeprefix("/* ").removesuffix(" */")
+        text = text.replace(mark, file.with_name(name).read_text(encoding="utf-8").strip())
     apart = {"x-content-type-options": "nosniff", "referrer-policy": "no-referrer", "x-frame-options": "DENY"}
     return text, 200, {"content-security-policy": _policy(text), **apart}
 

@@ -4,25 +4,15 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from meshwright.models.generate import Sampling
 from meshwright.models.packed import pack
 from meshwright.serve.conversation import Prompts
 from meshwright.serve.engine import Engine, Request
 from meshwright.serve.prefixes import DEFAULT_BYTES, Prefixes
-from meshwright.serve.trained import TrainedModel
+from meshwright.serve.trained import Settings, TrainedModel
 from meshwright.spec.errors import UserError
 
 MAX_TOKENS = 512
 """Default number of new tokens of an answer, if the context has room."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Settings:
-    """The settings of generation."""
-
-    sampling: Sampling
-    max_tokens: int | None = None
-    stops: Sequence[str] = ()
 
 
 @dataclass

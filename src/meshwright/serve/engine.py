@@ -367,6 +367,21 @@ def _told(logits_TV: torch.Tensor, request: Request, chosen: Sequence[int]) -> l
     return [Token(token, value, tuple(zip(ids, best, strict=True))) for token, value, ids, best in found]
 
 
+def requests_of(
+    prompts: Sequence[Sequence[int]],
+    ends: Collection[int],
+    *,
+    max_tokens: int,
+    sampling: Sampling,
+    stops: Sequence[str] = (),
+) -> list[Request]:
+    """A request for each prompt, each with its own random stream."""
+    return [
+        Request(prompt=prompt, max_tokens=max_tokens, sampling=sampling, row=row, ends=ends, stops=stops)
+        for row, prompt in enumerate(prompts)
+    ]
+
+
 def generate(
     model: Decoder,
     prompts: Sequence[Sequence[int]],
@@ -377,13 +392,9 @@ def generate(
 ) -> list[list[int]]:
     """Up to `max_tokens` new token ids for each prompt, ending before `eos_id` (or any of several) if it occurs.
 
-    Raises:
-        UserError: an empty prompt, or more positions than the model has.
+    Raises `UserError` for an empty prompt, or more positions than the model has.
     """
     check_room(prompts, max_tokens, model.spec.max_positions)
     ends = {eos_id} if isinstance(eos_id, int) else set(eos_id)
-    requests = [
-        Request(prompt=prompt, max_tokens=max_tokens, sampling=sampling, row=row, ends=ends)
-        for row, prompt in enumerate(prompts)
-    ]
+    requests = requests_of(prompts, ends, max_tokens=max_tokens, sampling=sampling)
     return [answer.ids for answer in Engine(model).run(requests)]

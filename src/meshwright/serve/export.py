@@ -4,7 +4,8 @@ import contextlib
 import io
 import json
 import tempfile
-from datetime import date
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -13,12 +14,12 @@ from unicodedata import normalize
 import torch
 
 from meshwright.checkpoint.hf import HfForm, export_hf
-from meshwright.checkpoint.hf_proof import TOLERANCE, compare_with_transformers, probe_tokens, prove_merge
-from meshwright.data.chat import find_template
+from meshwright.checkpoint.hf_proof import compare_with_transformers, probe_tokens, prove_merge
 from meshwright.data.tokenizer import TextTokenizer, load_tokenizer
 from meshwright.finetune import merged_model
 from meshwright.models import Decoder, build_model, named_tensors
 from meshwright.models.dtypes import torch_dtype
+from meshwright.serve.asking import ask
 from meshwright.serve.conversation import Prompts
 from meshwright.serve.gguf import (
     LLAMA_CPP_TOLERANCE,
@@ -28,27 +29,30 @@ from meshwright.serve.gguf import (
     write_gguf,
 )
 from meshwright.serve.gguf_tokenizer import composes
-from meshwright.serve.llama_cpp import llama_cpp_installed, read_by_llama_cpp
+from meshwright.serve.llama_cpp import COMMAND as LLAMA_CPP
+from meshwright.serve.llama_cpp import llama_cpp_installed
 from meshwright.serve.receipt import (
     CONVERSATIONS,
     RECEIPT,
     TEXTS,
+    Equal,
     Reading,
     Receipt,
+    compare_tokens,
     conversations_of,
-    next_logprobs,
+    logits_reading,
+    logprobs_reading,
     not_among,
     probe_prompts,
-    refuse_other_logprobs,
     refuse_other_tokens,
     texts_of,
     version_of,
+    without_end,
 )
 from meshwright.serve.token_ids import TokenIds, token_ids
 from meshwright.serve.trained import TrainedModel, config_of, open_trained
 from meshwright.serve.vllm_receipt import PROGRAM as VLLM
 from meshwright.serve.vllm_receipt import vllm_python, vllm_reading
-from meshwright.spec.data import ChatSpec
 from meshwright.spec.errors import UserError
 from meshwright.spec.precision import BF16, FP32, FP64
 from meshwright.storage.durable import complete_folder
@@ -57,9 +61,6 @@ GGUF_FILE = "model.gguf"
 
 READ_BY_TRANSFORMERS = ("gpt2", "llama", "mistral", "qwen2", "qwen3", "qwen3_moe")
 """Families whose GGUF files transformers reads; it reads a mixtral file as a llama's, without experts."""
-
-Equal = tuple[int | None, int | None]
-"""Numbers of texts and conversations with equal tokens, as in `Reading`."""
 
 
 def export_trained(
@@ -217,7 +218,6 @@ def _notes(trained: TrainedModel, stored: StoredModel) -> list[str]:
 
 def _hf_reading(trained: TrainedModel, staging: Path, program: str, difference: float) -> tuple[Reading, list[str]]:
     """A program's logits, tokens and template, computed from a Hugging Face directory, and remarks about them."""
-    tokens = probe_tokens(trained.spec)
     if program == "meshwright":
         theirs, notes = load_tokenizer(staging), []
         texts = refuse_other_tokens(program, "text", texts_of(trained.tokenizer), texts_of(theirs))
@@ -226,16 +226,7 @@ def _hf_reading(trained: TrainedModel, staging: Path, program: str, difference: 
         equal: Equal = texts, conversations
     else:
         equal, notes = _transformers_tokens(trained.tokenizer, staging)
-    reading = Reading(
-        program=program,
-        version=version_of(program),
-        largest_difference=difference,
-        tolerance=TOLERANCE,
-        positions=tokens.numel(),
-        texts_equal=equal[0],
-        conversations_equal=equal[1],
-    )
-    return reading, notes
+    return logits_reading(program, difference, probe_tokens(trained.spec).numel(), equal), notes
 
 
 def _transformers_tokens(tokenizer: TextTokenizer, directory: Path) -> tuple[Equal, list[str]]:
@@ -261,73 +252,36 @@ def _transformers_tokens(tokenizer: TextTokenizer, directory: Path) -> tuple[Equ
 
 
 def _compared_tokens(tokenizer: TextTokenizer, theirs: Any) -> Equal:
-    found = [_without_end(theirs(text).input_ids, tokenizer) for text in TEXTS]
-    texts = refuse_other_tokens("transformers", "text", texts_of(tokenizer), found)
-    if tokenizer.chat_template is None:
-        return texts, None
-    wanted, spoken = [], []
-    today = ChatSpec(date=date.today().isoformat())
-    template = find_template("auto", tokenizer, Path(), today)
-    for messages in CONVERSATIONS:
-        try:
-            text = template.render(messages, answer=True)
-        except UserError:
-            continue
-        wanted.append(tokenizer.encode_marked([text])[0][0])
-        written = theirs.apply_chat_template([*messages], add_generation_prompt=True, tokenize=False)
-        spoken.append(theirs(written, add_special_tokens=False).input_ids)
-    conversations = refuse_other_tokens("transformers", "conversation", wanted, spoken)
-    return texts, conversations
+    def conversation(messages: Sequence[Mapping[str, str]]) -> list[int]:
+        text = theirs.apply_chat_template([*messages], add_generation_prompt=True, tokenize=False)
+        return theirs(text, add_special_tokens=False).input_ids
 
-
-def _without_end(ids: list[int], tokenizer: TextTokenizer) -> list[int]:
-    """Like `encode_prompt`: without an end-of-text that the tokenizer appends to every text."""
-    while ids and ids[-1] == tokenizer.eos_id:
-        ids = ids[:-1]
-    return ids
+    accepted = zip(CONVERSATIONS, conversations_of(tokenizer), strict=False)  # none without a template
+    spoken = [conversation(messages) if ids else None for messages, ids in accepted]
+    texts = [without_end(theirs(text).input_ids, tokenizer) for text in TEXTS]
+    return compare_tokens("transformers", tokenizer, texts, spoken)
 
 
 def _transformers_gguf_reading(reference: Decoder, staging: Path) -> Reading:
     tokens = probe_tokens(reference.spec)[:, : context_length(reference.spec)]
     with contextlib.redirect_stderr(io.StringIO()):  # its progress bar
         difference = compare_with_transformers(reference, staging, tokens, gguf_file=GGUF_FILE)
-    return Reading(
-        program="transformers",
-        version=version_of("transformers"),
-        largest_difference=difference,
-        tolerance=TOLERANCE,
-        positions=tokens.numel(),
-    )
+    return logits_reading("transformers", difference, tokens.numel())
 
 
 def _llama_cpp_reading(reference: Decoder, tokenizer: TextTokenizer, file: Path, form: str) -> Reading:
     spec = reference.spec
     prompts = probe_prompts(spec, context_length(spec))
-    texts = [normalize("NFC", text) if composes(tokenizer) else text for text in TEXTS]
-    found = read_by_llama_cpp(
-        file,
-        vocab=spec.vocab,
-        context=context_length(spec),
-        prompts=prompts,
-        texts=texts,
-        conversations=CONVERSATIONS if tokenizer.chat_template is not None else (),
-    )
+    questions = {
+        "model": str(file.resolve()),
+        "vocab": spec.vocab,
+        "context": context_length(spec),
+        "prompts": prompts,
+        "texts": [normalize("NFC", text) if composes(tokenizer) else text for text in TEXTS],
+        "conversations": CONVERSATIONS if tokenizer.chat_template is not None else (),
+    }
+    found = ask("llama.cpp", LLAMA_CPP, questions)
     allowed = LLAMA_CPP_TOLERANCE.get(form, QUANTIZED_TOLERANCE)
-    ours = next_logprobs(reference, prompts)
-    difference, tolerance = refuse_other_logprobs("llama.cpp", ours, found.logprobs, allowed)
-    wanted = conversations_of(tokenizer)
-    asked = [i for i, ids in enumerate(wanted) if ids and found.conversations[i] is not None]
-    return Reading(
-        program="llama.cpp",
-        version=found.version,
-        largest_difference=difference,
-        compared="logprobs",
-        tolerance=tolerance,
-        positions=len(prompts),
-        texts_equal=refuse_other_tokens("llama.cpp", "text", texts_of(tokenizer), found.texts),
-        conversations_equal=refuse_other_tokens(
-            "llama.cpp", "conversation", [wanted[i] for i in asked], [found.conversations[i] for i in asked]
-        )
-        if wanted
-        else None,
-    )
+    reading = logprobs_reading("llama.cpp", found, reference, prompts, allowed)
+    texts, conversations = compare_tokens("llama.cpp", tokenizer, found.texts, found.conversations)
+    return replace(reading, texts_equal=texts, conversations_equal=conversations)

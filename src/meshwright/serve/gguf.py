@@ -193,8 +193,8 @@ def write_gguf(
     writer = GGUFWriter(path, ARCHITECTURES[spec.family], use_temp_file=True)
     try:
         writer.add_name(name)
-        codes = {"f32": "ALL_F32"}
-        writer.add_file_type(LlamaFileType[codes.get(stored.form, f"MOSTLY_{stored.form.upper()}")])
+        code = "ALL_F32" if stored.form == "f32" else f"MOSTLY_{stored.form.upper()}"
+        writer.add_file_type(LlamaFileType[code])
         if stored.form.startswith("q"):
             writer.add_quantization_version(2)
         _add_sizes(writer, spec)

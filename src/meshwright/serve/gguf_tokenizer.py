@@ -1,7 +1,6 @@
 """A Hugging Face tokenizer in GGUF's terms: tokens, their types, merges or scores, and the pre-tokenizer."""
 
 import json
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -58,8 +57,19 @@ def vocabulary_of(tokenizer: TextTokenizer, rows: int) -> Vocabulary:
     by_id = {number: token for token, number in model["vocab"].items()}
     by_id |= {number: token["content"] for number, token in added.items()}
     fallback = bool(model.get("byte_fallback"))
+
+    def type_of(number: int) -> int:
+        token = by_id.get(number)
+        if token is None:
+            return UNUSED
+        if token == model.get("unk_token"):
+            return UNKNOWN
+        if number in added:
+            return CONTROL if added[number].get("special") else USER_DEFINED
+        return BYTE if fallback and len(token) == 6 and token.startswith("<0x") else NORMAL
+
     tokens = tuple(by_id.get(number, f"[PAD{number}]") for number in range(rows))
-    types = tuple(_type(number, by_id, added, model, fallback) for number in range(rows))
+    types = tuple(type_of(number) for number in range(rows))
     merges = [merge.split(" ", 1) if isinstance(merge, str) else merge for merge in model.get("merges") or ()]
     if not fallback:
         pre = _words(content.get("pre_tokenizer"))
@@ -78,23 +88,6 @@ def vocabulary_of(tokenizer: TextTokenizer, rows: int) -> Vocabulary:
 def composes(tokenizer: TextTokenizer) -> bool:
     """Whether it first normalizes text to Unicode's form NFC, which llama.cpp does not."""
     return json.loads(tokenizer.files["tokenizer.json"]).get("normalizer") == {"type": "NFC"}
-
-
-def _type(
-    number: int,
-    by_id: Mapping[int, str],
-    added: Mapping[int, Mapping[str, Any]],
-    model: Mapping[str, Any],
-    fallback: bool,
-) -> int:
-    token = by_id.get(number)
-    if token is None:
-        return UNUSED
-    if token == model.get("unk_token"):
-        return UNKNOWN
-    if number in added:
-        return CONTROL if added[number].get("special") else USER_DEFINED
-    return BYTE if fallback and len(token) == 6 and token.startswith("<0x") else NORMAL
 
 
 def _words(pre_tokenizer: Any) -> str:

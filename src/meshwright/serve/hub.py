@@ -35,35 +35,48 @@ class Pushed:
     """Its address; None if nothing was sent."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Repository:
+    """A repository of the hub, as the user describes it."""
+
+    name: str
+    """`owner/name`."""
+    license: str | None = None
+    private: bool = False
+
+    @property
+    def model(self) -> str:
+        """The name without its owner."""
+        return self.name.rpartition("/")[2]
+
+
 def push_export(
     trained: TrainedModel,
-    repository: str,
+    repository: Repository,
     *,
     dtype: str | None,
     merge: bool,
-    license_name: str | None,
-    private: bool,
     dry_run: bool,
     vllm: Path | None = None,
 ) -> tuple[Pushed, Receipt]:
-    """Export the model, prove the export, and push it with its card as `owner/name`. `vllm`: see `export_trained`.
+    """Export the model, prove the export, and push it with its card. `vllm`: see `export_trained`.
 
-    Raises `UserError` if the name is invalid, the export is not proved, or the hub refuses.
+    Raises `UserError` if the repository's name is invalid, the export is not proved, or the hub refuses.
     """
     try:
-        validate_repo_id(repository)
-    except HFValidationError as error:
-        raise UserError(f"--hub {repository}: is not a repository name; give owner/name") from error
-    if repository.count("/") != 1:
-        raise UserError(f"--hub {repository}: is not a repository name; give owner/name")
+        validate_repo_id(repository.name)
+        valid = repository.name.count("/") == 1
+    except HFValidationError:
+        valid = False
+    if not valid:
+        raise UserError(f"--hub {repository.name}: is not a repository name; give owner/name")
     with tempfile.TemporaryDirectory(prefix="meshwright-hub-") as folder:
-        directory = Path(folder) / repository.rpartition("/")[2]
+        directory = Path(folder) / repository.model
         receipt = export_trained(trained, directory, dtype=dtype, merge=merge, vllm=vllm)
-        card = model_card(trained, receipt, repository, license_name)
-        return push(directory, card, repository, private=private, dry_run=dry_run), receipt
+        return push(directory, model_card(trained, receipt, repository), repository, dry_run=dry_run), receipt
 
 
-def push(directory: Path, card: str, repository: str, *, private: bool, dry_run: bool) -> Pushed:
+def push(directory: Path, card: str, repository: Repository, *, dry_run: bool) -> Pushed:
     """Push the folder, with its card, as one commit.
 
     Raises `UserError` if the hub refuses.
@@ -71,39 +84,39 @@ def push(directory: Path, card: str, repository: str, *, private: bool, dry_run:
     (directory / CARD).write_text(card, encoding="utf-8")
     files = {path.name: path.stat().st_size for path in sorted(directory.iterdir()) if path.is_file()}
     if dry_run:
-        return Pushed(repository, files, card, None)
+        return Pushed(repository.name, files, card, None)
     api = HfApi()
     try:
-        made = api.create_repo(repository, private=private, exist_ok=True)
-        api.upload_folder(repo_id=repository, folder_path=directory, commit_message="Exported by Meshwright")
+        made = api.create_repo(repository.name, private=repository.private, exist_ok=True)
+        api.upload_folder(repo_id=repository.name, folder_path=directory, commit_message="Exported by Meshwright")
     except (HfHubHTTPError, OSError, ValueError) as error:
         told = str(error).strip().splitlines()[0]
-        raise UserError(f"--hub {repository}: the hub refuses ({told}); log in with: hf auth login") from error
-    return Pushed(repository, files, card, str(made))
+        raise UserError(f"--hub {repository.name}: the hub refuses ({told}); log in with: hf auth login") from error
+    return Pushed(repository.name, files, card, str(made))
 
 
-def model_card(trained: TrainedModel, receipt: Receipt, repository: str, license_name: str | None) -> str:
+def model_card(trained: TrainedModel, receipt: Receipt, repository: Repository) -> str:
     """The model card: a description, usage, the recipe, data and losses, and the receipt."""
     run = trained.run
     head: dict[str, Any] = {"library_name": "transformers", "tags": ["meshwright"]}
-    if license_name is not None:
-        head["license"] = license_name
+    if repository.license is not None:
+        head["license"] = repository.license
     if run is not None and run.run.model.weights == "pretrained" and run.run.model.name:
         head["base_model"] = run.run.model.name
-    name, chats = repository.rpartition("/")[2], trained.tokenizer.chat_template is not None
+    chats = trained.tokenizer.chat_template is not None
     parts = [
         "---\n" + "".join(f"{key}: {json.dumps(value)}\n" for key, value in head.items()) + "---",
-        f"# {name}",
+        f"# {repository.model}",
         f"A {trained.spec.family} model, {trained.spec.max_positions} tokens of context, stored in {receipt.dtype}; "
         + ("it has a chat template." if chats else "it has no chat template.")
-        + (f" License: {license_name}." if license_name else " No license was given."),
+        + (f" License: {repository.license}." if repository.license else " No license was given."),
         "## Use",
-        f"```bash\nvllm serve {repository} --max-model-len {trained.spec.max_positions}\n"
-        f"meshwright chat {repository}\n```",
+        f"```bash\nvllm serve {repository.name} --max-model-len {trained.spec.max_positions}\n"
+        f"meshwright chat {repository.name}\n```",
     ]
     if run is not None:
         parts += _training(trained.source, run)
-    lines = "\n".join(f"- {line}" for line in (*receipt.lines(), *receipt.notes))
+    lines = "\n".join(f"- {line}" for line in receipt.lines())
     parts += ["## Receipt", f"The files were read back, and logits and tokens compared, by:\n\n{lines}"]
     return "\n\n".join(parts) + "\n"
 

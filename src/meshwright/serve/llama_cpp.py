@@ -9,59 +9,22 @@ import sys
 import urllib.error
 import urllib.request
 from collections.abc import Sequence
-from dataclasses import dataclass
 from importlib import import_module
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from meshwright.serve.asking import PATIENCE, ask
+from meshwright.serve.asking import PATIENCE
 
 PACKAGE = "xllamacpp"
-
-
-@dataclass(frozen=True, kw_only=True)
-class LlamaCppReading:
-    """llama.cpp's results for a file."""
-
-    version: str
-    logprobs: list[list[float]]
-    """For each prompt: the log-probability of every possible next token, natural logarithms."""
-    texts: list[list[int]]
-    """Tokens of each text, including those that are put before a text."""
-    conversations: list[list[int] | None]
-    """Tokens of each conversation up to the assistant's turn; None if its template was refused."""
+COMMAND = (sys.executable, "-P", "-m", "meshwright.serve.llama_cpp")
+"""The separate process, to be called by `ask`."""
 
 
 def llama_cpp_installed() -> bool:
     """Whether llama.cpp is installed."""
     return find_spec(PACKAGE) is not None
-
-
-def read_by_llama_cpp(
-    path: Path,
-    *,
-    vocab: int,
-    context: int,
-    prompts: Sequence[Sequence[int]],
-    texts: Sequence[str],
-    conversations: Sequence[Sequence[Any]],
-) -> LlamaCppReading:
-    """Query llama.cpp.
-
-    Raises `UserError` if it cannot read the file, or takes longer than half an hour.
-    """
-    questions = {
-        "model": str(path.resolve()),
-        "vocab": vocab,
-        "context": context,
-        "prompts": [list(prompt) for prompt in prompts],
-        "texts": list(texts),
-        "conversations": [list(conversation) for conversation in conversations],
-    }
-    answers = ask("llama.cpp", [sys.executable, "-P", "-m", __name__], questions)
-    return LlamaCppReading(version=version(PACKAGE), **answers)
 
 
 def _serve(questions: dict[str, Any]) -> Any:
@@ -107,6 +70,7 @@ def _answer(questions: dict[str, Any]) -> dict[str, Any]:
         return tokens(text, special=True)
 
     return {
+        "version": version(PACKAGE),
         "logprobs": [logprobs(prompt) for prompt in questions["prompts"]],
         "texts": [tokens(text, special=False) for text in questions["texts"]],
         "conversations": [conversation(messages) for messages in questions["conversations"]],

@@ -35,18 +35,19 @@ class Reader(Protocol):
         ...
 
 
-class CachedReader:
+class CachedReader(Cache):
     """Reads every token once, with a KV cache."""
 
     def __init__(self, model: Decoder, multiple: int = 1) -> None:
         """`multiple`: a step reads a multiple of this many tokens, because that many ranks split them."""
-        self._model, self._cache = model, Cache(model, multiple)
+        super().__init__(model, multiple)
+        self._model = model
 
     def read(self, new: New, writing: int, scored: Sequence[int] = ()) -> torch.Tensor:
         """See `Reader`."""
-        batch = self._cache.append(new)
-        if self._model.next_step is not None and writing and not scored and self._cache.step.singles == len(new):
-            return self._model.next_step(batch, self._cache)[:writing]
+        batch = self.append(new)
+        if self._model.next_step is not None and writing and not scored and self.step.singles == len(new):
+            return self._model.next_step(batch, self)[:writing]
         ends = list(accumulate(len(tokens) for _, tokens in new))
         places = [end - 1 for end in ends[:writing]]
         for number in scored:
@@ -56,27 +57,7 @@ class CachedReader:
         def logits(x_1ND: torch.Tensor, head: Head, _: object) -> torch.Tensor:
             return head.logits_at(x_1ND, places_B)
 
-        return self._model(batch, logits, cache=self._cache)
-
-    def move(self, source: int, target: int) -> None:
-        """See `Reader`."""
-        self._cache.move(source, target)
-
-    def drop_last(self) -> None:
-        """See `Reader`."""
-        self._cache.drop_last()
-
-    def copy(self, row: int, length: int) -> list[torch.Tensor]:
-        """See `Cache`."""
-        return self._cache.copy(row, length)
-
-    def restore(self, row: int, layers: Sequence[torch.Tensor], length: int) -> None:
-        """See `Cache`."""
-        self._cache.restore(row, layers, length)
-
-    def bytes_of(self, length: int) -> int:
-        """See `Cache`."""
-        return self._cache.bytes_of(length)
+        return self._model(batch, logits, cache=self)
 
 
 class WholeReader:

@@ -15,9 +15,10 @@ from typing import Any, Literal
 
 import torch
 
-from meshwright.checkpoint.hf_proof import probe_tokens
+from meshwright.checkpoint.hf_proof import TOLERANCE, probe_tokens
 from meshwright.data.tokenizer import TextTokenizer
 from meshwright.models import Decoder
+from meshwright.serve.asking import Answers
 from meshwright.serve.conversation import Prompts
 from meshwright.spec.batch import Batch
 from meshwright.spec.errors import UserError
@@ -78,6 +79,10 @@ class Reading:
     """Conversations with equal tokens by the chat template; None: there was no template to compare."""
 
 
+Equal = tuple[int | None, int | None]
+"""Numbers of texts and conversations with equal tokens, as in `Reading`."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Receipt:
     """All readings of an export."""
@@ -106,12 +111,13 @@ class Receipt:
         return asdict(self)
 
     def lines(self) -> list[str]:
-        """Readable lines, one per program."""
-        return [*map(_line, self.readings), *(f"{program:<24}not installed" for program in self.not_installed)]
+        """Readable lines: one per program, then the notes."""
+        absent = (f"{program:<24}not installed" for program in self.not_installed)
+        return [*map(_line, self.readings), *absent, *self.notes]
 
 
 def not_among(programs: Sequence[str], read: Sequence[str]) -> tuple[str, ...]:
-    """The programs that have read nothing."""
+    """The programs that have no reading."""
     return tuple(program for program in programs if program not in read)
 
 
@@ -126,7 +132,7 @@ def _line(one: Reading) -> str:
 
 
 def refuse_other_tokens(program: str, what: str, wanted: Sequence[Sequence[int]], found: Sequence[Any]) -> int:
-    """Their number, if all are equal; else raises `UserError` with the first that is not."""
+    """The number of token sequences, if all are equal. Else raises `UserError`, which shows the first difference."""
     for number, (ours, theirs) in enumerate(zip(wanted, found, strict=True)):
         if list(ours) != list(theirs):
             place = next((i for i, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), None)
@@ -144,19 +150,63 @@ def logprob_difference(expected_V: torch.Tensor, found_V: torch.Tensor) -> float
     return difference if difference == difference else float("inf")
 
 
-def refuse_other_logprobs(
-    program: str, expected: Sequence[torch.Tensor], found: Sequence[Sequence[float]], allowed: float
-) -> tuple[float, float]:
-    """The largest difference of two log-probabilities, and its bound: the share `allowed` of their range. Raises
-    `UserError` if it exceeds the bound."""
+def compare_tokens(
+    program: str, tokenizer: TextTokenizer, texts: Sequence[Sequence[int]], conversations: Sequence[Any]
+) -> Equal:
+    """Compare a program's tokens with the tokenizer's, and return the numbers of texts and conversations compared.
+
+    A conversation is skipped if our template or the program's (None) refuses it. Raises `UserError` at a difference.
+    """
+    equal = refuse_other_tokens(program, "text", texts_of(tokenizer), texts)
+    wanted = conversations_of(tokenizer)
+    if not wanted:
+        return equal, None
+    asked = [i for i, ids in enumerate(wanted) if ids and conversations[i] is not None]
+    ours, theirs = [wanted[i] for i in asked], [conversations[i] for i in asked]
+    return equal, refuse_other_tokens(program, "conversation", ours, theirs)
+
+
+def without_end(ids: Sequence[int], tokenizer: TextTokenizer) -> Sequence[int]:
+    """Like `encode_prompt`: without an end-of-text that a program's tokenizer appends to every text."""
+    while ids and ids[-1] == tokenizer.eos_id:
+        ids = ids[:-1]
+    return ids
+
+
+def logits_reading(program: str, difference: float, positions: int, equal: Equal = (None, None)) -> Reading:
+    """The reading of an installed program whose logits have been compared, with the tolerance of `hf_proof`."""
+    return Reading(
+        program=program,
+        version=version_of(program),
+        largest_difference=difference,
+        tolerance=TOLERANCE,
+        positions=positions,
+        texts_equal=equal[0],
+        conversations_equal=equal[1],
+    )
+
+
+def logprobs_reading(
+    program: str, found: Answers, reference: Decoder, prompts: Sequence[Sequence[int]], allowed: float
+) -> Reading:
+    """Compare a program's log-probabilities with those of `reference`. Raises `UserError` if one differs by more than
+    the share `allowed` of their range."""
+    expected = next_logprobs(reference, prompts)
     tolerance = allowed * max((row_V.max() - row_V.min()).item() for row_V in expected)
-    differences = list(map(logprob_difference, expected, map(torch.tensor, found)))
-    if not max(differences) <= tolerance:
+    difference = max(map(logprob_difference, expected, map(torch.tensor, found.logprobs)))
+    if not difference <= tolerance:
         raise UserError(
             f"the export was refused: log-probabilities computed by {program} differ from the model's by "
-            f"{max(differences):.3g} (allowed {tolerance:.3g})"
+            f"{difference:.3g} (allowed {tolerance:.3g})"
         )
-    return max(differences), tolerance
+    return Reading(
+        program=program,
+        version=found.version,
+        largest_difference=difference,
+        compared="logprobs",
+        tolerance=tolerance,
+        positions=len(prompts),
+    )
 
 
 def probe_prompts(spec: ModelSpec, context: int) -> list[list[int]]:

@@ -1,7 +1,7 @@
 """Loading of served models: one base, any number of adapters that share it, and further models."""
 
-import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -9,14 +9,14 @@ import torch
 from meshwright.checkpoint.peft import read_adapter
 from meshwright.checkpoint.peft_config import CONFIG, lora_of
 from meshwright.finetune import apply_finetune
-from meshwright.models import Decoder, build_model, named_state
+from meshwright.models import build_model, named_state
 from meshwright.models.dtypes import torch_dtype
 from meshwright.models.from_disk import blocks_from_disk
 from meshwright.models.packed import pack
 from meshwright.serve.conversation import Prompts
 from meshwright.serve.engine import Engine
 from meshwright.serve.grammar import Grammars
-from meshwright.serve.http import Served
+from meshwright.serve.http import Load, Served
 from meshwright.serve.prefixes import Prefixes
 from meshwright.serve.trained import TrainedModel, open_trained
 from meshwright.spec.errors import UserError
@@ -24,15 +24,23 @@ from meshwright.spec.precision import FP32
 from meshwright.trainer.weights import fingerprint_of
 
 
+@dataclass(frozen=True, kw_only=True)
+class Room:
+    """The capacity of each served model's engine; see `Engine`."""
+
+    max_batch: int
+    max_context: int | None = None
+    prefixes: Prefixes | None = None
+    """Shared by all models."""
+
+
 def open_served(
     trained: TrainedModel,
     name: str,
     adapters: Mapping[str, Path],
+    room: Room,
     *,
     beside: Mapping[str, Path] | None = None,
-    max_batch: int,
-    max_context: int | None,
-    prefixes: Prefixes | None = None,
 ) -> list[Served]:
     """The model under its name, adapters under theirs, and the other models `beside` it.
 
@@ -49,20 +57,21 @@ def open_served(
     for other, path in beside.items():
         others[other] = open_trained(path, device=trained.device.type, dtype=_name_of(trained.model.like.dtype))
         pack(others[other].model)
-    return [
-        serve_as(each, one, max_batch=max_batch, max_context=max_context, prefixes=prefixes)
-        for one, each in {name: trained, **others}.items()
-    ]
+    return [serve_as(each, one, room) for one, each in {name: trained, **others}.items()]
 
 
-def serve_as(
-    trained: TrainedModel, name: str, *, max_batch: int, max_context: int | None, prefixes: Prefixes | None = None
-) -> Served:
+def serve_as(trained: TrainedModel, name: str, room: Room) -> Served:
     """One model with its engine."""
-    tokenizer, room = trained.tokenizer, {"max_batch": max_batch, "max_context": max_context}
+    tokenizer = trained.tokenizer
     return Served(
         name=name,
-        engine=Engine(trained.model, decode=tokenizer.decode_text, prefixes=prefixes, **room),
+        engine=Engine(
+            trained.model,
+            decode=tokenizer.decode_text,
+            max_batch=room.max_batch,
+            max_context=room.max_context,
+            prefixes=room.prefixes,
+        ),
         tokenizer=tokenizer,
         prompts=Prompts(tokenizer),
         grammars=Grammars(tokenizer, trained.spec.vocab),
@@ -70,9 +79,7 @@ def serve_as(
     )
 
 
-def loader_of(
-    base: TrainedModel, folder: Path, *, max_batch: int, max_context: int | None, prefixes: Prefixes | None = None
-) -> Callable[[str, str], Served]:
+def loader_of(base: TrainedModel, folder: Path, room: Room) -> Load:
     """A function that opens adapters of `base` in `folder`, by name and path, while the server runs."""
     check_shared(base)
     inside = folder.resolve()
@@ -81,8 +88,7 @@ def loader_of(
         place = (inside / path).resolve()
         if not place.is_relative_to(inside) or not place.is_dir():
             raise UserError(f"lora_path {path}: is not a folder in {folder}, from which this server loads adapters")
-        trained = open_adapter(base, place)
-        return serve_as(trained, name, max_batch=max_batch, max_context=max_context, prefixes=prefixes)
+        return serve_as(open_adapter(base, place), name, room)
 
     return load
 
@@ -116,6 +122,7 @@ def open_adapter(base: TrainedModel, path: Path) -> TrainedModel:
     return trained
 
 
+@torch.no_grad()
 def _with_peft_adapter(base: TrainedModel, folder: Path) -> TrainedModel:
     if any(row.adapter for row in base.model.table):
         raise UserError(f"{base.source} has adapters itself; serve its base, and these adapters with --adapter")
@@ -132,15 +139,10 @@ def _with_peft_adapter(base: TrainedModel, folder: Path) -> TrainedModel:
             parameter.data = shared[name].data
         else:
             raise UserError(f"{folder}: {base.source} has no unquantized {name}, which the adapters need")
-    _copy_state(base.model, model)
-    return dataclasses.replace(base, source=folder, model=model.eval(), run=None)
-
-
-@torch.no_grad()
-def _copy_state(source: Decoder, target: Decoder) -> None:
-    states = named_state(source)
-    for name, tensor in named_state(target).items():
+    states = named_state(base.model)
+    for name, tensor in named_state(model).items():
         tensor.copy_(states[name])
+    return replace(base, source=folder, model=model.eval(), run=None)
 
 
 def default_name(trained: TrainedModel) -> str:

@@ -38,15 +38,19 @@ def token_ids(tokenizer: TextTokenizer, config: Mapping[str, Any]) -> TokenIds:
 def model_config(directory: Path | None) -> dict[str, Any]:
     """The config.json in a directory; empty if it does not exist."""
     try:
-        found = json.loads((directory / "config.json").read_bytes()) if directory else {}
-    except (OSError, ValueError, RecursionError):
+        return _object((directory / "config.json").read_bytes()) if directory else {}
+    except OSError:
         return {}
-    return found if isinstance(found, dict) else {}
 
 
 def _generation(tokenizer: TextTokenizer) -> dict[str, Any]:
+    return _object(tokenizer.files.get(GENERATION, b"{}"))
+
+
+def _object(content: bytes) -> dict[str, Any]:
+    """The JSON object in a file; empty if the file holds anything else."""
     try:
-        found = json.loads(tokenizer.files.get(GENERATION, b"{}"))
+        found = json.loads(content)
     except (ValueError, RecursionError):
         return {}
     return found if isinstance(found, dict) else {}

@@ -35,10 +35,10 @@ from meshwright.models.generate import Sampling
 from meshwright.models.packed import pack
 from meshwright.objectives import NextToken
 from meshwright.parallel import WholeModel
-from meshwright.parallel.materialize import RowSource, materialize
+from meshwright.parallel.materialize import materialize
 from meshwright.parallel.tensor import apply_tensor_parallel
 from meshwright.plan.machine import find_machine
-from meshwright.serve.engine import Answer, Engine, Request
+from meshwright.serve.engine import Engine, requests_of
 from meshwright.serve.from_disk import (
     checkpoint_model_from_disk,
     hf_model_from_disk,
@@ -50,7 +50,7 @@ from meshwright.spec.data import DataSpec, SourceSpec
 from meshwright.spec.errors import UserError
 from meshwright.spec.fit import find_misfits
 from meshwright.spec.layout import LayoutSpec
-from meshwright.spec.model import ModelSpec, Parameter
+from meshwright.spec.model import ModelSpec
 from meshwright.spec.precision import BF16, FP32
 from meshwright.spec.run import ResolvedRun
 from meshwright.trainer.device import choose_device
@@ -84,6 +84,17 @@ class TrainedModel:
     """The run it comes from; None for a Hugging Face directory."""
     ranks: DeviceMesh | None = None
     """The tensor-parallel ranks that share it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """The settings of generation that users choose."""
+
+    sampling: Sampling
+    max_tokens: int | None = None
+    """Most new tokens; None: a default, or the rest of the context."""
+    stops: Sequence[str] = ()
+    """Stop strings."""
 
 
 def open_trained(
@@ -131,32 +142,26 @@ def open_trained(
 def continue_texts(
     trained: TrainedModel,
     prompts: Sequence[str],
+    settings: Settings,
     *,
-    max_tokens: int | None = None,
-    sampling: Sampling,
-    stops: Sequence[str] = (),
     tell: Callable[[str], None] = lambda line: None,
 ) -> list[str]:
-    """The continuation of each prompt, up to the first of `stops` or `max_tokens`, by default 128 or the rest of the
-    context. `tell` is called with the speed.
+    """The continuation of each prompt, by default of 128 tokens or the rest of the context. `tell` is called with the
+    speed.
 
     An empty prompt starts a document. Raises `UserError` if prompt and new tokens do not fit the context.
     """
     tokenizer = trained.tokenizer
     ids = [tokenizer.encode_prompt(prompt) or [tokenizer.eos_id] for prompt in prompts]
-    ends = end_ids(tokenizer, config_of(trained))
-    answers = _answers(trained, _requests(trained, ids, ends, max_tokens, sampling, stops), tell)
-    return [answer.text for answer in answers]
+    return _answers(trained, ids, set(), settings, tell)
 
 
 def answer_texts(
     trained: TrainedModel,
     prompts: Sequence[str],
+    settings: Settings,
     *,
     system: str | None = None,
-    max_tokens: int | None = None,
-    sampling: Sampling,
-    stops: Sequence[str] = (),
     tell: Callable[[str], None] = lambda line: None,
 ) -> list[str]:
     """The answer to each prompt in its own conversation, rendered by the tokenizer's chat template. `tell` is called
@@ -165,9 +170,7 @@ def answer_texts(
     Raises `UserError` if there is no template, or prompt and new tokens do not fit the context.
     """
     ids, ends = ask(trained.tokenizer, prompts, system)
-    ends |= end_ids(trained.tokenizer, config_of(trained))
-    answers = _answers(trained, _requests(trained, ids, ends, max_tokens, sampling, stops), tell)
-    return [answer.text for answer in answers]
+    return _answers(trained, ids, ends, settings, tell)
 
 
 def evaluate_texts(
@@ -219,30 +222,25 @@ def config_of(trained: TrainedModel) -> dict[str, Any]:
     return model_config(directory)
 
 
-def _requests(
+def _answers(
     trained: TrainedModel,
-    ids: Sequence[Sequence[int]],
+    prompts: Sequence[Sequence[int]],
     ends: Collection[int],
-    max_tokens: int | None,
-    sampling: Sampling,
-    stops: Sequence[str],
-) -> list[Request]:
+    settings: Settings,
+    tell: Callable[[str], None],
+) -> list[str]:
+    """The text after each prompt, up to one of `ends` or the end of a text."""
+    max_tokens, all_ends = settings.max_tokens, end_ids(trained.tokenizer, config_of(trained)).union(ends)
     if max_tokens is None:
-        max_tokens = max(1, min(MAX_TOKENS, trained.spec.max_positions - max(map(len, ids))))
-    return [
-        Request(prompt=prompt, max_tokens=max_tokens, sampling=sampling, row=row, ends=ends, stops=stops)
-        for row, prompt in enumerate(ids)
-    ]
-
-
-def _answers(trained: TrainedModel, requests: Sequence[Request], tell: Callable[[str], None]) -> list[Answer]:
+        max_tokens = max(1, min(MAX_TOKENS, trained.spec.max_positions - max(map(len, prompts))))
+    requests = requests_of(prompts, all_ends, max_tokens=max_tokens, sampling=settings.sampling, stops=settings.stops)
     with memory_told("the answers"):
         pack(trained.model)
         start = time.perf_counter()
         answers = Engine(trained.model, decode=trained.tokenizer.decode).run(requests)
     seconds, tokens = time.perf_counter() - start, sum(len(answer.tokens) for answer in answers)
     tell(f"{tokens} tokens in {seconds:.1f} s, {tokens / seconds:.3g} tokens/s")
-    return answers
+    return [answer.text for answer in answers]
 
 
 def _held_out(trained: TrainedModel, length: int) -> dict[str, Samples]:
@@ -372,8 +370,9 @@ def _from_hf_directory(
     else:
         model = build_model(spec, dtype=computed)
         split_over(model, weights)
-        rows = _rows_of(HfWeights(directory, spec))
-        materialize(model, parameter_table(spec) + state_table(spec), rows, device)
+        stored = HfWeights(directory, spec)
+        table = parameter_table(spec) + state_table(spec)
+        materialize(model, table, lambda row, start, stop: stored.read_rows(row.name, start, stop), device)
     if isinstance(model, ForeignDecoder):
         model.eval().check_causal()
     return TrainedModel(
@@ -386,10 +385,3 @@ def _from_hf_directory(
         run=None,
         ranks=None if isinstance(weights, str) else weights,
     )
-
-
-def _rows_of(weights: HfWeights) -> RowSource:
-    def rows(parameter: Parameter, start: int, stop: int) -> torch.Tensor:
-        return weights.read_rows(parameter.name, start, stop)
-
-    return rows

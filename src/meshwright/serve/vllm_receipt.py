@@ -1,13 +1,14 @@
 """vLLM's results for an export, from the Python of its environment: log-probabilities, tokens and the chat template."""
 
+import json
 import sys
-from collections.abc import Sequence
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 import torch
 
+from meshwright.checkpoint.peft_config import CONFIG
 from meshwright.data.tokenizer import TextTokenizer
 from meshwright.models import Decoder
 from meshwright.serve import vllm_program
@@ -16,12 +17,10 @@ from meshwright.serve.receipt import (
     CONVERSATIONS,
     TEXTS,
     Reading,
-    conversations_of,
-    next_logprobs,
+    compare_tokens,
+    logprobs_reading,
     probe_prompts,
-    refuse_other_logprobs,
-    refuse_other_tokens,
-    texts_of,
+    without_end,
 )
 from meshwright.spec.errors import UserError
 
@@ -30,6 +29,8 @@ TOLERANCE = 1e-4
 """Relative to the range of the log-probabilities. Both compute in fp32."""
 CONTEXT = 128
 """Maximum number of positions for vLLM."""
+RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
+"""The values that vLLM accepts for the largest rank of an adapter."""
 SETTINGS = (
     "VLLM_ENABLE_V1_MULTIPROCESSING=0",  # one process, so that errors are seen and no process remains
     "VLLM_CPU_KVCACHE_SPACE=1",
@@ -52,6 +53,12 @@ def vllm_python(given: Path | None) -> Path | None:
     return given
 
 
+def vllm_rank(directory: Path) -> int:
+    """The smallest of `RANKS` that a written adapter's ranks fit."""
+    rank = json.loads((directory / CONFIG).read_text(encoding="utf-8"))["r"]
+    return next((allowed for allowed in RANKS if allowed >= rank), rank)
+
+
 @torch.no_grad()
 def vllm_reading(
     reference: Decoder,
@@ -60,10 +67,9 @@ def vllm_reading(
     *,
     tokenizer: TextTokenizer | None,
     adapter: Path | None = None,
-    rank: int = 0,
 ) -> tuple[Reading, list[str]]:
-    """vLLM's results for a Hugging Face directory, or for an `adapter` of this `rank` on it, compared with `reference`,
-    which computes in fp32. Tokens are compared if a tokenizer is given.
+    """vLLM's results for a Hugging Face directory, or for an `adapter` on it, compared with `reference`, which computes
+    in fp32. Tokens are compared if a tokenizer is given.
 
     Returns its reading and remarks: like transformers, vLLM may mistake a tokenizer for another one.
 
@@ -72,51 +78,25 @@ def vllm_reading(
     spec = reference.spec
     context = min(CONTEXT, spec.max_positions)
     prompts = probe_prompts(spec, context)
-    found = _asked(
-        python,
-        model=str(directory.resolve()),
-        adapter=None if adapter is None else str(adapter.resolve()),
-        max_lora_rank=rank,
-        vocab=spec.vocab,
-        context=context,
-        prompts=prompts,
-        tokenizer=tokenizer is not None,
-        texts=TEXTS,
-        conversations=CONVERSATIONS if tokenizer is not None and tokenizer.chat_template is not None else (),
-    )
-    difference, tolerance = refuse_other_logprobs(
-        PROGRAM, next_logprobs(reference, prompts), found["logprobs"], TOLERANCE
-    )
-    texts, conversations, notes = None, None, list[str]()
+    questions = {
+        "model": str(directory.resolve()),
+        "adapter": None if adapter is None else str(adapter.resolve()),
+        "max_lora_rank": 0 if adapter is None else vllm_rank(adapter),
+        "vocab": spec.vocab,
+        "context": context,
+        "prompts": prompts,
+        "tokenizer": tokenizer is not None,
+        "texts": TEXTS,
+        "conversations": CONVERSATIONS if tokenizer is not None and tokenizer.chat_template is not None else (),
+    }
+    found = ask(PROGRAM, ["env", *SETTINGS, str(python), "-P", vllm_program.__file__], questions)
+    reading = logprobs_reading(PROGRAM, found, reference, prompts, TOLERANCE)
+    if tokenizer is None:
+        return reading, []
+    texts = [without_end(ids, tokenizer) for ids in found.texts]
+    spoken = [ids or [] for ids in found.conversations]  # vLLM must accept every conversation that the model does
     try:
-        texts, conversations = _tokens(tokenizer, found) if tokenizer is not None else (None, None)
+        equal = compare_tokens(PROGRAM, tokenizer, texts, spoken)
     except UserError as error:
-        notes.append(f"warning: {str(error).split(': ', 1)[1]}; give vLLM token ids instead of text")
-    reading = Reading(
-        program=PROGRAM,
-        version=found["version"],
-        largest_difference=difference,
-        compared="logprobs",
-        tolerance=tolerance,
-        positions=len(prompts),
-        texts_equal=texts,
-        conversations_equal=conversations,
-    )
-    return reading, notes
-
-
-def _tokens(tokenizer: TextTokenizer, found: dict[str, Any]) -> tuple[int, int | None]:
-    """Texts and conversations with equal tokens."""
-    ends = tokenizer.eos_id
-    read: Sequence[list[int]] = [ids[:-1] if ids and ids[-1] == ends else ids for ids in found["texts"]]
-    texts = refuse_other_tokens(PROGRAM, "text", texts_of(tokenizer), read)
-    wanted = conversations_of(tokenizer)
-    if not wanted:
-        return texts, None
-    asked = [i for i, ids in enumerate(wanted) if ids]
-    spoken = [found["conversations"][i] or [] for i in asked]
-    return texts, refuse_other_tokens(PROGRAM, "conversation", [wanted[i] for i in asked], spoken)
-
-
-def _asked(python: Path, **questions: Any) -> dict[str, Any]:
-    return ask(PROGRAM, ["env", *SETTINGS, str(python), "-P", str(Path(vllm_program.__file__))], questions)
+        return reading, [f"warning: {str(error).split(': ', 1)[1]}; give vLLM token ids instead of text"]
+    return replace(reading, texts_equal=equal[0], conversations_equal=equal[1]), []

@@ -30,8 +30,6 @@ class Worker:
         self._unfinished = dict.fromkeys(engines, 0)
         self._stopping = False
         self._thread = threading.Thread(target=self._work, name="meshwright-engine", daemon=True)
-        self.failures = 0
-        """Steps that failed; their requests failed too."""
 
     def start(self) -> None:
         """Start the thread."""
@@ -147,7 +145,6 @@ class Worker:
                 log.error("%s; the requests in this step were ended", error)
             else:
                 log.exception("a step failed; its requests were ended")
-            self.failures += 1
             _end(engine.reset(), "error")
             return False
 

@@ -198,13 +198,10 @@ def _language_model(examinee: Examinee) -> Any:
 
         def generate_until(self, requests: Any, disable_tqdm: bool = False) -> list[str]:
             """The model's text, up to the request's stop texts."""
-            return _write(examinee, [(self.tok_encode(text), options) for text, options in _arguments(requests)])
+            asked = (request.args for request in requests)
+            return _write(examinee, [(self.tok_encode(text), options) for text, options in asked])
 
     return LanguageModel()
-
-
-def _arguments(requests: Sequence[Any]) -> list[tuple[str, Mapping[str, Any]]]:
-    return [request.args for request in requests]
 
 
 def _write(examinee: Examinee, requests: Sequence[tuple[list[int], Mapping[str, Any]]]) -> list[str]:
