@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from meshwright.engines.megatron_lm import LATER, split_of
-from meshwright.engines.settings import Rule
-from meshwright.engines.written import WrittenEngine, tokenizer_of, without
+from meshwright.engines.settings import Rule, without
+from meshwright.engines.written import WrittenEngine, tokenizer_of
 from meshwright.imports.automodel import PIPELINES
 from meshwright.spec.document import write_yaml
 from meshwright.spec.finetune import LoraSpec
@@ -196,7 +196,7 @@ def _data(resolved: ResolvedRun) -> dict[str, Any]:
 def _rates(resolved: ResolvedRun) -> dict[str, Any]:
     training = resolved.run.training
     schedule, steps, lr = training.lr_schedule, training.steps, training.optimizer.lr
-    wsd = {"wsd_decay_steps": schedule.decay or max(1, steps // 5), "lr_wsd_decay_style": "linear"}
+    wsd = {"wsd_decay_steps": schedule.decay_steps(steps), "lr_wsd_decay_style": "linear"}
     return {
         "lr_decay_style": "WSD" if schedule.name == "wsd" else schedule.name,
         **(wsd if schedule.name == "wsd" else {}),

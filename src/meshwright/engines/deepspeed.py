@@ -31,8 +31,8 @@ class DeepSpeedEngine(TemplateEngine):
     name = "deepspeed"
     about = "a loop of DeepSpeed"
     packages: ClassVar = {"transformers": "deepspeed", "deepspeed": "deepspeed"}
-    strategies: ClassVar[Mapping[Strategy, str]] = dict.fromkeys(("ddp", "zero1", "zero2", "zero3", "hybrid"), "")
-    axes: ClassVar[Mapping[str, str]] = {"tp": "", "pp": "", "cp": ""}
+    strategies = ("ddp", "zero1", "zero2", "zero3", "hybrid")
+    axes = ("tp", "pp", "cp")
     numel = 'getattr(parameter, "ds_numel", parameter.numel())'
     rules: ClassVar[Mapping[str, Rule]] = {
         "layout.quantized_weights": only("none", "int8", why="DeepSpeed's qwZ gathers int8"),
@@ -124,15 +124,8 @@ class DeepSpeedEngine(TemplateEngine):
         return {"ds_config.json": json.dumps(ds_config(resolved), indent=2) + "\n"}
 
     def words(self, resolved: ResolvedRun, program: str) -> dict[str, Any]:
-        """Also the stage of ZeRO and whether state is offloaded."""
-        layout = resolved.run.layout
-        more = {
-            "stage": stage_of(layout),
-            "offload": layout.tiers != NOTHING,
-            "disk": layout.tiers.optimizer == "disk",
-            "offload_parameters": layout.tiers.parameters == "host",
-        }
-        return super().words(resolved, program) | more
+        """Also the stage of ZeRO."""
+        return super().words(resolved, program) | {"stage": stage_of(resolved.run.layout)}
 
 
 NEEDS_GPU = "ZeRO++'s quantization kernels need a GPU"

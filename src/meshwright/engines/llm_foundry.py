@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from meshwright.engines.megatron_lm import LATER
-from meshwright.engines.settings import RULES, Fate, Rule
-from meshwright.engines.written import WrittenEngine, tokenizer_of, without
+from meshwright.engines.settings import RULES, Fate, Rule, without
+from meshwright.engines.written import WrittenEngine, tokenizer_of
 from meshwright.spec.document import write_yaml
 from meshwright.spec.finetune import LoraSpec
 from meshwright.spec.precision import BF16, FP16, FP32

@@ -130,7 +130,7 @@ def _degrees(resolved: ResolvedRun) -> dict[str, Any]:
 def _sections(resolved: ResolvedRun) -> dict[str, dict[str, Any]]:
     run, training, layout = resolved.run, resolved.run.training, resolved.run.layout
     optimizer, schedule, steps = training.optimizer, training.lr_schedule, training.steps
-    wsd = {"lr_wsd_decay_style": "linear", "lr_wsd_decay_iters": schedule.decay or max(1, steps // 5)}
+    wsd = {"lr_wsd_decay_style": "linear", "lr_wsd_decay_iters": schedule.decay_steps(steps)}
     data, weights = run.data, [source.weight for source in run.data.sources]
     sharded = layout.zero_stage > 0
     fsdp = {"use_megatron_fsdp": True, "data_parallel_sharding_strategy": SHARDED.get(layout.zero_stage)}

@@ -149,8 +149,7 @@ def _training(resolved: ResolvedRun) -> Flags:
     yield from (("lr", optimizer.lr), ("min-lr", float(f"{optimizer.lr * schedule.final:.12g}")))
     yield "lr-decay-style", "WSD" if schedule.name == "wsd" else schedule.name
     if schedule.name == "wsd":
-        decay = schedule.decay or max(1, training.steps // 5)
-        yield from (("lr-wsd-decay-style", "linear"), ("lr-wsd-decay-iters", decay))
+        yield from (("lr-wsd-decay-style", "linear"), ("lr-wsd-decay-iters", schedule.decay_steps(training.steps)))
     yield from (("lr-decay-iters", training.steps), ("lr-warmup-iters", schedule.warmup_steps(training.steps)))
     yield "weight-decay", optimizer.weight_decay
     yield from (("adam-beta1", optimizer.betas[0]), ("adam-beta2", optimizer.betas[1]), ("adam-eps", optimizer.eps))

@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from meshwright.engines.megatron_lm import LATER
-from meshwright.engines.settings import Rule
-from meshwright.engines.written import WrittenEngine, tokenizer_of, without
+from meshwright.engines.settings import Rule, without
+from meshwright.engines.written import WrittenEngine, tokenizer_of
 from meshwright.imports.nanotron import DTYPES
 from meshwright.spec.document import write_yaml
 from meshwright.spec.precision import BF16, FP32
@@ -172,7 +172,7 @@ def _rates(resolved: ResolvedRun) -> dict[str, Any]:
     warmup = schedule.warmup_steps(steps)
     falls = steps - warmup
     if schedule.name == "wsd":
-        falls = min(falls, schedule.decay or max(1, steps // 5))
+        falls = min(falls, schedule.decay_steps(steps))
     flat = schedule.name == "constant"
     styles = {"cosine": "cosine", "linear": "linear", "wsd": "linear", "constant": "linear"}
     return {
