@@ -156,7 +156,7 @@ def settings_of(
         elif fate == "left_out" and path in defaults and defaults[path] == value:
             fate = "said"
         yield Setting(path, value, fate, why if fate != "said" else "")
-    for path in cannot.keys() - found:  # a section as a whole, such as layout.offload
+    for path in (path for path in cannot if path not in found):  # a section as a whole, such as layout.offload
         section = reduce(getattr, path.split("."), resolved.run)
         value = section.model_dump(exclude_defaults=True) if isinstance(section, Spec) else section
         yield Setting(path, value, "refused", cannot[path])
