@@ -5,8 +5,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
-from meshwright.engines.engine import Strategy, TemplateEngine, strategy_of
+from meshwright.engines.engine import Strategy, TemplateEngine, refused_axes, refused_data, strategy_of
 from meshwright.engines.settings import Rule, only
+from meshwright.launch.programs import NoStepError, ProgramError
 from meshwright.spec.layout import LayoutSpec
 from meshwright.spec.offload import NOTHING, OffloadSpec
 from meshwright.spec.precision import BF16, FP32
@@ -73,15 +74,13 @@ class DeepSpeedEngine(TemplateEngine):
             return "layout.pp: each rank has only its stage's gradients"
         return ""
 
-    def may_wait_for(self) -> str:
-        """Operators that are compiled on first use, and the lock file of a killed build."""
+    def remedy(self, error: ProgramError) -> str:
+        """Operators compile on first use: a killed build leaves a lock, and the one for state on disk needs libaio."""
+        if not isinstance(error, NoStepError):
+            return "this operator needs libaio: apt install libaio-dev" if "async_io" in str(error) else ""
         locks = sorted((Path.home() / ".cache" / "torch_extensions").rglob("lock"))
         left = f"; if no build is running, remove {locks[0]}, left by a build that was killed" if locks else ""
         return f"DeepSpeed compiles operators on first use; raise --patience{left}"
-
-    def remedy(self, error: str) -> str:
-        """The library that the operator for state on disk is built with."""
-        return "this operator needs libaio: apt install libaio-dev" if "async_io" in error else ""
 
     def needs_gpu(self, resolved: ResolvedRun) -> str:
         """ZeRO++'s kernels."""
@@ -114,10 +113,6 @@ class DeepSpeedEngine(TemplateEngine):
         if layout.cp > 1 and layout.cp_method not in ("auto", "ulysses"):
             return {"layout.cp_method": "DeepSpeed supports only Ulysses: the same losses"}
         return {}
-
-    def template(self, resolved: ResolvedRun) -> str:
-        """Pipelines have a program of their own."""
-        return "deepspeed_pipeline" if resolved.run.layout.pp > 1 else self.name
 
     def more_files(self, resolved: ResolvedRun) -> dict[str, str]:
         """DeepSpeed's configuration."""
@@ -225,14 +220,9 @@ def _cannot_pipeline(resolved: ResolvedRun) -> dict[str, str]:
         found["layout.schedule"] = "DeepSpeed's pipeline supports only 1f1b"
     if layout.virtual_stages > 1:
         found["layout.stages_per_rank"] = "DeepSpeed's pipeline supports only one stage per rank"
-    for axis, what in (("tp", "matrices"), ("cp", "samples")):
-        if getattr(layout, axis) > 1:
-            found[f"layout.{axis}"] = f"DeepSpeed's pipeline does not split {what}; set layout.{axis}=1"
-    if layout.data_parallel > 1:
-        axis = "dp_shard" if layout.dp_shard > 1 else "dp_replicate"
-        found[f"layout.{axis}"] = (
-            f"the program for deepspeed's pipeline does not support data parallelism; set layout.{axis}=1"
-        )
+    found |= refused_axes(layout, "tp", why="DeepSpeed's pipeline does not split matrices")
+    found |= refused_axes(layout, "cp", why="DeepSpeed's pipeline does not split samples")
+    found |= refused_data(layout, why="the program for deepspeed's pipeline does not support data parallelism")
     if layout.tiers != NOTHING:
         found["layout.offload"] = "the program for deepspeed's pipeline does not support offloading"
     if resolved.run.training.precision != FP32.name:

@@ -3,7 +3,6 @@
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -12,7 +11,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from meshwright.engines.settings import Rule, Setting, settings_of
 from meshwright.imports.program import with_recipe
 from meshwright.launch.launcher import threads_per_rank
-from meshwright.launch.programs import NoStepError, ProgramError
+from meshwright.launch.programs import ProgramError
 from meshwright.spec.data import DataSpec
 from meshwright.spec.errors import UserError
 from meshwright.spec.finetune import Ia3Spec, LoraSpec
@@ -21,8 +20,14 @@ from meshwright.spec.precision import BF16, FP32
 from meshwright.spec.recipe import dump_recipe
 from meshwright.spec.run import ResolvedRun
 
-PROGRAMS = Path(__file__).with_name("programs")
-"""Folder of the programs' templates."""
+TEMPLATES = Environment(
+    loader=FileSystemLoader(Path(__file__).with_name("programs")),
+    undefined=StrictUndefined,
+    trim_blocks=True,
+    lstrip_blocks=True,
+    keep_trailing_newline=True,
+)
+"""The programs' templates, each compiled once."""
 
 Strategy = Literal["single", "ddp", "zero1", "zero2", "zero3", "hybrid"]
 """Data-parallel strategy: ranks keep everything, or their share of optimizer state, gradients, parameters."""
@@ -85,6 +90,16 @@ def strategy_of(layout: LayoutSpec) -> Strategy:
     return names[layout.zero_stage]
 
 
+def refused_axes(layout: LayoutSpec, *axes: str, why: str) -> dict[str, str]:
+    """The refusal of each of `axes` that the layout splits."""
+    return {f"layout.{axis}": f"{why}; set layout.{axis}=1" for axis in axes if getattr(layout, axis) > 1}
+
+
+def refused_data(layout: LayoutSpec, *, why: str) -> dict[str, str]:
+    """The refusal of data parallelism."""
+    return refused_axes(layout, "dp_shard" if layout.dp_shard > 1 else "dp_replicate", why=why)
+
+
 class Engine(ABC):
     """A training engine."""
 
@@ -106,12 +121,8 @@ class Engine(ABC):
     reads_sources: ClassVar[bool] = False
     """Whether it reads the recipe's own model and data, and is written only, not run."""
 
-    def may_wait_for(self) -> str:
-        """What a program that makes no step may wait for; empty if nothing is known."""
-        return ""
-
-    def remedy(self, error: str) -> str:
-        """A remedy for the error with which a program ended; empty if none is known."""
+    def remedy(self, error: ProgramError) -> str:
+        """A possible cause or a remedy of a program's error; empty if none is known."""
         return ""
 
     def translate(self, resolved: ResolvedRun) -> Translation:
@@ -153,17 +164,8 @@ class Engine(ABC):
 
 def explained(engine: Engine, error: ProgramError) -> ProgramError:
     """The error of a program, with a possible cause or a remedy."""
-    known = engine.may_wait_for() if isinstance(error, NoStepError) else engine.remedy(str(error))
+    known = engine.remedy(error)
     return type(error)(f"{error}; {known}") if known else error
-
-
-@cache
-def templates() -> Environment:
-    """The programs' templates, each compiled once."""
-    loader = FileSystemLoader(PROGRAMS)
-    return Environment(
-        loader=loader, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True
-    )
 
 
 class TemplateEngine(Engine):
@@ -214,15 +216,12 @@ class TemplateEngine(Engine):
         return f"the program for {self.name} does not support offloading"
 
     def files(self, resolved: ResolvedRun) -> tuple[str, dict[str, str]]:
-        """The template, rendered, and `more_files`."""
+        """The template, rendered, and `more_files`. Pipelines have a template of their own."""
         name = f"run_{self.name}_standalone.py"
-        text = templates().get_template(f"{self.template(resolved)}.py.jinja").render(**self.words(resolved, name))
+        template = f"{self.name}_pipeline" if resolved.run.layout.pp > 1 else self.name
+        text = TEMPLATES.get_template(f"{template}.py.jinja").render(**self.words(resolved, name))
         text = with_recipe(text, dump_recipe(resolved.run))
         return name, {name: text, **self.more_files(resolved)}
-
-    def template(self, resolved: ResolvedRun) -> str:
-        """The name of the program's template."""
-        return self.name
 
     def more_files(self, resolved: ResolvedRun) -> dict[str, str]:
         """Configuration files."""

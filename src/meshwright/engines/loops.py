@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import ClassVar
 
-from meshwright.engines.engine import TemplateEngine
+from meshwright.engines.engine import TemplateEngine, refused_data
 from meshwright.engines.settings import Rule, said
 from meshwright.spec.precision import BF16, FP32
 from meshwright.spec.run import ResolvedRun
@@ -117,10 +117,8 @@ class LitGpt(TemplateEngine):
     def cannot(self, resolved: ResolvedRun) -> Mapping[str, str]:
         """As `TemplateEngine`; more than one process, another model than Llama, and scaled rope."""
         found, layout = dict(super().cannot(resolved)), resolved.run.layout
-        if layout.data_parallel > 1:
-            axis = "dp_shard" if layout.dp_shard > 1 else "dp_replicate"
-            found.pop("layout.zero", None)
-            found[f"layout.{axis}"] = f"the program for litgpt runs on one process; set layout.{axis}=1"
+        found.pop("layout.zero", None)
+        found |= refused_data(layout, why="the program for litgpt runs on one process")
         if resolved.model.family != "llama":
             found["model.family"] = "the program for litgpt supports only llama"
         if resolved.model.rope_scaling is not None:

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from meshwright.engines.engine import TemplateEngine
+from meshwright.engines.engine import TemplateEngine, refused_data
 from meshwright.spec.precision import FP32
 from meshwright.spec.run import ResolvedRun
 
@@ -48,10 +48,6 @@ class MegatronEngine(TemplateEngine):
             found["layout.stage_layers"] = "all stages get the same number of layers: the same losses, other step times"
         return found
 
-    def template(self, resolved: ResolvedRun) -> str:
-        """Pipelines have a loop of their own."""
-        return "megatron_pipeline" if resolved.run.layout.pp > 1 else self.name
-
     def words(self, resolved: ResolvedRun, program: str) -> dict[str, Any]:
         """Also the microbatches that pass one stage of a rank before the next, as in our schedule."""
         microbatches = resolved.accumulation
@@ -72,9 +68,4 @@ def _cannot_pipeline(resolved: ResolvedRun) -> dict[str, str]:
         )
     if model.num_layers % stages:
         found["model.num_layers"] = f"{model.num_layers} layers cannot be split into {stages} equal stages"
-    if layout.data_parallel > 1:
-        axis = "dp_shard" if layout.dp_shard > 1 else "dp_replicate"
-        found[f"layout.{axis}"] = (
-            f"the program for megatron's pipeline does not support data parallelism; set layout.{axis}=1"
-        )
-    return found
+    return found | refused_data(layout, why="the program for megatron's pipeline does not support data parallelism")

@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from meshwright.engines.automodel import AutoModelConfig
-from meshwright.engines.axolotl import AxolotlConfig
 from meshwright.engines.deepspeed import DeepSpeedEngine
 from meshwright.engines.engine import Engine
 from meshwright.engines.gpu_only import (
@@ -20,7 +19,6 @@ from meshwright.engines.gpu_only import (
     LightningDeepSpeed,
     LightningFsdp,
 )
-from meshwright.engines.llama_factory import LlamaFactoryConfig
 from meshwright.engines.llm_foundry import LlmFoundryConfig
 from meshwright.engines.loops import (
     AccelerateEngine,
@@ -38,6 +36,7 @@ from meshwright.engines.megatron_lm import MegatronLmFlags
 from meshwright.engines.nanotron import NanotronConfig
 from meshwright.engines.ours import Ours
 from meshwright.engines.torchtitan import TorchtitanConfig
+from meshwright.engines.trainer_yaml import AxolotlConfig, LlamaFactoryConfig
 from meshwright.engines.tuning import PeftEngine, TrlEngine
 from meshwright.spec.errors import UserError
 from meshwright.spec.problems import did_you_mean

@@ -10,6 +10,7 @@ from meshwright.engines.engine import Engine, InexpressibleError
 from meshwright.engines.settings import Fate, Rule, Setting, as_in_a_recipe, leaves, rule_of, said, settings_of, without
 from meshwright.families.resolve import SIZES, pretrained_directory, resolve_model, starting_weights
 from meshwright.imports.recipe import import_files
+from meshwright.spec.document import write_yaml
 from meshwright.spec.errors import UserError
 from meshwright.spec.layout import LayoutSpec
 from meshwright.spec.recipe import parse_spec
@@ -98,6 +99,33 @@ class WrittenEngine(Engine):
                 path.write_text(files[path.name], encoding="utf-8")
             recipe, _ = import_files(paths, ranks=resolved.run.layout.world_size)
         return parse_spec(recipe, Run, source=self.file)
+
+
+class YamlEngine(WrittenEngine):
+    """A system whose file is YAML."""
+
+    def text(self, resolved: ResolvedRun) -> str:
+        """The file."""
+        return write_yaml(stated(self.config(resolved)))
+
+    @abstractmethod
+    def config(self, resolved: ResolvedRun) -> dict[str, Any]:
+        """The file's keys and values; a key whose value is None is left out."""
+
+
+def stated(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The values that are not None."""
+    return {key: value for key, value in values.items() if value is not None}
+
+
+def whole(number: float) -> float:
+    """The number, as an integer where it is one."""
+    return int(number) if number == int(number) else number
+
+
+def rounded(number: float) -> float:
+    """The number without the last digits of a product of decimal fractions."""
+    return float(f"{number:.12g}")
 
 
 def tokenizer_of(resolved: ResolvedRun) -> str | None:
