@@ -17,7 +17,7 @@ from meshwright.engines.engine import InexpressibleError
 from meshwright.engines.layouts import layout_called
 from meshwright.engines.readback import SilentFallbackError, check_optimizer, check_what_ran
 from meshwright.engines.registry import ENGINES, MissingPackageError, check_installed, find_engine
-from meshwright.engines.settings import leaves, rule_of
+from meshwright.engines.settings import leaves, rule_of, settings_of
 from meshwright.spec.errors import UserError
 from meshwright.spec.layout import LayoutSpec
 from meshwright.spec.recipe import parse_spec
@@ -53,6 +53,12 @@ def test_every_setting_of_a_recipe_has_a_rule():
         assert rule_of(path), path
     with pytest.raises(KeyError):
         rule_of("something.new")
+
+
+def test_sections_are_refused_in_the_engines_order():
+    sections = ("layout", "model", "data", "training", "guards", "checkpoint")
+    settings = settings_of(resolved(), dict.fromkeys(sections, "no"), {}, {})
+    assert tuple(setting.path for setting in settings if setting.fate == "refused") == sections
 
 
 REFUSED = {

@@ -3,11 +3,11 @@
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
+from meshwright.engines.engine import refused_axes
 from meshwright.engines.megatron_lm import LATER, split_of
-from meshwright.engines.settings import Rule
-from meshwright.engines.written import WrittenEngine, tokenizer_of, without
+from meshwright.engines.settings import Rule, without
+from meshwright.engines.written import YamlEngine, rounded, stated, tokenizer_of, whole
 from meshwright.imports.automodel import PIPELINES
-from meshwright.spec.document import write_yaml
 from meshwright.spec.finetune import LoraSpec
 from meshwright.spec.precision import BF16, FP32
 from meshwright.spec.run import ResolvedRun
@@ -19,7 +19,7 @@ DTYPE = {BF16.name: "bfloat16", FP32.name: "float32"}
 UNDECAYED = {"pattern": "norm|bias", "wd_mult": 0.0}
 
 
-class AutoModelConfig(WrittenEngine):
+class AutoModelConfig(YamlEngine):
     """AutoModel's configuration."""
 
     name = "automodel"
@@ -42,8 +42,7 @@ class AutoModelConfig(WrittenEngine):
             found["layout.zero"] = "AutoModel's DDP cannot be combined with other axes; set layout.zero=3"
         if layout.pp > 1 and layout.schedule not in PIPELINE:
             found["layout.schedule"] = f"this export supports {', '.join(PIPELINE)}"
-        if layout.ep > 1:
-            found["layout.ep"] = "this export does not support expert parallelism; set layout.ep=1"
+        found |= refused_axes(layout, "ep", why="this export does not support expert parallelism")
         if reason := _other_data(resolved):
             found["data.sources"] = reason
         if tokenizer_of(resolved) is None:
@@ -61,9 +60,47 @@ class AutoModelConfig(WrittenEngine):
             *(adapters if isinstance(resolved.run.finetune, LoraSpec) else []),
         )
 
-    def text(self, resolved: ResolvedRun) -> str:
-        """The YAML."""
-        return write_yaml(_config(resolved))
+    def config(self, resolved: ResolvedRun) -> dict[str, Any]:
+        """The recipe under its names."""
+        run, training, steps = resolved.run, resolved.run.training, resolved.run.training.steps
+        pretrained = run.model.weights != "random"
+        named = {"pretrained_model_name_or_path": run.model.name}
+        whole = {"config": {"_target_": "transformers.AutoConfig.from_pretrained", **named}}
+        return {
+            "recipe": "TrainFinetuneRecipeForNextTokenPrediction",
+            "seed": training.seed,
+            "step_scheduler": {
+                "global_batch_size": resolved.global_batch,
+                "local_batch_size": resolved.micro_batch * (resolved.accumulation if run.layout.pp > 1 else 1),
+                "max_steps": steps,
+                "num_epochs": None,
+                "ckpt_every_steps": run.checkpoint.every or steps,
+                "save_checkpoint_every_epoch": False,
+                "val_every_steps": training.evaluation.every or None,
+            },
+            "model": {
+                "_target_": f"{AUTO}.from_pretrained" if pretrained else f"{AUTO}.from_config",
+                **(named if pretrained else whole),
+                "torch_dtype": "bfloat16" if training.master_dtype == BF16.name else "float32",
+            },
+            "peft": _adapters(resolved),
+            "compile": {"enabled": training.compile, "mode": training.compile_mode},
+            "clip_grad_norm": {"max_norm": training.clip},
+            "distributed": _distributed(resolved),
+            "loss_fn": {"_target_": "nemo_automodel.components.loss.masked_ce.MaskedCrossEntropy"},
+            **_data(resolved),
+            "optimizer": {
+                "_target_": "torch.optim.AdamW" if training.optimizer.name == "adamw" else training.optimizer.name,
+                "lr": training.optimizer.lr,
+                "betas": list(training.optimizer.betas),
+                "eps": training.optimizer.eps,
+                "weight_decay": training.optimizer.weight_decay,
+                "param_group_overrides": [UNDECAYED],
+            },
+            "lr_scheduler": _rates(resolved),
+            "checkpoint": {"enabled": True, "checkpoint_dir": run.run_dir, "model_save_format": "safetensors"},
+            "wandb": {"project": "meshwright", "name": run.run_dir} if "wandb" in run.trackers else None,
+        }
 
 
 def _other_data(resolved: ResolvedRun) -> str:
@@ -76,49 +113,6 @@ def _other_data(resolved: ResolvedRun) -> str:
     if more or first.format != "messages":
         return "AutoModel reads token files (NAME.bin with NAME.idx), or one source of format messages"
     return ""
-
-
-def _config(resolved: ResolvedRun) -> dict[str, Any]:
-    run, training, steps = resolved.run, resolved.run.training, resolved.run.training.steps
-    pretrained = run.model.weights != "random"
-    named = {"pretrained_model_name_or_path": run.model.name}
-    whole = {"config": {"_target_": "transformers.AutoConfig.from_pretrained", **named}}
-    found = {
-        "recipe": "TrainFinetuneRecipeForNextTokenPrediction",
-        "seed": training.seed,
-        "step_scheduler": {
-            "global_batch_size": resolved.global_batch,
-            "local_batch_size": resolved.micro_batch * (resolved.accumulation if run.layout.pp > 1 else 1),
-            "max_steps": steps,
-            "num_epochs": None,
-            "ckpt_every_steps": run.checkpoint.every or steps,
-            "save_checkpoint_every_epoch": False,
-            "val_every_steps": training.evaluation.every or None,
-        },
-        "model": {
-            "_target_": f"{AUTO}.from_pretrained" if pretrained else f"{AUTO}.from_config",
-            **(named if pretrained else whole),
-            "torch_dtype": "bfloat16" if training.master_dtype == BF16.name else "float32",
-        },
-        "peft": _adapters(resolved),
-        "compile": {"enabled": training.compile, "mode": training.compile_mode},
-        "clip_grad_norm": {"max_norm": training.clip},
-        "distributed": _distributed(resolved),
-        "loss_fn": {"_target_": "nemo_automodel.components.loss.masked_ce.MaskedCrossEntropy"},
-        **_data(resolved),
-        "optimizer": {
-            "_target_": "torch.optim.AdamW" if training.optimizer.name == "adamw" else training.optimizer.name,
-            "lr": training.optimizer.lr,
-            "betas": list(training.optimizer.betas),
-            "eps": training.optimizer.eps,
-            "weight_decay": training.optimizer.weight_decay,
-            "param_group_overrides": [UNDECAYED],
-        },
-        "lr_scheduler": _rates(resolved),
-        "checkpoint": {"enabled": True, "checkpoint_dir": run.run_dir, "model_save_format": "safetensors"},
-        "wandb": {"project": "meshwright", "name": run.run_dir} if "wandb" in run.trackers else None,
-    }
-    return {key: value for key, value in found.items() if value is not None}
 
 
 def _distributed(resolved: ResolvedRun) -> dict[str, Any]:
@@ -187,7 +181,7 @@ def _data(resolved: ResolvedRun) -> dict[str, Any]:
     }
     packed = data.packing == "best_fit"
     return {
-        "dataset": {key: value for key, value in chat.items() if value is not None},
+        "dataset": stated(chat),
         "packed_sequence": {"packed_sequence_size": data.sequence_length if packed else 0},
         "dataloader": {**loader, "collate_fn": f"{DATASETS}.utils.default_collater", "shuffle": True},
     }
@@ -196,7 +190,7 @@ def _data(resolved: ResolvedRun) -> dict[str, Any]:
 def _rates(resolved: ResolvedRun) -> dict[str, Any]:
     training = resolved.run.training
     schedule, steps, lr = training.lr_schedule, training.steps, training.optimizer.lr
-    wsd = {"wsd_decay_steps": schedule.decay or max(1, steps // 5), "lr_wsd_decay_style": "linear"}
+    wsd = {"wsd_decay_steps": schedule.decay_steps(steps), "lr_wsd_decay_style": "linear"}
     return {
         "lr_decay_style": "WSD" if schedule.name == "wsd" else schedule.name,
         **(wsd if schedule.name == "wsd" else {}),
@@ -204,7 +198,7 @@ def _rates(resolved: ResolvedRun) -> dict[str, Any]:
         "lr_decay_steps": steps,
         "init_lr": 0.0,
         "max_lr": lr,
-        "min_lr": float(f"{lr * schedule.final:.12g}"),
+        "min_lr": rounded(lr * schedule.final),
     }
 
 
@@ -218,7 +212,7 @@ def _adapters(resolved: ResolvedRun) -> dict[str, Any] | None:
         "target_modules": [] if every else list(finetune.targets),
         "match_all_linear": every,
         "dim": finetune.rank,
-        "alpha": int(finetune.alpha) if finetune.alpha == int(finetune.alpha) else finetune.alpha,
+        "alpha": whole(finetune.alpha),
         "dropout": finetune.dropout,
         "dropout_position": "pre",
         "use_dora": finetune.dora,

@@ -5,8 +5,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
-from meshwright.engines.engine import Strategy, TemplateEngine, strategy_of
+from meshwright.engines.engine import Strategy, TemplateEngine, refused_axes, refused_data, strategy_of
 from meshwright.engines.settings import Rule, only
+from meshwright.launch.programs import NoStepError, ProgramError
 from meshwright.spec.layout import LayoutSpec
 from meshwright.spec.offload import NOTHING, OffloadSpec
 from meshwright.spec.precision import BF16, FP32
@@ -31,8 +32,8 @@ class DeepSpeedEngine(TemplateEngine):
     name = "deepspeed"
     about = "a loop of DeepSpeed"
     packages: ClassVar = {"transformers": "deepspeed", "deepspeed": "deepspeed"}
-    strategies: ClassVar[Mapping[Strategy, str]] = dict.fromkeys(("ddp", "zero1", "zero2", "zero3", "hybrid"), "")
-    axes: ClassVar[Mapping[str, str]] = {"tp": "", "pp": "", "cp": ""}
+    strategies = ("ddp", "zero1", "zero2", "zero3", "hybrid")
+    axes = ("tp", "pp", "cp")
     numel = 'getattr(parameter, "ds_numel", parameter.numel())'
     rules: ClassVar[Mapping[str, Rule]] = {
         "layout.quantized_weights": only("none", "int8", why="DeepSpeed's qwZ gathers int8"),
@@ -73,15 +74,13 @@ class DeepSpeedEngine(TemplateEngine):
             return "layout.pp: each rank has only its stage's gradients"
         return ""
 
-    def may_wait_for(self) -> str:
-        """Operators that are compiled on first use, and the lock file of a killed build."""
+    def remedy(self, error: ProgramError) -> str:
+        """Operators compile on first use: a killed build leaves a lock, and the one for state on disk needs libaio."""
+        if not isinstance(error, NoStepError):
+            return "this operator needs libaio: apt install libaio-dev" if "async_io" in str(error) else ""
         locks = sorted((Path.home() / ".cache" / "torch_extensions").rglob("lock"))
         left = f"; if no build is running, remove {locks[0]}, left by a build that was killed" if locks else ""
         return f"DeepSpeed compiles operators on first use; raise --patience{left}"
-
-    def remedy(self, error: str) -> str:
-        """The library that the operator for state on disk is built with."""
-        return "this operator needs libaio: apt install libaio-dev" if "async_io" in error else ""
 
     def needs_gpu(self, resolved: ResolvedRun) -> str:
         """ZeRO++'s kernels."""
@@ -115,24 +114,13 @@ class DeepSpeedEngine(TemplateEngine):
             return {"layout.cp_method": "DeepSpeed supports only Ulysses: the same losses"}
         return {}
 
-    def template(self, resolved: ResolvedRun) -> str:
-        """Pipelines have a program of their own."""
-        return "deepspeed_pipeline" if resolved.run.layout.pp > 1 else self.name
-
     def more_files(self, resolved: ResolvedRun) -> dict[str, str]:
         """DeepSpeed's configuration."""
         return {"ds_config.json": json.dumps(ds_config(resolved), indent=2) + "\n"}
 
     def words(self, resolved: ResolvedRun, program: str) -> dict[str, Any]:
-        """Also the stage of ZeRO and whether state is offloaded."""
-        layout = resolved.run.layout
-        more = {
-            "stage": stage_of(layout),
-            "offload": layout.tiers != NOTHING,
-            "disk": layout.tiers.optimizer == "disk",
-            "offload_parameters": layout.tiers.parameters == "host",
-        }
-        return super().words(resolved, program) | more
+        """Also the stage of ZeRO."""
+        return super().words(resolved, program) | {"stage": stage_of(resolved.run.layout)}
 
 
 NEEDS_GPU = "ZeRO++'s quantization kernels need a GPU"
@@ -232,14 +220,9 @@ def _cannot_pipeline(resolved: ResolvedRun) -> dict[str, str]:
         found["layout.schedule"] = "DeepSpeed's pipeline supports only 1f1b"
     if layout.virtual_stages > 1:
         found["layout.stages_per_rank"] = "DeepSpeed's pipeline supports only one stage per rank"
-    for axis, what in (("tp", "matrices"), ("cp", "samples")):
-        if getattr(layout, axis) > 1:
-            found[f"layout.{axis}"] = f"DeepSpeed's pipeline does not split {what}; set layout.{axis}=1"
-    if layout.data_parallel > 1:
-        axis = "dp_shard" if layout.dp_shard > 1 else "dp_replicate"
-        found[f"layout.{axis}"] = (
-            f"the program for deepspeed's pipeline does not support data parallelism; set layout.{axis}=1"
-        )
+    found |= refused_axes(layout, "tp", why="DeepSpeed's pipeline does not split matrices")
+    found |= refused_axes(layout, "cp", why="DeepSpeed's pipeline does not split samples")
+    found |= refused_data(layout, why="the program for deepspeed's pipeline does not support data parallelism")
     if layout.tiers != NOTHING:
         found["layout.offload"] = "the program for deepspeed's pipeline does not support offloading"
     if resolved.run.training.precision != FP32.name:

@@ -1,9 +1,8 @@
 """The `Engine` interface: translation of a recipe, setting by setting, into a program and its configuration."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -12,7 +11,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from meshwright.engines.settings import Rule, Setting, settings_of
 from meshwright.imports.program import with_recipe
 from meshwright.launch.launcher import threads_per_rank
-from meshwright.launch.programs import NoStepError, ProgramError
+from meshwright.launch.programs import ProgramError
 from meshwright.spec.data import DataSpec
 from meshwright.spec.errors import UserError
 from meshwright.spec.finetune import Ia3Spec, LoraSpec
@@ -21,8 +20,14 @@ from meshwright.spec.precision import BF16, FP32
 from meshwright.spec.recipe import dump_recipe
 from meshwright.spec.run import ResolvedRun
 
-PROGRAMS = Path(__file__).with_name("programs")
-"""Folder of the programs' templates."""
+TEMPLATES = Environment(
+    loader=FileSystemLoader(Path(__file__).with_name("programs")),
+    undefined=StrictUndefined,
+    trim_blocks=True,
+    lstrip_blocks=True,
+    keep_trailing_newline=True,
+)
+"""The programs' templates, each compiled once."""
 
 Strategy = Literal["single", "ddp", "zero1", "zero2", "zero3", "hybrid"]
 """Data-parallel strategy: ranks keep everything, or their share of optimizer state, gradients, parameters."""
@@ -32,7 +37,7 @@ class InexpressibleError(UserError):
     """An engine cannot express the recipe."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Translation:
     """A recipe in an engine's terms."""
 
@@ -85,6 +90,16 @@ def strategy_of(layout: LayoutSpec) -> Strategy:
     return names[layout.zero_stage]
 
 
+def refused_axes(layout: LayoutSpec, *axes: str, why: str) -> dict[str, str]:
+    """The refusal of each of `axes` that the layout splits."""
+    return {f"layout.{axis}": f"{why}; set layout.{axis}=1" for axis in axes if getattr(layout, axis) > 1}
+
+
+def refused_data(layout: LayoutSpec, *, why: str) -> dict[str, str]:
+    """The refusal of data parallelism."""
+    return refused_axes(layout, "dp_shard" if layout.dp_shard > 1 else "dp_replicate", why=why)
+
+
 class Engine(ABC):
     """A training engine."""
 
@@ -106,12 +121,8 @@ class Engine(ABC):
     reads_sources: ClassVar[bool] = False
     """Whether it reads the recipe's own model and data, and is written only, not run."""
 
-    def may_wait_for(self) -> str:
-        """What a program that makes no step may wait for; empty if nothing is known."""
-        return ""
-
-    def remedy(self, error: str) -> str:
-        """A remedy for the error with which a program ended; empty if none is known."""
+    def remedy(self, error: ProgramError) -> str:
+        """A possible cause or a remedy of a program's error; empty if none is known."""
         return ""
 
     def translate(self, resolved: ResolvedRun) -> Translation:
@@ -119,16 +130,24 @@ class Engine(ABC):
 
         Raises `InexpressibleError` with every setting that it cannot express and that changes the training.
         """
-        settings = tuple(settings_of(resolved, self.cannot(resolved), self.leaves_out(resolved), self.rules))
+        settings = tuple(self.settings(resolved))
         refused = [setting for setting in settings if setting.fate == "refused"]
         if refused:
             raise InexpressibleError("; ".join(f"{setting.path}={setting.shown}: {setting.why}" for setting in refused))
         program, files = self.files(resolved)
-        return Translation(engine=self.name, settings=settings, program=program, files=files)
+        return Translation(self.name, settings, program, files, self.notes(resolved))
 
-    @abstractmethod
+    def settings(self, resolved: ResolvedRun) -> Iterable[Setting]:
+        """Every setting of the run and its fate."""
+        return settings_of(resolved, self.cannot(resolved), self.leaves_out(resolved), self.rules)
+
     def cannot(self, resolved: ResolvedRun) -> Mapping[str, str]:
         """Settings of this run that the engine cannot express and that change what is trained, each with the reason."""
+        return {}
+
+    def notes(self, resolved: ResolvedRun) -> tuple[str, ...]:
+        """The engine's own behaviour that no setting of a recipe describes."""
+        return ()
 
     def cannot_dump(self, resolved: ResolvedRun) -> str:
         """Why the program cannot dump whole gradients of a run; empty if it can."""
@@ -145,28 +164,20 @@ class Engine(ABC):
 
 def explained(engine: Engine, error: ProgramError) -> ProgramError:
     """The error of a program, with a possible cause or a remedy."""
-    known = engine.may_wait_for() if isinstance(error, NoStepError) else engine.remedy(str(error))
+    known = engine.remedy(error)
     return type(error)(f"{error}; {known}") if known else error
-
-
-@cache
-def templates() -> Environment:
-    """The programs' templates, each compiled once."""
-    loader = FileSystemLoader(PROGRAMS)
-    return Environment(
-        loader=loader, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True
-    )
 
 
 class TemplateEngine(Engine):
     """An engine whose program is a Jinja template: one training loop for transformers' model, in the engine's API."""
 
-    strategies: ClassVar[Mapping[Strategy, str]]
-    """Its strategies; the text is empty for those that also run on a CPU, and otherwise describes what happens there.
-    """
+    strategies: ClassVar[tuple[Strategy, ...]]
+    """Its data-parallel strategies on more than one rank."""
     precisions: ClassVar[tuple[str, ...]] = (FP32.name, BF16.name)
-    axes: ClassVar[Mapping[str, str]] = {}
-    """The axes besides the data that its program splits; the text as in `strategies`."""
+    axes: ClassVar[tuple[str, ...]] = ()
+    """The axes besides the data that its program splits."""
+    recomputes: ClassVar[bool] = True
+    """Whether its program can recompute activations."""
     more_transformers: ClassVar[str] = ""
     """Further names that the program imports from transformers."""
     numel: ClassVar[str] = "parameter.numel()"
@@ -180,20 +191,21 @@ class TemplateEngine(Engine):
             if getattr(layout, axis) > 1 and axis not in self.axes:
                 what = " and ".join(("the data", *self.axes)) if self.axes else "only the data"
                 found[f"layout.{axis}"] = f"the program for {self.name} splits {what}; set layout.{axis}=1"
-            elif getattr(layout, axis) > 1 and (reason := self.axes[axis]) and run.device == "cpu":
-                found[f"layout.{axis}"] = reason
         if layout.tiers.words and (reason := self.cannot_offload(layout)):
             found["layout.offload"] = reason
         if strategy != "single" and strategy not in self.strategies:
             found["layout.zero"] = f"{self.name} supports {', '.join(self.strategies)}, not {layout.strategy}"
-        elif (reason := self.strategies.get(strategy)) and run.device == "cpu":
-            found["layout.zero"] = reason
         if run.training.precision not in self.precisions:
             found["training.precision"] = f"the program for {self.name} supports {' and '.join(self.precisions)}"
         sharded = strategy in ("zero2", "zero3", "hybrid")
         if run.training.dtypes.narrow and run.training.reduce_dtype != FP32.name and not sharded:
             found["training.reduce_dtype"] = "under autocast, gradients stay in fp32; set training.reduce_dtype=fp32"
         return found
+
+    def leaves_out(self, resolved: ResolvedRun) -> Mapping[str, str]:
+        """Recomputation where the program has none."""
+        asked = not self.recomputes and set(resolved.recompute) != {"none"}
+        return {"training.recompute": "no recomputation: the same losses, more memory"} if asked else {}
 
     def needs_gpu(self, resolved: ResolvedRun) -> str:
         """Why the program refuses to start on a CPU; empty if it trains there."""
@@ -204,28 +216,31 @@ class TemplateEngine(Engine):
         return f"the program for {self.name} does not support offloading"
 
     def files(self, resolved: ResolvedRun) -> tuple[str, dict[str, str]]:
-        """The template, rendered, and `more_files`."""
+        """The template, rendered, and `more_files`. Pipelines have a template of their own."""
         name = f"run_{self.name}_standalone.py"
-        text = templates().get_template(f"{self.template(resolved)}.py.jinja").render(**self.words(resolved, name))
+        template = f"{self.name}_pipeline" if resolved.run.layout.pp > 1 else self.name
+        text = TEMPLATES.get_template(f"{template}.py.jinja").render(**self.words(resolved, name))
         text = with_recipe(text, dump_recipe(resolved.run))
         return name, {name: text, **self.more_files(resolved)}
-
-    def template(self, resolved: ResolvedRun) -> str:
-        """The name of the program's template."""
-        return self.name
 
     def more_files(self, resolved: ResolvedRun) -> dict[str, str]:
         """Configuration files."""
         return {}
 
     def words(self, resolved: ResolvedRun, program: str) -> dict[str, Any]:
-        """The template's variables."""
+        """The template's variables: the run and its sections, and what follows from them."""
         run, training, schedule = resolved.run, resolved.run.training, resolved.run.training.lr_schedule
         ranks, threads = run.layout.world_size, threads_per_rank(run.layout.world_size)
         start = "python" if ranks == 1 else f"OMP_NUM_THREADS={threads} torchrun --nproc-per-node {ranks}"
         warmup = schedule.warmup_steps(training.steps)
-        falls = max(warmup, training.steps - (schedule.decay or max(1, training.steps // 5)))
+        falls = max(warmup, training.steps - schedule.decay_steps(training.steps))
         return {
+            "resolved": resolved,
+            "run": run,
+            "training": training,
+            "schedule": schedule,
+            "layout": run.layout,
+            "data": run.data,
             "title": f"{resolved.model.family} of {resolved.model.num_layers} layers, {run.layout.strategy}",
             "about": self.about,
             "command": f"{start} {program}",
@@ -233,34 +248,12 @@ class TemplateEngine(Engine):
             "numel": self.numel,
             "gpu_only": self.needs_gpu(resolved),
             "cannot_dump": self.cannot_dump(resolved),
-            "steps": training.steps,
-            "global_batch": resolved.global_batch,
-            "micro_batch": resolved.micro_batch,
-            "length": run.data.sequence_length,
-            "lr": training.optimizer.lr,
-            "betas": training.optimizer.betas,
-            "eps": training.optimizer.eps,
-            "weight_decay": training.optimizer.weight_decay,
-            "clip": training.clip,
-            "device": run.device,
             "warmup": warmup,
-            "schedule": schedule.name,
-            "final": schedule.final,
             "decay_begin": falls if schedule.name == "wsd" else warmup,
             "recompute": set(resolved.recompute) == {"full"},
-            "compiled": training.compile,
-            "precision": training.precision,
             "reduce_dtype": "float32" if training.reduce_dtype == FP32.name else "bfloat16",
-            "seed": training.seed,
-            "deterministic": training.deterministic,
             "strategy": strategy_of(run.layout),
-            "tp": run.layout.tp,
-            "pp": run.layout.pp,
-            "cp": run.layout.cp,
-            "ep": run.layout.ep,
             "rows": reads_rows(run.data),
             "placed": reads_places(run.data),
             "adapters": isinstance(run.finetune, LoraSpec | Ia3Spec),
-            "replicate": run.layout.dp_replicate,
-            "shard": run.layout.dp_shard,
         }

@@ -77,10 +77,7 @@ def requirements(engine: Engine) -> list[str]:
 def _make(folder: Path, python: Path, wanted: list[str], say: Callable[[str], None], name: str) -> None:
     """Create the environment. torch is pinned to this Python's build, so that no installation replaces it."""
     EnvBuilder(clear=False, symlinks=True, with_pip=False).create(folder)
-    own = Path(subprocess.run(
-        [python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"],
-        capture_output=True, text=True, check=True, timeout=60,
-    ).stdout.strip())  # fmt: skip
+    own = Path(sysconfig.get_path("purelib", "venv", {"base": str(folder)}))
     shared = dict.fromkeys((sysconfig.get_path("purelib"), sysconfig.get_path("platlib")))
     (own / "shared.pth").write_text("".join(f"{path}\n" for path in shared), encoding="utf-8")
     command = [str(python), "-m", "pip", "install", "--disable-pip-version-check", "--no-input", *wanted]

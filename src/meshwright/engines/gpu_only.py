@@ -2,14 +2,12 @@
 
 import json
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import ClassVar
 
-from meshwright.engines.accelerate import AccelerateEngine
 from meshwright.engines.deepspeed import STAGES, ds_config
-from meshwright.engines.engine import Strategy, TemplateEngine, strategy_of
-from meshwright.engines.hf_trainer import HfTrainer
+from meshwright.engines.engine import TemplateEngine, strategy_of
+from meshwright.engines.loops import AccelerateEngine, HfTrainer
 from meshwright.spec.layout import LayoutSpec
-from meshwright.spec.offload import NOTHING
 from meshwright.spec.precision import BF16, FP32
 from meshwright.spec.run import ResolvedRun
 
@@ -33,13 +31,13 @@ class AccelerateFsdp(GpuOnly, AccelerateEngine):
     name = "accelerate_fsdp"
     about = "a loop of Hugging Face Accelerate with its FSDP2 plug-in"
     gpu_only = "on a CPU Accelerate ignores its FSDP plug-in and trains with DDP"
-    strategies: ClassVar[Mapping[Strategy, str]] = dict.fromkeys(("zero2", "zero3", "hybrid"), "")
+    strategies = ("zero2", "zero3", "hybrid")
 
 
 class DeepSpeedPlugIn(GpuOnly):
     """A package's plug-in for DeepSpeed, with a ds_config.json."""
 
-    strategies: ClassVar[Mapping[Strategy, str]] = dict.fromkeys(("zero1", "zero2", "zero3"), "")
+    strategies = ("zero1", "zero2", "zero3")
     numel = 'getattr(parameter, "ds_numel", parameter.numel())'
     counts: ClassVar[bool] = False
     """Whether the package itself tells DeepSpeed the number of microbatches of a step."""
@@ -64,10 +62,6 @@ class DeepSpeedPlugIn(GpuOnly):
         if self.counts:
             del config["gradient_accumulation_steps"]
         return {"ds_config.json": json.dumps(config, indent=2) + "\n"}
-
-    def words(self, resolved: ResolvedRun, program: str) -> dict[str, Any]:
-        """Also whether state is offloaded."""
-        return super().words(resolved, program) | {"offload": resolved.run.layout.tiers != NOTHING}
 
 
 class AccelerateDeepSpeed(DeepSpeedPlugIn, AccelerateEngine):
@@ -101,7 +95,7 @@ class LightningDeepSpeed(DeepSpeedPlugIn):
 class FsdpStrategy(GpuOnly):
     """Lightning's `FSDPStrategy`, which is FSDP1."""
 
-    strategies: ClassVar[Mapping[Strategy, str]] = dict.fromkeys(("zero2", "zero3", "hybrid"), "")
+    strategies = ("zero2", "zero3", "hybrid")
 
     def cannot_dump(self, resolved: ResolvedRun) -> str:
         """FSDP1 gives a rank flat parts of tensors."""
@@ -132,7 +126,7 @@ class HfTrainerFsdp(GpuOnly, HfTrainer):
     name = "hf_trainer_fsdp"
     about = "the Trainer of Hugging Face transformers with fsdp_config"
     gpu_only = "on a CPU the Trainer ignores fsdp and trains with DDP"
-    strategies: ClassVar[Mapping[Strategy, str]] = dict.fromkeys(("zero2", "zero3"), "")
+    strategies = ("zero2", "zero3")
 
     def cannot(self, resolved: ResolvedRun) -> Mapping[str, str]:
         """As `GpuOnly`; its FSDP reduces gradients in the dtype in which it computes."""

@@ -4,10 +4,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
+from meshwright.engines.engine import refused_axes
 from meshwright.engines.megatron_lm import LATER
-from meshwright.engines.settings import RULES, Fate, Rule
-from meshwright.engines.written import WrittenEngine, tokenizer_of, without
-from meshwright.spec.document import write_yaml
+from meshwright.engines.settings import RULES, Fate, Rule, without
+from meshwright.engines.written import YamlEngine, rounded, tokenizer_of, whole
 from meshwright.spec.finetune import LoraSpec
 from meshwright.spec.precision import BF16, FP16, FP32
 from meshwright.spec.run import ResolvedRun, Run
@@ -33,7 +33,7 @@ def _recompute(value: Any, resolved: ResolvedRun) -> tuple[Fate, str]:
     return RULES["training.recompute"](value, resolved)
 
 
-class LlmFoundryConfig(WrittenEngine):
+class LlmFoundryConfig(YamlEngine):
     """LLM-Foundry's configuration."""
 
     name = "llm_foundry"
@@ -57,9 +57,7 @@ class LlmFoundryConfig(WrittenEngine):
             found["training.precision"] = f"this export supports {', '.join(PRECISION)}"
         if run.layout.zero_stage == 1:
             found["layout.zero"] = "FSDP also shards gradients; set layout.zero=2 or 3"
-        for axis in ("tp", "pp", "cp", "ep"):
-            if getattr(run.layout, axis) > 1:
-                found[f"layout.{axis}"] = f"this export supports only data parallelism; set layout.{axis}=1"
+        found |= refused_axes(run.layout, "tp", "pp", "cp", "ep", why="this export supports only data parallelism")
         if reason := _other_data(resolved):
             found["data.sources"] = reason
         if tokenizer_of(resolved) is None:
@@ -87,9 +85,32 @@ class LlmFoundryConfig(WrittenEngine):
         ]
         return run.model_copy(update={"data": run.data.model_copy(update={"sources": tuple(sources)})})
 
-    def text(self, resolved: ResolvedRun) -> str:
-        """The YAML."""
-        return write_yaml(_config(resolved))
+    def config(self, resolved: ResolvedRun) -> dict[str, Any]:
+        """The recipe under its names."""
+        run, training, length = resolved.run, resolved.run.training, resolved.run.data.sequence_length
+        clipped = {"gradient_clipping": {"clipping_type": "norm", "clipping_threshold": training.clip}}
+        return {
+            "run_name": Path(run.run_dir).name,
+            "seed": training.seed,
+            "max_seq_len": length,
+            "max_duration": f"{training.steps}ba",
+            "global_train_batch_size": resolved.global_batch,
+            "device_train_microbatch_size": resolved.micro_batch,
+            "accumulate_train_batch_on_tokens": True,
+            "precision": PRECISION.get(training.precision, training.precision),
+            "model": _model(resolved),
+            "tokenizer": {"name": tokenizer_of(resolved), "kwargs": {"model_max_length": length}},
+            "train_loader": _loader(resolved),
+            "optimizer": _optimizer(resolved),
+            "scheduler": _rates(resolved),
+            "algorithms": clipped if training.clip else None,
+            "fsdp_config": _sharding(resolved),
+            "compile_config": {"mode": training.compile_mode} if training.compile else None,
+            "save_folder": run.run_dir,
+            "save_interval": f"{run.checkpoint.every or training.steps}ba",
+            "save_num_checkpoints_to_keep": run.checkpoint.keep_last,
+            "loggers": {name: _logger(name, run) for name in run.trackers} or None,
+        }
 
 
 def _other_data(resolved: ResolvedRun) -> str:
@@ -110,34 +131,6 @@ def _other_data(resolved: ResolvedRun) -> str:
     return ""
 
 
-def _config(resolved: ResolvedRun) -> dict[str, Any]:
-    run, training, length = resolved.run, resolved.run.training, resolved.run.data.sequence_length
-    clipped = {"gradient_clipping": {"clipping_type": "norm", "clipping_threshold": training.clip}}
-    found = {
-        "run_name": Path(run.run_dir).name,
-        "seed": training.seed,
-        "max_seq_len": length,
-        "max_duration": f"{training.steps}ba",
-        "global_train_batch_size": resolved.global_batch,
-        "device_train_microbatch_size": resolved.micro_batch,
-        "accumulate_train_batch_on_tokens": True,
-        "precision": PRECISION.get(training.precision, training.precision),
-        "model": _model(resolved),
-        "tokenizer": {"name": tokenizer_of(resolved), "kwargs": {"model_max_length": length}},
-        "train_loader": _loader(resolved),
-        "optimizer": _optimizer(resolved),
-        "scheduler": _rates(resolved),
-        "algorithms": clipped if training.clip else None,
-        "fsdp_config": _sharding(resolved),
-        "compile_config": {"mode": training.compile_mode} if training.compile else None,
-        "save_folder": run.run_dir,
-        "save_interval": f"{run.checkpoint.every or training.steps}ba",
-        "save_num_checkpoints_to_keep": run.checkpoint.keep_last,
-        "loggers": {name: _logger(name, run) for name in run.trackers} or None,
-    }
-    return {key: value for key, value in found.items() if value is not None}
-
-
 def _logger(name: str, run: Run) -> dict[str, Any]:
     return {"project": "meshwright"} if name == "wandb" else {"log_dir": f"{run.run_dir}/{name}"}
 
@@ -156,7 +149,7 @@ def _model(resolved: ResolvedRun) -> dict[str, Any]:
             "peft_type": "LORA",
             "task_type": "CAUSAL_LM",
             "r": finetune.rank,
-            "lora_alpha": int(finetune.alpha) if finetune.alpha == int(finetune.alpha) else finetune.alpha,
+            "lora_alpha": whole(finetune.alpha),
             "lora_dropout": finetune.dropout,
             "target_modules": "all-linear" if every else list(finetune.targets),
             "use_dora": finetune.dora,
@@ -198,7 +191,7 @@ def _optimizer(resolved: ResolvedRun) -> dict[str, Any]:
         "lr": optimizer.lr,
         "betas": list(optimizer.betas),
         "eps": optimizer.eps,
-        "weight_decay": float(f"{optimizer.weight_decay * optimizer.lr:.12g}"),
+        "weight_decay": rounded(optimizer.weight_decay * optimizer.lr),
         "param_groups": [{"param_str_match": UNDECAYED, "weight_decay": 0.0}],
     }
 

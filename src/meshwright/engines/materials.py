@@ -122,14 +122,10 @@ def write_order(files: Sequence[TokenFile], samples: Mixture, folder: Path, *, s
         (piece,) = samples.streams[stream].pieces(index)
         order[position] = stream, begins[stream] + piece.start
     np.save(folder / ORDER, order)
-    about = [{"path": str(file.path.resolve()), "dtype": _dtype(file)} for file in files]
+    about = [{"path": str(file.path.resolve()), "dtype": file.tokens.dtype.newbyteorder("<").str} for file in files]
     (folder / TOKENS).write_text(json.dumps(about, indent=1) + "\n")
 
 
 def _begin(file: TokenFile) -> int:
     """The first trained token, counted from the beginning of the file."""
     return int(file.places[file.firsts[0]]) // file.tokens.dtype.itemsize if len(file.firsts) > 1 else 0
-
-
-def _dtype(file: TokenFile) -> str:
-    return file.tokens.dtype.newbyteorder("<").str

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from meshwright.engines.engine import Strategy, TemplateEngine
+from meshwright.engines.engine import TemplateEngine, refused_data
 from meshwright.spec.precision import FP32
 from meshwright.spec.run import ResolvedRun
 
@@ -19,9 +19,10 @@ class MegatronEngine(TemplateEngine):
     name = "megatron"
     about = "a loop of Megatron-core"
     packages: ClassVar = {"transformers": "megatron", "megatron.core": "megatron"}
-    strategies: ClassVar[Mapping[Strategy, str]] = {"ddp": ""}
-    axes: ClassVar[Mapping[str, str]] = {"tp": "", "pp": ""}
+    strategies = ("ddp",)
+    axes = ("tp", "pp")
     precisions = (FP32.name,)
+    recomputes = False
 
     def cannot(self, resolved: ResolvedRun) -> Mapping[str, str]:
         """As `TemplateEngine`; another model than Llama, and vocabularies, heads or widths that cannot be split."""
@@ -38,10 +39,8 @@ class MegatronEngine(TemplateEngine):
         return found
 
     def leaves_out(self, resolved: ResolvedRun) -> Mapping[str, str]:
-        """Recomputation, compilation and stages of unequal length."""
-        found: dict[str, str] = {}
-        if set(resolved.recompute) != {"none"}:
-            found["training.recompute"] = "no recomputation: the same losses, more memory"
+        """Also compilation and stages of unequal length."""
+        found = dict(super().leaves_out(resolved))
         if resolved.run.training.compile:
             found["training.compile"] = "no compilation: the same losses, slower steps"
         layers = resolved.run.layout.stage_layers
@@ -49,15 +48,11 @@ class MegatronEngine(TemplateEngine):
             found["layout.stage_layers"] = "all stages get the same number of layers: the same losses, other step times"
         return found
 
-    def template(self, resolved: ResolvedRun) -> str:
-        """Pipelines have a loop of their own."""
-        return "megatron_pipeline" if resolved.run.layout.pp > 1 else self.name
-
     def words(self, resolved: ResolvedRun, program: str) -> dict[str, Any]:
-        """Also the stages that a rank holds, and the microbatches that pass one before the next, as in our schedule."""
-        microbatches, layout = resolved.accumulation, resolved.run.layout
-        group = microbatches // max(1, microbatches // layout.pp)
-        return super().words(resolved, program) | {"chunks": layout.virtual_stages, "group": group}
+        """Also the microbatches that pass one stage of a rank before the next, as in our schedule."""
+        microbatches = resolved.accumulation
+        group = microbatches // max(1, microbatches // resolved.run.layout.pp)
+        return super().words(resolved, program) | {"group": group}
 
 
 def _cannot_pipeline(resolved: ResolvedRun) -> dict[str, str]:
@@ -73,9 +68,4 @@ def _cannot_pipeline(resolved: ResolvedRun) -> dict[str, str]:
         )
     if model.num_layers % stages:
         found["model.num_layers"] = f"{model.num_layers} layers cannot be split into {stages} equal stages"
-    if layout.data_parallel > 1:
-        axis = "dp_shard" if layout.dp_shard > 1 else "dp_replicate"
-        found[f"layout.{axis}"] = (
-            f"the program for megatron's pipeline does not support data parallelism; set layout.{axis}=1"
-        )
-    return found
+    return found | refused_data(layout, why="the program for megatron's pipeline does not support data parallelism")

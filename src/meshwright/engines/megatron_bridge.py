@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from meshwright.engines.megatron_lm import LATER, SHARDED, megatron_cannot, split_of
-from meshwright.engines.written import WrittenEngine, tokenizer_of
+from meshwright.engines.written import WrittenEngine, rounded, tokenizer_of
 from meshwright.spec.document import write_yaml
 from meshwright.spec.precision import BF16, FP16, FP32
 from meshwright.spec.run import ResolvedRun
@@ -130,7 +130,7 @@ def _degrees(resolved: ResolvedRun) -> dict[str, Any]:
 def _sections(resolved: ResolvedRun) -> dict[str, dict[str, Any]]:
     run, training, layout = resolved.run, resolved.run.training, resolved.run.layout
     optimizer, schedule, steps = training.optimizer, training.lr_schedule, training.steps
-    wsd = {"lr_wsd_decay_style": "linear", "lr_wsd_decay_iters": schedule.decay or max(1, steps // 5)}
+    wsd = {"lr_wsd_decay_style": "linear", "lr_wsd_decay_iters": schedule.decay_steps(steps)}
     data, weights = run.data, [source.weight for source in run.data.sources]
     sharded = layout.zero_stage > 0
     fsdp = {"use_megatron_fsdp": True, "data_parallel_sharding_strategy": SHARDED.get(layout.zero_stage)}
@@ -142,7 +142,7 @@ def _sections(resolved: ResolvedRun) -> dict[str, dict[str, Any]]:
         "optimizer": {
             "optimizer": {"adamw": "adam"}.get(optimizer.name, optimizer.name),
             "lr": optimizer.lr,
-            "min_lr": float(f"{optimizer.lr * schedule.final:.12g}"),
+            "min_lr": rounded(optimizer.lr * schedule.final),
             "weight_decay": optimizer.weight_decay,
             "adam_beta1": optimizer.betas[0],
             "adam_beta2": optimizer.betas[1],

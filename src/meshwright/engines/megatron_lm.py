@@ -4,7 +4,7 @@ import shlex
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from meshwright.engines.written import WrittenEngine, tokenizer_of
+from meshwright.engines.written import WrittenEngine, rounded, tokenizer_of
 from meshwright.spec.precision import BF16, FP16
 from meshwright.spec.run import ResolvedRun
 
@@ -146,11 +146,10 @@ def _training(resolved: ResolvedRun) -> Flags:
     yield from (("micro-batch-size", resolved.micro_batch), ("global-batch-size", resolved.global_batch))
     yield "train-iters", training.steps
     yield "optimizer", {"adamw": "adam"}.get(optimizer.name, optimizer.name)
-    yield from (("lr", optimizer.lr), ("min-lr", float(f"{optimizer.lr * schedule.final:.12g}")))
+    yield from (("lr", optimizer.lr), ("min-lr", rounded(optimizer.lr * schedule.final)))
     yield "lr-decay-style", "WSD" if schedule.name == "wsd" else schedule.name
     if schedule.name == "wsd":
-        decay = schedule.decay or max(1, training.steps // 5)
-        yield from (("lr-wsd-decay-style", "linear"), ("lr-wsd-decay-iters", decay))
+        yield from (("lr-wsd-decay-style", "linear"), ("lr-wsd-decay-iters", schedule.decay_steps(training.steps)))
     yield from (("lr-decay-iters", training.steps), ("lr-warmup-iters", schedule.warmup_steps(training.steps)))
     yield "weight-decay", optimizer.weight_decay
     yield from (("adam-beta1", optimizer.betas[0]), ("adam-beta2", optimizer.betas[1]), ("adam-eps", optimizer.eps))

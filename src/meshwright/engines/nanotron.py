@@ -4,11 +4,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
+from meshwright.engines.engine import refused_axes
 from meshwright.engines.megatron_lm import LATER
-from meshwright.engines.settings import Rule
-from meshwright.engines.written import WrittenEngine, tokenizer_of, without
+from meshwright.engines.settings import Rule, without
+from meshwright.engines.written import YamlEngine, rounded, stated, tokenizer_of
 from meshwright.imports.nanotron import DTYPES
-from meshwright.spec.document import write_yaml
 from meshwright.spec.precision import BF16, FP32
 from meshwright.spec.run import ResolvedRun
 
@@ -18,7 +18,7 @@ UNDECAYED = [".*norm.*", ".*bias"]
 """Patterns of the names of parameters that do not decay here; `re.match` reads them."""
 
 
-class NanotronConfig(WrittenEngine):
+class NanotronConfig(YamlEngine):
     """Nanotron's configuration."""
 
     name = "nanotron"
@@ -39,11 +39,7 @@ class NanotronConfig(WrittenEngine):
                 "Nanotron also decays norms, and its list of exclusions raises UnboundLocalError unless a parameter "
                 "is tied; set it to 0, or model.tied_embeddings=true"
             )
-        for axis in ("cp", "ep"):
-            if getattr(run.layout, axis) > 1:
-                found[f"layout.{axis}"] = (
-                    f"this export supports data, tensor and pipeline parallelism; set layout.{axis}=1"
-                )
+        found |= refused_axes(run.layout, "cp", "ep", why="this export supports data, tensor and pipeline parallelism")
         first, *more = run.data.sources
         if more:
             found["data.sources"] = "this export supports one dataset; give one source"
@@ -62,9 +58,64 @@ class NanotronConfig(WrittenEngine):
             "random weights follow Nanotron's initialization",
         )
 
-    def text(self, resolved: ResolvedRun) -> str:
-        """The YAML."""
-        return write_yaml(_config(resolved))
+    def config(self, resolved: ResolvedRun) -> dict[str, Any]:
+        """The recipe under its names."""
+        run, training = resolved.run, resolved.run.training
+        optimizer, steps, layout = training.optimizer, training.steps, run.layout
+        source, seed = run.data.sources[0], training.seed
+        dataset = {
+            "hf_dataset_or_datasets": source.path.removeprefix("hub:"),
+            "hf_dataset_config_name": source.subset,
+            "hf_dataset_splits": source.split,
+            "text_column_name": source.text_key,
+        }
+        wide = FP32.name in (training.precision, training.reduce_dtype)
+        return {
+            "general": {"project": "meshwright", "run": Path(run.run_dir).name, "seed": seed},
+            "parallelism": {
+                "dp": layout.data_parallel,
+                "tp": layout.tp,
+                "pp": layout.pp,
+                "pp_engine": layout.schedule if layout.pp > 1 else "1f1b",
+                "tp_mode": "REDUCE_SCATTER",
+                "recompute_layer": set(resolved.recompute) == {"full"},
+            },
+            "model": {
+                "dtype": DTYPE.get(training.precision, training.precision),
+                "init_method": {"std": resolved.model.init_std, "scaling_method": "NUM_LAYERS"},
+                "make_vocab_size_divisible_by": 1,
+                "model_config": _sizes(resolved),
+            },
+            "tokenizer": {"tokenizer_name_or_path": tokenizer_of(resolved)},
+            "tokens": {
+                "sequence_length": run.data.sequence_length,
+                "train_steps": steps,
+                "micro_batch_size": resolved.micro_batch,
+                "batch_accumulation_per_replica": resolved.accumulation,
+            },
+            "optimizer": {
+                "optimizer_factory": {
+                    "name": "adamW" if optimizer.name == "adamw" else optimizer.name,
+                    "adam_beta1": optimizer.betas[0],
+                    "adam_beta2": optimizer.betas[1],
+                    "adam_eps": optimizer.eps,
+                    "torch_adam_is_fused": True,
+                },
+                "zero_stage": layout.zero_stage,
+                "weight_decay": optimizer.weight_decay,
+                "weight_decay_exclude_named_params": UNDECAYED if optimizer.weight_decay else [],
+                "clip_grad": training.clip,
+                "accumulate_grad_in_fp32": training.precision == BF16.name and wide,
+                "learning_rate_scheduler": _rates(resolved),
+            },
+            "data_stages": [{
+                "name": "training",
+                "start_training_step": 1,
+                "data": {"dataset": stated(dataset), "seed": seed},
+            }],
+            "checkpoints": {"checkpoints_path": run.run_dir, "checkpoint_interval": run.checkpoint.every or steps},
+            "logging": {"iteration_step_info_interval": 1},
+        }  # fmt: skip
 
 
 def _other_models(resolved: ResolvedRun) -> dict[str, str]:
@@ -83,65 +134,6 @@ def _other_models(resolved: ResolvedRun) -> dict[str, str]:
 def _names_data_set(source: Any, base_dir: Path) -> bool:
     remote = source.path.startswith("hub:")
     return source.split == "train" and (remote or (base_dir / source.path).is_dir())
-
-
-def _config(resolved: ResolvedRun) -> dict[str, Any]:
-    run, training = resolved.run, resolved.run.training
-    optimizer, steps, layout = training.optimizer, training.steps, run.layout
-    source, seed = run.data.sources[0], training.seed
-    dataset = {
-        "hf_dataset_or_datasets": source.path.removeprefix("hub:"),
-        "hf_dataset_config_name": source.subset,
-        "hf_dataset_splits": source.split,
-        "text_column_name": source.text_key,
-    }
-    wide = FP32.name in (training.precision, training.reduce_dtype)
-    return {
-        "general": {"project": "meshwright", "run": Path(run.run_dir).name, "seed": seed},
-        "parallelism": {
-            "dp": layout.data_parallel,
-            "tp": layout.tp,
-            "pp": layout.pp,
-            "pp_engine": layout.schedule if layout.pp > 1 else "1f1b",
-            "tp_mode": "REDUCE_SCATTER",
-            "recompute_layer": set(resolved.recompute) == {"full"},
-        },
-        "model": {
-            "dtype": DTYPE.get(training.precision, training.precision),
-            "init_method": {"std": resolved.model.init_std, "scaling_method": "NUM_LAYERS"},
-            "make_vocab_size_divisible_by": 1,
-            "model_config": _sizes(resolved),
-        },
-        "tokenizer": {"tokenizer_name_or_path": tokenizer_of(resolved)},
-        "tokens": {
-            "sequence_length": run.data.sequence_length,
-            "train_steps": steps,
-            "micro_batch_size": resolved.micro_batch,
-            "batch_accumulation_per_replica": resolved.accumulation,
-        },
-        "optimizer": {
-            "optimizer_factory": {
-                "name": "adamW" if optimizer.name == "adamw" else optimizer.name,
-                "adam_beta1": optimizer.betas[0],
-                "adam_beta2": optimizer.betas[1],
-                "adam_eps": optimizer.eps,
-                "torch_adam_is_fused": True,
-            },
-            "zero_stage": layout.zero_stage,
-            "weight_decay": optimizer.weight_decay,
-            "weight_decay_exclude_named_params": UNDECAYED if optimizer.weight_decay else [],
-            "clip_grad": training.clip,
-            "accumulate_grad_in_fp32": training.precision == BF16.name and wide,
-            "learning_rate_scheduler": _rates(resolved),
-        },
-        "data_stages": [{
-            "name": "training",
-            "start_training_step": 1,
-            "data": {"dataset": {key: value for key, value in dataset.items() if value is not None}, "seed": seed},
-        }],
-        "checkpoints": {"checkpoints_path": run.run_dir, "checkpoint_interval": run.checkpoint.every or steps},
-        "logging": {"iteration_step_info_interval": 1},
-    }  # fmt: skip
 
 
 def _sizes(resolved: ResolvedRun) -> dict[str, Any]:
@@ -172,7 +164,7 @@ def _rates(resolved: ResolvedRun) -> dict[str, Any]:
     warmup = schedule.warmup_steps(steps)
     falls = steps - warmup
     if schedule.name == "wsd":
-        falls = min(falls, schedule.decay or max(1, steps // 5))
+        falls = min(falls, schedule.decay_steps(steps))
     flat = schedule.name == "constant"
     styles = {"cosine": "cosine", "linear": "linear", "wsd": "linear", "constant": "linear"}
     return {
@@ -182,5 +174,5 @@ def _rates(resolved: ResolvedRun) -> dict[str, Any]:
         "lr_decay_style": styles.get(schedule.name, schedule.name),
         "lr_decay_starting_step": steps - falls,
         "lr_decay_steps": falls,
-        "min_decay_lr": lr if flat else float(f"{lr * schedule.final:.12g}"),
+        "min_decay_lr": lr if flat else rounded(lr * schedule.final),
     }

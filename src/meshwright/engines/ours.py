@@ -1,9 +1,7 @@
 """Engine `meshwright`: Meshwright's own trainer, as a user starts it."""
 
-from collections.abc import Mapping
-from typing import ClassVar
-
-from meshwright.engines.engine import Engine, Translation
+from meshwright.engines.engine import Engine
+from meshwright.engines.settings import Setting
 from meshwright.spec.checkpoint import CheckpointSpec
 from meshwright.spec.recipe import dump_recipe
 from meshwright.spec.run import ResolvedRun, Run
@@ -38,11 +36,6 @@ class Ours(Engine):
 
     name = "meshwright"
     about = "Meshwright"
-    packages: ClassVar = {}
-
-    def cannot(self, resolved: ResolvedRun) -> Mapping[str, str]:
-        """Nothing."""
-        return {}
 
     def files(self, resolved: ResolvedRun) -> tuple[str, dict[str, str]]:
         """The recipe, and a few lines that train it and take turns."""
@@ -52,10 +45,9 @@ class Ours(Engine):
         program = PROGRAM.format(title=resolved.run.layout.strategy, command=command, base_dir=resolved.base_dir)
         return name, {name: program, "recipe.yaml": dump_recipe(alone(resolved))}
 
-    def translate(self, resolved: ResolvedRun) -> Translation:
-        """The recipe itself: nothing is refused."""
-        program, files = self.files(resolved)
-        return Translation(engine=self.name, settings=(), program=program, files=files)
+    def settings(self, resolved: ResolvedRun) -> tuple[Setting, ...]:
+        """None: the program trains the recipe itself."""
+        return ()
 
 
 def alone(resolved: ResolvedRun) -> Run:

@@ -7,13 +7,9 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from meshwright.engines.accelerate import AccelerateEngine
 from meshwright.engines.automodel import AutoModelConfig
-from meshwright.engines.axolotl import AxolotlConfig
-from meshwright.engines.bare import Bare
 from meshwright.engines.deepspeed import DeepSpeedEngine
 from meshwright.engines.engine import Engine
-from meshwright.engines.fabric import FabricEngine
 from meshwright.engines.gpu_only import (
     AccelerateDeepSpeed,
     AccelerateFsdp,
@@ -23,21 +19,25 @@ from meshwright.engines.gpu_only import (
     LightningDeepSpeed,
     LightningFsdp,
 )
-from meshwright.engines.hf_trainer import HfTrainer
-from meshwright.engines.lightning import LightningEngine
-from meshwright.engines.litgpt import LitGpt
-from meshwright.engines.llama_factory import LlamaFactoryConfig
 from meshwright.engines.llm_foundry import LlmFoundryConfig
+from meshwright.engines.loops import (
+    AccelerateEngine,
+    Bare,
+    FabricEngine,
+    HfTrainer,
+    LightningEngine,
+    LitGpt,
+    NanoGpt,
+    TransformersEngine,
+)
 from meshwright.engines.megatron import MegatronEngine
 from meshwright.engines.megatron_bridge import MegatronBridgeConfig
 from meshwright.engines.megatron_lm import MegatronLmFlags
-from meshwright.engines.nanogpt import NanoGpt
 from meshwright.engines.nanotron import NanotronConfig
 from meshwright.engines.ours import Ours
-from meshwright.engines.peft import PeftEngine
 from meshwright.engines.torchtitan import TorchtitanConfig
-from meshwright.engines.transformers import TransformersEngine
-from meshwright.engines.trl import TrlEngine
+from meshwright.engines.trainer_yaml import AxolotlConfig, LlamaFactoryConfig
+from meshwright.engines.tuning import PeftEngine, TrlEngine
 from meshwright.spec.errors import UserError
 from meshwright.spec.problems import did_you_mean
 

@@ -56,8 +56,8 @@ def said(value: Any, resolved: ResolvedRun) -> tuple[Fate, str]:
     return "said", ""
 
 
-def _left_out(why: str) -> Rule:
-    """A rule for settings that no trained weight depends on."""
+def without(why: str) -> Rule:
+    """A rule for settings that a program lacks, and that no trained weight depends on."""
     return lambda value, resolved: ("left_out", why)
 
 
@@ -106,9 +106,9 @@ RULES: Mapping[str, Rule] = {
     "data.separate_documents": only(False, why="the program treats each sample as one document; set it to false"),
     "training": said,
     "training.recompute": _recompute,
-    "training.attention": _left_out("PyTorch chooses the kernel"),
-    "training.compile_mode": _left_out("the program compiles in the default mode"),
-    "training.compile_scope": _left_out("the program compiles its default scope"),
+    "training.attention": without("PyTorch chooses the kernel"),
+    "training.compile_mode": without("the program compiles in the default mode"),
+    "training.compile_scope": without("the program compiles its default scope"),
     "training.optimizer.name": only("adamw", why="the program supports only adamw"),
     "training.optimizer.state_dtype": only("fp32", why="the program supports only fp32 moments"),
     "training.master_dtype": only("fp32", why="the program supports only fp32 master weights"),
@@ -118,21 +118,21 @@ RULES: Mapping[str, Rule] = {
     ),
     "training.objective": only(None, why="the program supports only next-token prediction"),
     "training.preference": only(None, why="the program supports only next-token prediction"),
-    "training.evaluation": _left_out("the program does not evaluate"),
-    "training.samples": _left_out("the program generates no samples"),
+    "training.evaluation": without("the program does not evaluate"),
+    "training.samples": without("the program generates no samples"),
     "finetune": _finetune,
     "layout": said,
     "layout.quantized_weights": only("none", why="the program does not quantize gathered weights"),
     "layout.quantized_gradients": only("none", why="the program does not quantize reduced gradients"),
     "layout.gradient_error_feedback": only(False, why="the program keeps no errors of reduced gradients"),
     "cluster": said,
-    "checkpoint": _left_out("the program saves no checkpoints"),
+    "checkpoint": without("the program saves no checkpoints"),
     "checkpoint.start_from": _start,
-    "guards": _left_out("the program has no guards"),
+    "guards": without("the program has no guards"),
     "device": said,
     "run_dir": said,
-    "trackers": _left_out("the program has no trackers"),
-    "callbacks": _left_out("the program has no callbacks"),
+    "trackers": without("the program has no trackers"),
+    "callbacks": without("the program has no callbacks"),
 }
 """The rule of a setting, or of all settings of a section without their own rule."""
 
@@ -156,7 +156,7 @@ def settings_of(
         elif fate == "left_out" and path in defaults and defaults[path] == value:
             fate = "said"
         yield Setting(path, value, fate, why if fate != "said" else "")
-    for path in cannot.keys() - found:  # a section as a whole, such as layout.offload
+    for path in (path for path in cannot if path not in found):  # a section as a whole, such as layout.offload
         section = reduce(getattr, path.split("."), resolved.run)
         value = section.model_dump(exclude_defaults=True) if isinstance(section, Spec) else section
         yield Setting(path, value, "refused", cannot[path])

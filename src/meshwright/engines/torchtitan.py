@@ -129,7 +129,7 @@ def _config(resolved: ResolvedRun) -> dict[str, Any]:
     loss = _Call("CrossEntropyLoss.Config", {"global_vocab_size": vocab})
     steps, pipelined = training.steps, run.layout.pp > 1
     rates = {"total_steps": steps - 1 if steps > 1 else None}  # one earlier, so that the last step has the last rate
-    falls = {"wsd": (schedule.decay or max(1, steps // 5)) / max(1, steps - 1)}
+    falls = {"wsd": schedule.decay_steps(steps) / max(1, steps - 1)}
     decay = {"cosine": "cosine", "linear": "linear", "wsd": "linear", "constant": "linear"}
     return {
         "model_spec": _Code("model_spec"),

@@ -6,10 +6,11 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
-from meshwright.engines.engine import Engine, InexpressibleError, Translation
-from meshwright.engines.settings import Fate, Rule, Setting, as_in_a_recipe, leaves, rule_of, said, settings_of
+from meshwright.engines.engine import Engine, InexpressibleError
+from meshwright.engines.settings import Fate, Rule, Setting, as_in_a_recipe, leaves, rule_of, said, settings_of, without
 from meshwright.families.resolve import SIZES, pretrained_directory, resolve_model, starting_weights
 from meshwright.imports.recipe import import_files
+from meshwright.spec.document import write_yaml
 from meshwright.spec.errors import UserError
 from meshwright.spec.layout import LayoutSpec
 from meshwright.spec.recipe import parse_spec
@@ -19,15 +20,6 @@ from meshwright.spec.training import LrScheduleSpec
 HERE = ("device", "cluster", "data.cache_dir", "data.tokenizer_vocab")
 """Settings of the machine, and of a tokenizer that is trained."""
 NO_EFFECT = "it does not affect training"
-
-
-def without(why: str) -> Rule:
-    """A rule for settings that a system lacks, without effect on what a step computes."""
-
-    def rule(value: Any, resolved: ResolvedRun) -> tuple[Fate, str]:
-        return "left_out", why
-
-    return rule
 
 
 def _whole(value: Any, resolved: ResolvedRun) -> tuple[Fate, str]:
@@ -60,14 +52,6 @@ class WrittenEngine(Engine):
     def text(self, resolved: ResolvedRun) -> str:
         """The file, with every constant explicit, because defaults differ; unsupported settings come back different."""
 
-    def cannot(self, resolved: ResolvedRun) -> Mapping[str, str]:
-        """Settings that the file may say, but that the system does not follow."""
-        return {}
-
-    def notes(self, resolved: ResolvedRun) -> tuple[str, ...]:
-        """The system's own behaviour that no setting of a recipe describes."""
-        return ()
-
     def left_to_it(self, run: Run) -> Run:
         """The recipe, without settings that the system detects itself."""
         return run
@@ -80,36 +64,17 @@ class WrittenEngine(Engine):
         """The configuration, and what it refers to."""
         return self.file, {self.file: self.text(resolved), **self.more_files(resolved)}
 
-    def translate(self, resolved: ResolvedRun) -> Translation:
-        """As `Engine`: the file is imported, and every setting that comes back different is refused by name."""
-        cannot = dict(self.cannot(resolved))
-        program, files = self.files(resolved)
+    def settings(self, resolved: ResolvedRun) -> Iterator[Setting]:
+        """Every setting: said if the recipe that `meshwright import` makes of the files has it, else left out where
+        nothing trained depends on it, else refused."""
+        cannot, own = dict(self.cannot(resolved)), {**ARRANGED, **self.rules}
         try:
-            imported = self._read_back(files, resolved)
+            imported = self._read_back(resolved)
         except UserError as error:
             if not cannot:
                 raise InexpressibleError(f"{self.name}'s {self.file} cannot express this recipe: {error}") from error
-            settings = list(settings_of(resolved, cannot, {}, {**ARRANGED, **self.rules}))
-        else:
-            settings = self._fates(resolved, imported, cannot)
-        refused = [setting for setting in settings if setting.fate == "refused"]
-        if refused:
-            raise InexpressibleError("; ".join(f"{setting.path}={setting.shown}: {setting.why}" for setting in refused))
-        notes = self.notes(resolved)
-        return Translation(engine=self.name, settings=tuple(settings), program=program, files=files, notes=notes)
-
-    def _read_back(self, files: Mapping[str, str], resolved: ResolvedRun) -> Run:
-        """The recipe that `meshwright import` makes of the files."""
-        with tempfile.TemporaryDirectory(prefix="meshwright-written-") as folder:
-            paths = [Path(folder) / name for name in files]
-            for path in paths:
-                path.write_text(files[path.name], encoding="utf-8")
-            recipe, _ = import_files(paths, ranks=resolved.run.layout.world_size)
-        return parse_spec(recipe, Run, source=self.file)
-
-    def _fates(self, resolved: ResolvedRun, imported: Run, cannot: dict[str, str]) -> list[Setting]:
-        """Every setting: said if the imported recipe has it, else left out where nothing trained depends on it."""
-        base_dir, rules = Path(resolved.base_dir), {**ARRANGED, **self.rules}
+            return settings_of(resolved, cannot, {}, own)
+        base_dir, rules = Path(resolved.base_dir), dict(own)
         ours, theirs = self.left_to_it(decided(resolved)), dict(leaves(self.left_to_it(_plain(imported, base_dir))))
         if theirs["layout.stage_layers"] == resolved.stage_layers:  # the cut that auto has made
             theirs["layout.stage_layers"] = ours.layout.stage_layers
@@ -118,14 +83,49 @@ class WrittenEngine(Engine):
             if path.startswith("model.") or path in HERE or (path in theirs and theirs[path] == value):
                 rules[path] = said
             elif fate == "left_out":
-                rules[path] = without(
-                    why if path in {**ARRANGED, **self.rules} else f"{self.file} has no such setting; {NO_EFFECT}"
-                )
+                rules[path] = without(why if path in own else f"{self.file} has no such setting; {NO_EFFECT}")
             else:
                 cannot.setdefault(path, f"{self.file} can express only {_shown(theirs.get(path))}")
         for path, why in _other_model(resolved, imported, self.file):
             cannot.setdefault(path, why)
-        return list(settings_of(resolved, cannot, {}, rules))
+        return settings_of(resolved, cannot, {}, rules)
+
+    def _read_back(self, resolved: ResolvedRun) -> Run:
+        """The imported recipe."""
+        _, files = self.files(resolved)
+        with tempfile.TemporaryDirectory(prefix="meshwright-written-") as folder:
+            paths = [Path(folder) / name for name in files]
+            for path in paths:
+                path.write_text(files[path.name], encoding="utf-8")
+            recipe, _ = import_files(paths, ranks=resolved.run.layout.world_size)
+        return parse_spec(recipe, Run, source=self.file)
+
+
+class YamlEngine(WrittenEngine):
+    """A system whose file is YAML."""
+
+    def text(self, resolved: ResolvedRun) -> str:
+        """The file."""
+        return write_yaml(stated(self.config(resolved)))
+
+    @abstractmethod
+    def config(self, resolved: ResolvedRun) -> dict[str, Any]:
+        """The file's keys and values; a key whose value is None is left out."""
+
+
+def stated(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The values that are not None."""
+    return {key: value for key, value in values.items() if value is not None}
+
+
+def whole(number: float) -> float:
+    """The number, as an integer where it is one."""
+    return int(number) if number == int(number) else number
+
+
+def rounded(number: float) -> float:
+    """The number without the last digits of a product of decimal fractions."""
+    return float(f"{number:.12g}")
 
 
 def tokenizer_of(resolved: ResolvedRun) -> str | None:
@@ -164,7 +164,7 @@ def _plain(run: Run, base_dir: Path) -> Run:
 
 def _plain_schedule(schedule: LrScheduleSpec, steps: int) -> LrScheduleSpec:
     update: dict[str, Any] = {"warmup": schedule.warmup_steps(steps)}
-    update["decay"] = (schedule.decay or max(1, steps // 5)) if schedule.name == "wsd" else 0
+    update["decay"] = schedule.decay_steps(steps) if schedule.name == "wsd" else 0
     if schedule.name == "constant":
         update["final"] = LrScheduleSpec().final
     return schedule.model_copy(update=update)

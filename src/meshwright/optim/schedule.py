@@ -67,7 +67,7 @@ def _cosine(schedule: LrScheduleSpec, step: int, steps: int) -> float:
 
 
 def _wsd(schedule: LrScheduleSpec, step: int, steps: int) -> float:
-    begin = max(schedule.warmup_steps(steps), steps - (schedule.decay or max(1, steps // 5)))
+    begin = max(schedule.warmup_steps(steps), steps - schedule.decay_steps(steps))
     return _fallen(schedule, 1 - _progress(step, begin, steps))
 
 

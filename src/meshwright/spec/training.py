@@ -87,6 +87,10 @@ class LrScheduleSpec(Spec):
         automatic = min(MOST_WARMUP, steps // 10) if self.name in get_args(ScheduleName) else 0
         return automatic if self.warmup == "auto" else self.warmup
 
+    def decay_steps(self, steps: int) -> int:
+        """Steps of wsd's decay in a run of `steps`."""
+        return self.decay or max(1, steps // 5)
+
 
 class EvaluationSpec(Spec):
     """Loss on held-out text, and tasks, during training."""

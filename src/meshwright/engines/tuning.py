@@ -1,14 +1,39 @@
-"""Engine `trl`: Hugging Face's trl, supervised fine-tuning and direct preference optimization."""
+"""Engines of Hugging Face's fine-tuning: peft under the Trainer of transformers; trl, for records and preferences."""
 
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from meshwright.engines.engine import Strategy
-from meshwright.engines.hf_trainer import HfTrainer
-from meshwright.engines.peft import ADAPTERS
+from meshwright.engines.loops import HfTrainer
 from meshwright.engines.settings import RULES, Fate, Rule, only, said
 from meshwright.spec.finetune import Ia3Spec, LoraSpec
 from meshwright.spec.run import ResolvedRun
+
+
+def _adapters(value: Any, resolved: ResolvedRun) -> tuple[Fate, str]:
+    if isinstance(resolved.run.finetune, LoraSpec | Ia3Spec):
+        return "said", ""
+    return "refused", "peft trains adapters (finetune.method=lora or ia3); hf_trainer trains the whole model"
+
+
+ADAPTERS: Mapping[str, Rule] = {
+    "finetune": _adapters,
+    "finetune.base": only("plain", why="the program does not quantize frozen matrices; set finetune.base=plain"),
+    "finetune.dropout": only(0.0, why="engines draw different dropout masks; set finetune.dropout=0"),
+    "finetune.b_lr_ratio": only(1.0, why="the program supports only one learning rate; set finetune.b_lr_ratio=1"),
+    "finetune.train": only((), why="the program trains only adapters; leave finetune.train out"),
+}
+"""Rules of adapters."""
+
+
+class PeftEngine(HfTrainer):
+    """peft's adapters on transformers' model, started from ours, under the `Trainer`."""
+
+    name = "peft"
+    about = "peft under the Trainer of Hugging Face transformers"
+    packages: ClassVar = {"transformers": "peft", "accelerate": "peft", "peft": "peft"}
+    oldest: ClassVar = {}  # it does not shard
+    strategies = ("ddp",)
+    rules: ClassVar[Mapping[str, Rule]] = {**HfTrainer.rules, **ADAPTERS}
 
 
 def _finetune(value: Any, resolved: ResolvedRun) -> tuple[Fate, str]:
@@ -51,7 +76,7 @@ class TrlEngine(HfTrainer):
     about = "trl"
     packages: ClassVar = {"transformers": "trl", "peft": "trl", "datasets": "trl", "trl": "trl"}
     oldest: ClassVar = {}  # it does not shard
-    strategies: ClassVar[Mapping[Strategy, str]] = {"ddp": ""}
+    strategies = ("ddp",)
     more_transformers = ", PreTrainedTokenizerFast, TrainerCallback"
     rules: ClassVar[Mapping[str, Rule]] = {
         **ADAPTERS,
@@ -72,11 +97,3 @@ class TrlEngine(HfTrainer):
         if resolved.run.training.preference is None:
             return ""
         return "training.preference: verify trains on random tokens, not on preference pairs"
-
-    def words(self, resolved: ResolvedRun, program: str) -> dict[str, Any]:
-        """Also the preference's settings."""
-        preference = resolved.run.training.preference
-        more: dict[str, Any] = {"pairs": preference is not None}
-        if preference is not None:
-            more |= {"beta": preference.beta, "smoothing": preference.label_smoothing}
-        return super().words(resolved, program) | more
