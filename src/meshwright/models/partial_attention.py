@@ -7,7 +7,7 @@ al., "FlashAttention", 2022; Liu et al., "Ring Attention with Blockwise Transfor
 Shapes: B batch, H heads, G key and value heads, Q queries, S keys of the part, K head_dim.
 """
 
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 
@@ -45,29 +45,29 @@ def attend_part(
     return y_BHQK, logsumexp_BHQ
 
 
-def attend_part_backward(
-    grad_BHQK: torch.Tensor,
-    q_BHQK: torch.Tensor,
-    k_BGSK: torch.Tensor,
-    v_BGSK: torch.Tensor,
-    y_BHQK: torch.Tensor,
-    logsumexp_BHQ: torch.Tensor,
-    mask: PartMask,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The part's share of the gradients of q, k and v, fp32 (fp64 for fp64).
+class Queries(NamedTuple):
+    """Queries with what the backward pass of every part needs: their gradient and results over all parts together."""
 
-    `y` (in q's dtype) and `logsumexp` cover all parts together.
-    """
+    grad: torch.Tensor
+    """The gradient of y, [B, H, Q, K]."""
+    q: torch.Tensor
+    y: torch.Tensor
+    """In the dtype of q, [B, H, Q, K]."""
+    logsumexp: torch.Tensor
+
+
+def attend_part_backward(
+    queries: Queries, k_BGSK: torch.Tensor, v_BGSK: torch.Tensor, mask: PartMask
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The part's share of the gradients of q, k and v, fp32 (fp64 for fp64)."""
+    q_BHQK = queries.q
     k_BHSK, v_BHSK = (_repeat(x, q_BHQK.shape[1]) for x in (k_BGSK, v_BGSK))
     flash = None if isinstance(mask, torch.Tensor) else _flash_kernels(q_BHQK, v_BHSK)
     if flash is not None:
-        grads = flash[1](grad_BHQK, q_BHQK, k_BHSK, v_BHSK, y_BHQK, logsumexp_BHQ, mask == "causal")
-        wide = _wide(q_BHQK.dtype)
-        grad_q_BHQK, grad_k_BHSK, grad_v_BHSK = (grad.to(wide) for grad in grads)
+        grads = flash[1](queries, k_BHSK, v_BHSK, mask == "causal")
+        grad_q_BHQK, grad_k_BHSK, grad_v_BHSK = (grad.to(_wide(q_BHQK.dtype)) for grad in grads)
     else:
-        grad_q_BHQK, grad_k_BHSK, grad_v_BHSK = _plain_backward(
-            grad_BHQK, q_BHQK, k_BHSK, v_BHSK, y_BHQK, logsumexp_BHQ, mask
-        )
+        grad_q_BHQK, grad_k_BHSK, grad_v_BHSK = _plain_backward(queries, k_BHSK, v_BHSK, mask)
     groups = k_BGSK.shape[1], -1
     return grad_q_BHQK, grad_k_BHSK.unflatten(1, groups).sum(2), grad_v_BHSK.unflatten(1, groups).sum(2)
 
@@ -94,19 +94,22 @@ def _flash_kernels(q_BHQK: torch.Tensor, v_BHSK: torch.Tensor):
     return None
 
 
-def _flash_backward_cpu(grad, q, k, v, y, logsumexp, causal: bool):
+def _flash_backward_cpu(queries: Queries, k: torch.Tensor, v: torch.Tensor, causal: bool):
+    grad, q, y, logsumexp = queries
     return FLASH_CPU_BACKWARD(grad, q, k, v, y, logsumexp, 0.0, causal)
 
 
-def _flash_backward_cuda(grad, q, k, v, y, logsumexp, causal: bool):
+def _flash_backward_cuda(queries: Queries, k: torch.Tensor, v: torch.Tensor, causal: bool):
+    grad, q, y, logsumexp = queries
     # Without dropout the random state is not read, and without nested tensors neither are the sequences' offsets.
     unused = torch.empty(2, dtype=torch.uint64, device=q.device)
     lengths = q.shape[2], k.shape[2]
     return FLASH_CUDA_BACKWARD(grad, q, k, v, y, logsumexp, None, None, *lengths, 0.0, causal, unused, unused)
 
 
-def _plain_backward(grad_BHQK, q_BHQK, k_BHSK, v_BHSK, y_BHQK, logsumexp_BHQ, mask: PartMask):
+def _plain_backward(queries: Queries, k_BHSK: torch.Tensor, v_BHSK: torch.Tensor, mask: PartMask):
     """The backward pass by ordinary products, some queries at a time."""
+    grad_BHQK, q_BHQK, y_BHQK, logsumexp_BHQ = queries
     scale, dtype = q_BHQK.shape[-1] ** -0.5, q_BHQK.dtype
     wide = _wide(dtype)
     grad_q_BHQK = torch.empty_like(q_BHQK, dtype=wide)
