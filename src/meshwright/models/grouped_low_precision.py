@@ -53,13 +53,12 @@ class GroupedLowPrecision:
 
     def encoded(self, x_MI: torch.Tensor, counts: Counts) -> list[Encoded]:
         """The rows of every computed group in codes."""
-        found = self.last.get(x_MI) if self.last is not None else None
-        if found is None:
+
+        def encode(x_MI: torch.Tensor) -> list[Encoded]:
             groups = ((group, self.products[group.expert]) for group in _computed(self, counts))
-            found = [product.encoded(_rows(x_MI, group, product)) for group, product in groups]
-            if self.last is not None:
-                self.last.put(x_MI, found)
-        return found
+            return [product.encoded(_rows(x_MI, group, product)) for group, product in groups]
+
+        return encode(x_MI) if self.last is None else self.last.of(x_MI, encode)
 
     @property
     def keeps_codes(self) -> bool:

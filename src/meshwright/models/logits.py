@@ -33,9 +33,7 @@ class Logits:
     def maximum(self) -> torch.Tensor:
         """The largest logit, [C], without a gradient."""
         top_C = self.here_CV.detach().amax(1)
-        if self._share is not None:
-            self._share.maximum_(top_C)
-        return top_C
+        return top_C if self._share is None else self._share.maximum(top_C)
 
     def mean(self) -> torch.Tensor:
         """The mean over the whole vocabulary, [C]."""

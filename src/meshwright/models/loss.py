@@ -43,11 +43,9 @@ class VocabularyShare(Protocol):
     rows: int
     """Rows of the largest share; from it all ranks derive the same chunks."""
 
-    def maximum_(self, values: torch.Tensor) -> None:
-        """Replace `values` by their element-wise maximum over all shares."""
-
-    def sum_(self, values: torch.Tensor) -> None:
-        """Replace `values` by their sum over all shares."""
+    def maximum(self, values: torch.Tensor) -> torch.Tensor:
+        """The element-wise maximum over all shares; no gradient."""
+        ...
 
     def sum(self, parts: torch.Tensor) -> torch.Tensor:
         """The sum over all shares; its gradient goes to this part only: every share has the sum."""
@@ -206,12 +204,10 @@ def _cross_entropy_(logits_CV: torch.Tensor, targets_C1: torch.Tensor, share: Vo
         # logsumexp is the largest logit less the logarithm of its probability, which is never small.
         losses_C1 = below_C1 - peak_C1.log()
     else:
-        top_C1 = largest_C1.clone()
-        share.maximum_(top_C1)
+        top_C1 = share.maximum(largest_C1)
         mass_C1 = (largest_C1 - top_C1).exp() / peak_C1  # sum over the rows here of exp(logit - top)
         below_C1 += top_C1 - largest_C1
-        sums_C2 = torch.cat((mass_C1, below_C1.where(here_C1, 0)), 1)
-        share.sum_(sums_C2)
+        sums_C2 = share.sum(torch.cat((mass_C1, below_C1.where(here_C1, 0)), 1))
         losses_C1 = sums_C2[:, :1].log() + sums_C2[:, 1:]
         part_C1 = mass_C1 / sums_C2[:, :1]
         logits_CV *= part_C1

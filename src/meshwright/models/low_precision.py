@@ -17,7 +17,7 @@ Shapes: M rows (tokens of a microbatch), D in, N out; K kept and S summed over b
 import functools
 import hashlib
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Generic, Literal, TypeVar
 
@@ -40,7 +40,7 @@ from meshwright.models.scaling import (
     delayed_scale,
     encode,
 )
-from meshwright.models.slots import Weights
+from meshwright.models.slots import Weights, unreduced
 from meshwright.spec.low_precision import KERNELS
 from meshwright.torch_internals import version_of
 
@@ -165,32 +165,25 @@ class LastEncoded(Generic[T]):
         self.readers, self._reads = readers, 0
         self._of: tuple[weakref.ref[torch.Tensor], int, T] | None = None
 
-    def get(self, x: torch.Tensor) -> T | None:
-        """The codes of this very tensor; None if the last was another."""
-        if self._of is None or torch.compiler.is_compiling() or x.is_inference():
-            return None
-        last, version, encoded = self._of
-        if last() is not x or version != version_of(x):
-            return None
-        self._reads += 1
-        if self._reads == self.readers:
-            self._of = None
-        return encoded
-
-    def put(self, x: torch.Tensor, encoded: T) -> T:
-        """Keep the codes for the other readers, while the tensor lives."""
-        if not torch.compiler.is_compiling() and not x.is_inference():
-            self._of, self._reads = (weakref.ref(x, self._forget), version_of(x), encoded), 1
+    def of(self, x: torch.Tensor, encode: Callable[[torch.Tensor], T]) -> T:
+        """The codes of this very tensor: the last ones, or new ones, kept for the other readers while the tensor
+        lives."""
+        if torch.compiler.is_compiling() or x.is_inference():
+            return encode(x)
+        if self._of is not None:
+            last, version, encoded = self._of
+            if last() is x and version == version_of(x):
+                self._reads += 1
+                if self._reads == self.readers:
+                    self._of = None
+                return encoded
+        encoded = encode(x)
+        self._of, self._reads = (weakref.ref(x, self._forget), version_of(x), encoded), 1
         return encoded
 
     def _forget(self, dead: "weakref.ref[torch.Tensor]") -> None:
         if self._of is not None and self._of[0] is dead:
             self._of = None
-
-
-def everywhere(maxima: torch.Tensor) -> torch.Tensor:
-    """The default of `LowPrecision.over`, for a dim that is whole on this rank."""
-    return maxima
 
 
 class LowPrecision(Product):
@@ -215,7 +208,7 @@ class LowPrecision(Product):
         """
         self.recipe, self.draws, self.past = recipe, draws, past
         self.names = ("weight", "numbers") if recipe.four_bits else ("weight",)
-        self.over: dict[Dim, Spread] = {"tokens": everywhere, "in": everywhere, "out": everywhere}
+        self.over: dict[Dim, Spread] = {"tokens": unreduced, "in": unreduced, "out": unreduced}
         """A slot: reduces a maximum over this rank's part of a dim to the maximum over all of it."""
         self.part = 0
         """A slot: the index of this rank's part of the outputs, if ranks have equal parts."""
@@ -232,7 +225,7 @@ class LowPrecision(Product):
     @property
     def spreads(self) -> bool:
         """Whether scales are reduced over several ranks."""
-        return any(over is not everywhere for over in self.over.values())
+        return any(over is not unreduced for over in self.over.values())
 
     def has_kernel(self, device: torch.device, dtype: torch.dtype) -> bool:
         """Whether a kernel multiplies here, if the sizes allow it."""
@@ -250,17 +243,13 @@ class LowPrecision(Product):
 
     def compute_keeping(self, x: torch.Tensor, weights: Weights) -> tuple[torch.Tensor, Kept]:
         """See `Product`: the codes of x, or x."""
-        encoded = self.last.get(x) if self.last is not None else None
-        if encoded is None:
-            encoded = self.encoded(x.flatten(0, -2))
-            if self.last is not None:
-                self.last.put(x, encoded)
+        encoded = self.encoded(x) if self.last is None else self.last.of(x, self.encoded)
         y = self.product_of(encoded, weights, x.dtype).view(*x.shape[:-1], -1)
         return y, (encoded.codes, encoded.scales) if self.keeps_codes else (x,)
 
-    def encoded(self, x_MD: torch.Tensor) -> Encoded:
-        """The input in codes."""
-        return self._encode("input", x_MD, self.recipe.forward[0], ("tokens", "in"))
+    def encoded(self, x: torch.Tensor) -> Encoded:
+        """The input [..., D] in codes."""
+        return self._encode("input", x.flatten(0, -2), self.recipe.forward[0], ("tokens", "in"))
 
     def product_of(self, encoded: Encoded, weights: Weights, dtype: torch.dtype) -> torch.Tensor:
         """The output [M, N] of an input in codes."""

@@ -13,13 +13,8 @@ from torch import nn
 
 from meshwright.models.dropout import Draws
 from meshwright.models.feed_forward import FeedForward
-from meshwright.models.slots import Viewed, Wrapped
+from meshwright.models.slots import Viewed, Wrapped, unreduced
 from meshwright.spec.model import ModelSpec
-
-
-def whole_sequences(counts_BE: torch.Tensor) -> torch.Tensor:
-    """The default `Router` slot: every sequence is whole on this rank, so its counts [B, E] are returned unchanged."""
-    return counts_BE
 
 
 class Router(Viewed):
@@ -34,7 +29,7 @@ class Router(Viewed):
         self.layer = layer
         self.weight = nn.Parameter(torch.empty(spec.num_experts, spec.hidden))
         self.register_buffer("bias", torch.empty(spec.num_experts) if spec.router_bias else None)
-        self.over_sequence: Callable[[torch.Tensor], torch.Tensor] = whole_sequences
+        self.over_sequence: Callable[[torch.Tensor], torch.Tensor] = unreduced
         """A slot: reduces the counts [B, E] of this rank's tokens to counts of whole sequences."""
         self.sequence_weight = 0.0
         """The factor of one sequence's balance loss in the gradient: the trainer's share of one sequence in the global

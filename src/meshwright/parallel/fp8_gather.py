@@ -22,9 +22,10 @@ from torch.distributed.fsdp import FSDPModule
 from meshwright.comm import collectives
 from meshwright.families.split import expert_shard_dim
 from meshwright.models.linear import Linear
-from meshwright.models.low_precision import LowPrecision, everywhere
+from meshwright.models.low_precision import LowPrecision
 from meshwright.models.moe import ExpertLinear
 from meshwright.models.scaling import E4M3, Encoded, Scaling, encode
+from meshwright.models.slots import unreduced
 from meshwright.parallel.mesh import Meshes
 from meshwright.spec.layout import LayoutSpec
 from meshwright.torch_internals import FsdpAllGather, grouped_parts
@@ -106,7 +107,7 @@ class Fp8AllGather(FsdpAllGather):
     @staticmethod
     def _encoded(part: Part, values: torch.Tensor, largest: torch.Tensor) -> Encoded:
         """A part's numbers, encoded with the scales of its matrices."""
-        return encode(values.view(part.matrices, -1), TENSORS, (everywhere, lambda _: largest.view(-1, 1, 1, 1)))
+        return encode(values.view(part.matrices, -1), TENSORS, (unreduced, lambda _: largest.view(-1, 1, 1, 1)))
 
 
 def apply_fp8_gather(model: nn.Module, meshes: Meshes, layout: LayoutSpec) -> None:
