@@ -23,6 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import ProcessGroup, _resolve_process_group
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllocMixin
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.tensor import DTensor, _utils
 from torch.utils import _pytree, checkpoint
@@ -215,9 +216,13 @@ def waited_for(tensor: torch.Tensor) -> torch.Tensor:
 # ---- FSDP2 -----------------------------------------------------------------------------------------------------------
 
 
-FsdpAllGather, FsdpReduceScatter = AllGather, ReduceScatter
-"""What `FSDPModule.set_custom_all_gather` and `set_custom_reduce_scatter` take. 2.11-2.15; public: these methods, but
-not the classes."""
+class FsdpAllGather(DefaultAllocMixin, AllGather):
+    """The base of gathers that `FSDPModule.set_custom_all_gather` takes, with FSDP2's own allocation of buffers.
+    2.11-2.15; public: this method, but not the classes."""
+
+
+class FsdpReduceScatter(DefaultAllocMixin, ReduceScatter):
+    """The same of reductions, for `FSDPModule.set_custom_reduce_scatter`."""
 
 
 def _group(module: nn.Module | FSDPModule) -> Any:

@@ -39,9 +39,7 @@ class GroupedLowPrecision:
         (flat,) = read(rows.counts.flatten())
         microbatches = rows.counts.shape[1]
         counts = [flat[start : start + microbatches] for start in range(0, len(flat), microbatches)]
-        y_MO = _Apart.apply(x_MI, weight_EOI, rows.numbers, self, counts)
-        assert isinstance(y_MO, torch.Tensor)
-        return y_MO
+        return _Apart.apply(x_MI, weight_EOI, rows.numbers, self, counts)
 
     def groups(self, counts: Counts) -> Iterator["_Group"]:
         """The rows that are scaled together, one after another."""

@@ -60,9 +60,7 @@ def linear_token_terms(
     As `linear_token_losses`; `terms` is called once more in the backward pass, chunk by chunk. `others`: [N, ...];
     `terms` gets the rows of its tokens.
     """
-    found_N = _LinearTokenTerms.apply(hidden_ND, weight_VD, labels_N, terms, share, *others)
-    assert isinstance(found_N, torch.Tensor)
-    return found_N
+    return _LinearTokenTerms.apply(hidden_ND, weight_VD, labels_N, terms, share, *others)
 
 
 class _LinearTokenTerms(torch.autograd.Function):

@@ -71,9 +71,7 @@ def linear_cross_entropy(
     Raises:
         RuntimeError: a label outside the vocabulary (on a GPU, as a device-side assertion).
     """
-    loss = _LinearCrossEntropy.apply(hidden_ND, weight_VD, labels_N, torch.is_grad_enabled(), share)
-    assert isinstance(loss, torch.Tensor)
-    return loss
+    return _LinearCrossEntropy.apply(hidden_ND, weight_VD, labels_N, torch.is_grad_enabled(), share)
 
 
 def linear_token_losses(
@@ -83,9 +81,7 @@ def linear_token_losses(
 
     The backward pass recomputes the logits, chunk by chunk.
     """
-    losses_N = _LinearTokenLosses.apply(hidden_ND, weight_VD, labels_N, share)
-    assert isinstance(losses_N, torch.Tensor)
-    return losses_N
+    return _LinearTokenLosses.apply(hidden_ND, weight_VD, labels_N, share)
 
 
 class _LinearCrossEntropy(torch.autograd.Function):

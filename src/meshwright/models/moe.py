@@ -56,7 +56,6 @@ class Router(Viewed):
         counts_BE = chosen_BM.new_zeros(len(x_BTD), self.spec.num_experts)
         counts_BE.scatter_add_(1, chosen_BM, torch.ones_like(chosen_BM))
         weights_BTK = _JoinBackward.apply(weights_BTK, self._balance_loss(scores_BTE, counts_BE), self, counts_BE)
-        assert isinstance(weights_BTK, torch.Tensor)
         return weights_BTK, experts_BTK, counts_BE
 
     def _choose(self, scores_BTE: torch.Tensor) -> torch.Tensor:

@@ -132,9 +132,7 @@ class ByParts(_NotCompiled):
             device=q_BHTK.device,
         )
         function = _Ring if self.method == "ring" else _AllGather
-        y_BHTK = function.apply(q_BHTK, k_BGTK, v_BGTK, zigzag, self.group)
-        assert isinstance(y_BHTK, torch.Tensor)
-        return y_BHTK
+        return function.apply(q_BHTK, k_BGTK, v_BGTK, zigzag, self.group)
 
     def __repr__(self) -> str:
         return f"{self.method} over cp {self.group.size()}"

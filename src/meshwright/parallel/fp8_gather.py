@@ -57,10 +57,6 @@ class Fp8AllGather(FsdpAllGather):
         """`others`: further groups whose ranks have other parts of the same matrices."""
         self.parts, self.others = tuple(parts), tuple(others)
 
-    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """A buffer for FSDP2's input or output of the collective."""
-        return torch.empty(*size, dtype=dtype, device=device)
-
     def __call__(
         self,
         output_tensor: torch.Tensor,

@@ -37,10 +37,6 @@ class _Comm:
     def __init__(self, pieces: Sequence[Piece]) -> None:
         self.pieces = tuple(pieces)
 
-    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """A buffer for FSDP2's input or output of the collective."""
-        return torch.empty(*size, dtype=dtype, device=device)
-
     def _bytes(self, width: int) -> int:
         """Bytes that a rank sends for its part."""
         return sum(piece.sent_bytes(width) for piece in self.pieces)

@@ -127,9 +127,7 @@ class FusedNorm:
         self, x: torch.Tensor, shape: tuple[int, ...], weight: torch.Tensor, eps: float | None
     ) -> torch.Tensor:
         """See `F.rms_norm`."""
-        result = _FusedNorm.apply(x, weight)
-        assert isinstance(result, torch.Tensor)
-        return result
+        return _FusedNorm.apply(x, weight)
 
 
 class _FusedNorm(torch.autograd.Function):
@@ -183,23 +181,7 @@ class _NoHome:
         self._tensors[id(there.untyped_storage())] = there
         return there
 
-    def read(self, buffer: torch.Tensor) -> None:
-        pass
+    def _nothing(self, *_: object, **__: object) -> None:
+        """There are no bytes to move."""
 
-    def write(self, buffer: torch.Tensor) -> None:
-        pass
-
-    def changed(self) -> None:
-        pass
-
-    def fill(self, offset: int, tensor: torch.Tensor) -> None:
-        pass
-
-    def forget(self, size: int | None = None) -> None:
-        pass
-
-    def expect(self, offset: int, size: int) -> None:
-        pass
-
-    def drop(self, offset: int, size: int) -> None:
-        pass
+    read = write = changed = fill = forget = expect = drop = _nothing
