@@ -230,6 +230,12 @@ def _group(module: nn.Module | FSDPModule) -> Any:
     return module._get_fsdp_state()._fsdp_param_group if isinstance(module, FSDPModule) else None
 
 
+def _parts(module: nn.Module | FSDPModule) -> Sequence[Any]:
+    """FSDP2's records of these parameters; empty without a group."""
+    group = _group(module)
+    return () if group is None else group.fsdp_params
+
+
 def sum_parts_in_reduce_dtype(module: nn.Module) -> None:
     """Make FSDP2 cast gradients to the reduction dtype before it accumulates them, for parameters that are replicated
     over tensor-parallel ranks and whose gradients are partial sums there; up to 2.14 it accumulates them in the compute
@@ -276,9 +282,7 @@ def keep_gradients_as_reduced(module: nn.Module) -> None:
 def grouped_parts(module: FSDPModule) -> list[tuple[nn.Parameter, torch.Size]]:
     """The parameters that FSDP2 gathers together around `module`, in its order, and the shape of the part of each that
     a rank sends, padding included. 2.11-2.15; public: none."""
-    group = _group(module)
-    parts = group.fsdp_params if group is not None else ()
-    return [(part.sharded_param, part.padded_sharded_param_size) for part in parts]
+    return [(part.sharded_param, part.padded_sharded_param_size) for part in _parts(module)]
 
 
 def keep_gradient_as_made(parameter: torch.Tensor) -> None:
@@ -296,13 +300,11 @@ def complete_gradients(modules: Iterable[nn.Module]) -> None:
     """Give gathered weights that train and have no gradient yet one of zeros: of what waits for its sum over replicas,
     FSDP2 adds up buffers that must hold the same weights, and drops it where nothing is added. 2.11-2.15; public:
     none."""
-    for module in modules:
-        group = _group(module)
-        for part in () if group is None else group.fsdp_params:
-            if part.sharded_param.requires_grad and hasattr(part, "_unsharded_param"):
-                weight = part.unsharded_param
-                if weight.grad is None and part.unsharded_accumulated_grad is None:
-                    weight.grad = torch.zeros_like(weight)
+    for part in (part for module in modules for part in _parts(module)):
+        if part.sharded_param.requires_grad and hasattr(part, "_unsharded_param"):
+            weight = part.unsharded_param
+            if weight.grad is None and part.unsharded_accumulated_grad is None:
+                weight.grad = torch.zeros_like(weight)
 
 
 def end_backward(modules: Iterable[nn.Module]) -> None:
@@ -333,20 +335,18 @@ def passing_tensors(module: nn.Module) -> tuple[list[torch.Tensor], list[torch.T
     """What FSDP2 holds between a gather and a reduction: weights and gradients. 2.11-2.15; public: none."""
     weights: list[torch.Tensor] = []
     gradients: list[torch.Tensor | None] = []
-    group = _group(module)
-    for parameter in group.fsdp_params if group is not None else ():
-        weights += parameter.all_gather_outputs
-        gradients.append(parameter.unsharded_accumulated_grad)
-        if hasattr(parameter, "_unsharded_param"):
-            gradients.append(parameter.unsharded_param.grad)
+    for part in _parts(module):
+        weights += part.all_gather_outputs
+        gradients.append(part.unsharded_accumulated_grad)
+        if hasattr(part, "_unsharded_param"):
+            gradients.append(part.unsharded_param.grad)
     return weights, gradients
 
 
 def gathered_storages(module: nn.Module) -> list[torch.UntypedStorage]:
     """The storages of the weights that FSDP2 gathers around `module`; it frees them together, by resizing them to 0.
     Empty before the first gather. 2.11-2.15; public: none."""
-    group = _group(module)
-    parts = group.fsdp_params if group is not None else []
+    parts = _parts(module)
     if not parts or not hasattr(parts[-1], "_unsharded_param"):
         return []
     tensors = (tensor for part in parts for tensor in (*part.all_gather_outputs, *part._unsharded_inner_tensors))
@@ -355,10 +355,9 @@ def gathered_storages(module: nn.Module) -> list[torch.UntypedStorage]:
 
 def gathered_parameters(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """(name in the model, whole parameter) of what FSDP2 gathers around `module`. 2.11-2.15; public: none."""
-    group = _group(module)
-    for parameter in group.fsdp_params if group is not None else ():
-        if hasattr(parameter, "_unsharded_param"):
-            yield parameter._param_fqn or "", parameter.unsharded_param
+    for part in _parts(module):
+        if hasattr(part, "_unsharded_param"):
+            yield part._param_fqn or "", part.unsharded_param
 
 
 def tensors_in_flight(module: nn.Module) -> list[torch.Tensor]:
@@ -376,8 +375,8 @@ class Shards:
     """This rank's shards, as FSDP2 refers to them beside the parameters. 2.11-2.15; public: none."""
 
     def __init__(self, model: nn.Module) -> None:
-        groups = [group for module in model.modules() if (group := _group(module)) is not None]
-        self._parts = {id(part.sharded_param._local_tensor): part for group in groups for part in group.fsdp_params}
+        parts = (part for module in model.modules() for part in _parts(module))
+        self._parts = {id(part.sharded_param._local_tensor): part for part in parts}
 
     def __contains__(self, shard: torch.Tensor) -> bool:
         return id(shard) in self._parts

@@ -14,8 +14,6 @@ microbatch, the inputs or the outputs of a layer sets in `LowPrecision.over` how
 Shapes: M rows (tokens of a microbatch), D in, N out; K kept and S summed over by a product.
 """
 
-import functools
-import hashlib
 import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -26,7 +24,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from meshwright.models.cpu_kernels import linear, matmul
-from meshwright.models.dropout import Draws, drawn_bits
+from meshwright.models.dropout import Draws, drawn_bits, hash_key
 from meshwright.models.linear import Kept, Product
 from meshwright.models.scaling import (
     E2M1,
@@ -220,7 +218,7 @@ class LowPrecision(Product):
         """A slot: the codes shared by layers that read the same input."""
         self.kernel: bool | None = None
         """A slot: whether a kernel multiplies; None: if the device has one."""
-        self._keys = {use: _key(seed, name, use) for use in ("input gradient", "weight gradient")}
+        self._keys = {use: hash_key(seed, name, use) for use in ("input gradient", "weight gradient")}
 
     @property
     def spreads(self) -> bool:
@@ -365,9 +363,3 @@ def _by_kernel(left: Encoded, right: Encoded, dtype: torch.dtype) -> torch.Tenso
         scale_recipe_b=scaling,
         output_dtype=dtype,
     )
-
-
-@functools.cache
-def _key(seed: int, name: str, use: str) -> int:
-    digest = hashlib.blake2b(f"{seed}/{name}/{use}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little", signed=True)

@@ -16,7 +16,6 @@ from meshwright.parallel.offload import apply_activation_offload
 from meshwright.parallel.passes import Passes, WholeModel
 from meshwright.parallel.pipedream import Pipedream
 from meshwright.parallel.pipeline import Link, Pipeline, apply_pipeline, plan_stages
-from meshwright.parallel.precision import build_fsdp_policy
 from meshwright.parallel.recompute import apply_recompute, hide_sharding
 from meshwright.parallel.tensor import apply_tensor_parallel
 from meshwright.parallel.weight_gradients import WeightGradients
@@ -65,7 +64,7 @@ def apply_parallelism(
         axis = "shard" if meshes.axis("replicate") is None else "replicate"  # the former has one rank here
         reduce_dtype = torch_dtype(precision.reduce)
         return Pipedream(model, objective, stages, link, meshes.state[axis], reduce_dtype)
-    apply_data_parallel(model, meshes, run.layout, build_fsdp_policy(precision), offload)
+    apply_data_parallel(model, meshes, run.layout, precision, offload)
     hide_sharding(model.layers)
     sync = ShardedGradients(model, run.layout)
     if stages is None or link is None:
