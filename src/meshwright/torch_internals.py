@@ -54,11 +54,8 @@ FLASH_CUDA, FLASH_CUDA_BACKWARD = (
 )
 """The same on a GPU."""
 
-VARLEN_OPS = (torch.ops.torch_attn._varlen_attn.default,) if hasattr(torch.ops.torch_attn, "_varlen_attn") else ()
-"""The operation behind `torch.nn.attention.varlen.varlen_attn`, as a policy of recomputation meets it. 2.11-2.15."""
-
 DEAR_OPS = (
-    *VARLEN_OPS,
+    *((torch.ops.torch_attn._varlen_attn.default,) if hasattr(torch.ops.torch_attn, "_varlen_attn") else ()),
     aten._grouped_mm.default,
     *(getattr(aten, name).default for name in ("_scaled_mm", "_scaled_mm_v2") if hasattr(aten, name)),
     aten._scaled_dot_product_flash_attention.default,

@@ -72,11 +72,9 @@ class Recipe:
     @property
     def reads_codes(self) -> bool:
         """Whether the weight's gradient scales the input as the forward pass does, with one scale."""
-        return self.weight_gradient is not None and self.forward[0] == self.weight_gradient[1] and not self._blocks
-
-    @property
-    def _blocks(self) -> bool:
-        return self.forward[0].rows is not None or self.forward[0].columns is not None
+        one = self.forward[0]
+        whole = one.rows is None and one.columns is None
+        return whole and self.weight_gradient is not None and one == self.weight_gradient[1]
 
     @property
     def delayed(self) -> bool:

@@ -5,7 +5,7 @@ token for one of its experts), G microbatches that rows come from (of this rank 
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -145,14 +145,9 @@ class Rows(NamedTuple):
     """The numbers of their tokens (`Draws`) [M], if a product's rounding uses them."""
 
 
-class GroupedProduct(Protocol):
-    """The product of every expert's rows with its matrix."""
-
-    def __call__(
-        self, x_MI: torch.Tensor, weight_EOI: torch.Tensor, rows: Rows, read: Callable[..., list[list[int]]]
-    ) -> torch.Tensor:
-        """[M, I] to [M, O]; `read`: like `read_counts`."""
-        ...
+GroupedProduct = Callable[[torch.Tensor, torch.Tensor, Rows, Callable[..., list[list[int]]]], torch.Tensor]
+"""(rows [M, I], weight [E, O, I], the rows' owners, a function like `read_counts`) -> each expert's rows by its matrix
+[M, O]."""
 
 
 class ExpertLinear(Viewed):

@@ -257,16 +257,13 @@ class _Ring(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, q_BHTK, k_BGTK, v_BGTK, zigzag, group):
-        held = _join(k_BGTK, v_BGTK)
-        total = None
-        for step in range(zigzag.degree):
-            coming = collectives.Hop(held, group) if step < zigzag.degree - 1 else None
-            if total is None:
-                total = _Sum(q_BHTK, k_BGTK, v_BGTK, zigzag)
-            else:
-                total.add(zigzag.of_rank((zigzag.rank - step) % zigzag.degree), *_separate(held, k_BGTK))
-            held = held if coming is None else coming.wait()
-        assert total is not None
+        coming = collectives.Hop(_join(k_BGTK, v_BGTK), group)
+        total = _Sum(q_BHTK, k_BGTK, v_BGTK, zigzag)
+        for step in range(1, zigzag.degree):
+            held = coming.wait()
+            if step < zigzag.degree - 1:
+                coming = collectives.Hop(held, group)
+            total.add(zigzag.of_rank((zigzag.rank - step) % zigzag.degree), *_separate(held, k_BGTK))
         y_BHTK = total.y_BHTK.to(q_BHTK.dtype)
         ctx.save_for_backward(q_BHTK, k_BGTK, v_BGTK, y_BHTK, total.logsumexp_BHT)
         ctx.zigzag, ctx.group = zigzag, group

@@ -31,7 +31,7 @@ from meshwright.parallel.passes import GradientSync, Scale
 from meshwright.parallel.pipeline import Link, Pass, Pipeline, Stages
 from meshwright.spec.actions import Action, Program
 from meshwright.spec.stream import cut_stream
-from meshwright.torch_internals import copy_all_, keep_gradient_as_made
+from meshwright.torch_internals import copy_all_, keep_gradient_as_made, local_tensor
 
 
 class Pipedream(Pipeline):
@@ -166,7 +166,7 @@ class Version:
         ]
         self.reduce_dtype = reduce_dtype
         self.weights = [
-            nn.Parameter(torch.empty_like(_local(parameter), dtype=dtype), requires_grad=parameter.requires_grad)
+            nn.Parameter(torch.empty_like(local_tensor(parameter), dtype=dtype), requires_grad=parameter.requires_grad)
             for _, _, parameter in self.places
         ]
         self.gradients: dict[int, torch.Tensor] = {}
@@ -189,7 +189,7 @@ class Version:
     @torch.no_grad()
     def refresh(self) -> None:
         """Copy the optimizer's weights."""
-        copy_all_(self.weights, [_local(parameter) for _, _, parameter in self.places])
+        copy_all_(self.weights, [local_tensor(parameter) for _, _, parameter in self.places])
 
     @contextlib.contextmanager
     def used(self) -> Iterator[None]:
@@ -213,8 +213,3 @@ class Version:
             whole = gradient.to(parameter.dtype)
             parameter.grad = DTensor.from_local(whole, parameter.device_mesh, parameter.placements, run_check=False)
         self.gradients.clear()
-
-
-def _local(parameter: torch.Tensor) -> torch.Tensor:
-    assert isinstance(parameter, DTensor)
-    return parameter.to_local()

@@ -20,7 +20,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from meshwright.comm import collectives
 from meshwright.comm.collectives import Message
@@ -32,6 +31,7 @@ from meshwright.parallel.passes import GradientSync, Passes, Scale, evaluating, 
 from meshwright.parallel.weight_gradients import Waiting, WeightGradients, add_weight_gradients
 from meshwright.spec.actions import Action, Program, Schedule, Transfer, forward_only, with_transfers
 from meshwright.spec.run import ResolvedRun
+from meshwright.torch_internals import local_tensor
 
 Key = tuple[bool, int, int]
 """(forward, stage, microbatch): a stage's output or the gradient of its input."""
@@ -196,7 +196,7 @@ class Pipeline(Passes):
         peer = placement[-1] if self.rank == placement[0] else placement[0]
         gradient = self.model.tok_embeddings.weight.grad
         assert gradient is not None
-        local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
+        local = local_tensor(gradient)
         sending = collectives.send(local.contiguous(), peer, self.link.group)
         local_of_peer = collectives.receive(torch.empty_like(local), peer, self.link.group)
         sending.wait()
