@@ -72,11 +72,7 @@ class Attention(nn.Module):
         self.k_norm = build_norm(spec, spec.head_dim) if spec.qk_norm else None
 
     def forward(
-        self,
-        x_BTD: torch.Tensor,
-        rope: RopeTables | None = None,
-        mask: Mask = None,
-        cache: LayerCache | None = None,
+        self, x_BTD: torch.Tensor, rope: RopeTables | None = None, mask: Mask = None, cache: LayerCache | None = None
     ) -> torch.Tensor:
         """[B, T, D] to [B, T, D]; `mask` is from `attention_mask` (None: causal), or the row's documents."""
         x_BTD = x_BTD if self.entry is None else self.entry(x_BTD)

@@ -40,11 +40,7 @@ class Block(Wrapped):
         self.feed_forward = MoE(spec, layer) if spec.is_moe(layer) else FeedForward(spec, spec.ffn)
 
     def compute(
-        self,
-        x_BTD: torch.Tensor,
-        rope: RopeTables | None = None,
-        mask: Mask = None,
-        cache: LayerCache | None = None,
+        self, x_BTD: torch.Tensor, rope: RopeTables | None = None, mask: Mask = None, cache: LayerCache | None = None
     ) -> torch.Tensor:
         """[B, T, D] to [B, T, D]."""
         x_BTD = x_BTD + self.attention(self.attention_norm(x_BTD), rope, mask, cache)

@@ -40,11 +40,7 @@ class LatentAttention(Attention):
         self.wo = Linear(heads * spec.v_head_dim, spec.hidden, bias=False)
 
     def forward(
-        self,
-        x_BTD: torch.Tensor,
-        rope: RopeTables | None = None,
-        mask: Mask = None,
-        cache: LayerCache | None = None,
+        self, x_BTD: torch.Tensor, rope: RopeTables | None = None, mask: Mask = None, cache: LayerCache | None = None
     ) -> torch.Tensor:
         """Like `Attention.forward`. The cache holds expanded keys and values, the latter padded to the keys' width."""
         assert rope is not None

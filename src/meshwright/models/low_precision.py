@@ -186,13 +186,7 @@ class LowPrecision(Product):
     """A product whose operands are quantized."""
 
     def __init__(
-        self,
-        recipe: Recipe,
-        name: str = "",
-        *,
-        seed: int = 0,
-        draws: Draws | None = None,
-        past: Past | None = None,
+        self, recipe: Recipe, name: str = "", *, seed: int = 0, draws: Draws | None = None, past: Past | None = None
     ) -> None:
         """
         Args:

@@ -14,13 +14,7 @@ MERGED = 128
 document would cost more than the masked scores."""
 
 
-def attention_mask(
-    num_queries: int,
-    num_keys: int,
-    *,
-    window: int | None,
-    device: torch.device,
-) -> torch.Tensor | None:
+def attention_mask(num_queries: int, num_keys: int, *, window: int | None, device: torch.device) -> torch.Tensor | None:
     """Which keys each of the last `num_queries` positions sees: bool [T, S].
 
     None if SDPA's own causal rule is equivalent, which keeps its fast path.

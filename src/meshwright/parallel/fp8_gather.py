@@ -58,11 +58,7 @@ class Fp8AllGather(FsdpAllGather):
         self.parts, self.others = tuple(parts), tuple(others)
 
     def __call__(
-        self,
-        output_tensor: torch.Tensor,
-        input_tensor: torch.Tensor,
-        group: dist.ProcessGroup,
-        async_op: bool = False,
+        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> None:
         """Fill the output with the ranks' inputs, one after another."""
         maxima = self._maxima(input_tensor, group)

@@ -68,11 +68,7 @@ class QuantizedAllGather(_Comm, FsdpAllGather):
     """FSDP2's gather of weights; matrices are sent as codes."""
 
     def __call__(
-        self,
-        output_tensor: torch.Tensor,
-        input_tensor: torch.Tensor,
-        group: dist.ProcessGroup,
-        async_op: bool = False,
+        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> None:
         """Fill the output with the ranks' inputs, one after another."""
         size, rows = self._bytes(input_tensor.element_size()), group.size()
