@@ -12,6 +12,7 @@ from typing import Literal, NamedTuple
 import torch
 
 from meshwright.models.cpu_kernels import SCORES
+from meshwright.models.loss import wide
 from meshwright.torch_internals import FLASH_CPU, FLASH_CPU_BACKWARD, FLASH_CUDA, FLASH_CUDA_BACKWARD
 
 aten = torch.ops.aten
@@ -28,19 +29,20 @@ def attend_part(
     A query that sees no key of the part gets 0 and -inf.
     """
     k_BHSK, v_BHSK = (_repeat(x, q_BHQK.shape[1]) for x in (k_BGSK, v_BGSK))
-    wide = _wide(q_BHQK.dtype)
+    dtype = wide(q_BHQK.dtype)
     if not isinstance(mask, torch.Tensor):
         flash = _flash_kernels(q_BHQK, v_BHSK)
         if flash is not None:
             y_BHQK, logsumexp_BHQ, *_ = flash[0](q_BHQK, k_BHSK, v_BHSK, 0.0, mask == "causal")
-            return y_BHQK.to(wide, copy=True), logsumexp_BHQ.to(wide, copy=True)
-    y_BHQK = q_BHQK.new_empty(*q_BHQK.shape[:-1], v_BHSK.shape[-1], dtype=wide)
+            return y_BHQK.to(dtype, copy=True), logsumexp_BHQ.to(dtype, copy=True)
+    y_BHQK = q_BHQK.new_empty(*q_BHQK.shape[:-1], v_BHSK.shape[-1], dtype=dtype)
     logsumexp_BHQ = y_BHQK.new_empty(y_BHQK.shape[:-1])
     for rows in _blocks(q_BHQK, k_BHSK):
         scores_BHqS = _scores(q_BHQK, k_BHSK, mask, rows)
         logsumexp_BHq = scores_BHqS.logsumexp(-1)
         logsumexp_BHQ[:, :, rows] = logsumexp_BHq
-        p_BHqS = (scores_BHqS - _finite(logsumexp_BHq)[..., None]).exp()
+        # Queries that see nothing have probabilities of 0, not NaN.
+        p_BHqS = (scores_BHqS - logsumexp_BHq.where(logsumexp_BHq.isfinite(), 0)[..., None]).exp()
         y_BHQK[:, :, rows] = p_BHqS.to(v_BHSK.dtype) @ v_BHSK
     return y_BHQK, logsumexp_BHQ
 
@@ -65,7 +67,7 @@ def attend_part_backward(
     flash = None if isinstance(mask, torch.Tensor) else _flash_kernels(q_BHQK, v_BHSK)
     if flash is not None:
         grads = flash[1](queries, k_BHSK, v_BHSK, mask == "causal")
-        grad_q_BHQK, grad_k_BHSK, grad_v_BHSK = (grad.to(_wide(q_BHQK.dtype)) for grad in grads)
+        grad_q_BHQK, grad_k_BHSK, grad_v_BHSK = (grad.to(wide(q_BHQK.dtype)) for grad in grads)
     else:
         grad_q_BHQK, grad_k_BHSK, grad_v_BHSK = _plain_backward(queries, k_BHSK, v_BHSK, mask)
     groups = k_BGSK.shape[1], -1
@@ -110,15 +112,14 @@ def _flash_backward_cuda(queries: Queries, k: torch.Tensor, v: torch.Tensor, cau
 def _plain_backward(queries: Queries, k_BHSK: torch.Tensor, v_BHSK: torch.Tensor, mask: PartMask):
     """The backward pass by ordinary products, some queries at a time."""
     grad_BHQK, q_BHQK, y_BHQK, logsumexp_BHQ = queries
-    scale, dtype = q_BHQK.shape[-1] ** -0.5, q_BHQK.dtype
-    wide = _wide(dtype)
-    grad_q_BHQK = torch.empty_like(q_BHQK, dtype=wide)
-    grad_k_BHSK, grad_v_BHSK = (torch.zeros_like(x, dtype=wide) for x in (k_BHSK, v_BHSK))
-    weighted_BHQ1 = (grad_BHQK.to(wide) * y_BHQK.to(wide)).sum(-1, keepdim=True)
+    scale, dtype, exact = q_BHQK.shape[-1] ** -0.5, q_BHQK.dtype, wide(q_BHQK.dtype)
+    grad_q_BHQK = torch.empty_like(q_BHQK, dtype=exact)
+    grad_k_BHSK, grad_v_BHSK = (torch.zeros_like(x, dtype=exact) for x in (k_BHSK, v_BHSK))
+    weighted_BHQ1 = (grad_BHQK.to(exact) * y_BHQK.to(exact)).sum(-1, keepdim=True)
     for rows in _blocks(q_BHQK, k_BHSK):
         dy_BHqK = grad_BHQK[:, :, rows]
         p_BHqS = (_scores(q_BHQK, k_BHSK, mask, rows) - logsumexp_BHQ[:, :, rows, None]).exp()
-        ds_BHqS = p_BHqS * ((dy_BHqK @ v_BHSK.mT).to(wide) - weighted_BHQ1[:, :, rows]) * scale
+        ds_BHqS = p_BHqS * ((dy_BHqK @ v_BHSK.mT).to(exact) - weighted_BHQ1[:, :, rows]) * scale
         grad_q_BHQK[:, :, rows] = ds_BHqS.to(dtype) @ k_BHSK
         grad_k_BHSK += ds_BHqS.to(dtype).mT @ q_BHQK[:, :, rows]
         grad_v_BHSK += p_BHqS.to(dtype).mT @ dy_BHqK
@@ -127,7 +128,7 @@ def _plain_backward(queries: Queries, k_BHSK: torch.Tensor, v_BHSK: torch.Tensor
 
 def _scores(q_BHQK: torch.Tensor, k_BHSK: torch.Tensor, mask: PartMask, rows: slice) -> torch.Tensor:
     """Scaled scores of some queries, fp32 (fp64); -inf for keys that they do not see."""
-    scores_BHqS = (q_BHQK[:, :, rows] @ k_BHSK.mT).to(_wide(q_BHQK.dtype)) * q_BHQK.shape[-1] ** -0.5
+    scores_BHqS = (q_BHQK[:, :, rows] @ k_BHSK.mT).to(wide(q_BHQK.dtype)) * q_BHQK.shape[-1] ** -0.5
     if mask == "all":
         return scores_BHqS
     if isinstance(mask, torch.Tensor):
@@ -147,12 +148,3 @@ def _repeat(x_BGSK: torch.Tensor, heads: int) -> torch.Tensor:
     """Each key and value head repeated for each query head that shares it."""
     repeats = heads // x_BGSK.shape[1]
     return x_BGSK if repeats == 1 else x_BGSK.repeat_interleave(repeats, 1)
-
-
-def _finite(logsumexp: torch.Tensor) -> torch.Tensor:
-    """0 instead of -inf, so that queries that see nothing have probabilities of 0 instead of NaN."""
-    return logsumexp.where(logsumexp.isfinite(), 0)
-
-
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float64 else torch.float32
