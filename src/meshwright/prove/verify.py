@@ -97,12 +97,12 @@ def prove_rank(trainer: Any, folder: Path, steps: int, trace: int) -> Proof:
     reference, tolerance = Reference(folder), derive_tolerance(trainer.resolved)
     start = locate_start(compare_start(trainer, reference))
     if start is not None:
-        return Proof([], tolerance.relative, start)
+        return Proof([], tolerance.relative, location=start)
     comparisons = compare_steps(trainer, reference, steps, tolerance)
     location = None
     if trace and not comparisons[-1].equal:
         location = locate(trainer, reference, comparisons[-1], tolerance)
-    return Proof(comparisons, tolerance.relative, location)
+    return Proof(comparisons, tolerance.relative, location=location)
 
 
 def _under_layout(resolved: ResolvedRun, folder: Path, steps: int, *, trace: int) -> Proof:
