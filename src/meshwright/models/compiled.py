@@ -249,9 +249,8 @@ def _why_not(model: Decoder) -> str | None:
             return f"it does not support these blocks of {spec.family} (weights on disk, latent attention, plug-ins)"
         if type(block.feed_forward) is not FeedForward:
             return "it does not support mixtures of experts"
-        if type(block.attention.core) is not Core or any(
-            type(m.view) is not View for m in block.modules() if isinstance(m, Viewed)
-        ):
+        views = {type(module.view) for module in block.modules() if isinstance(module, Viewed)}
+        if type(block.attention.core) is not Core or views != {View}:
             return "it does not support layout.tp"
     return None
 

@@ -53,7 +53,7 @@ Read = Callable[[torch.Tensor, Head, TensorBatch], Any]
 
 class Decoder(Wrapped):
     """A causal language model, whole, on one device; `named_parameters()` is the parameter table, buffers its state.
-    Wrappers around `compute` leave out the head, and passes with a cache."""
+    Wrappers apply to `compute`, without the head, in passes without a cache."""
 
     def __init__(self, spec: ModelSpec, block: Callable[[ModelSpec, int], Block] = Block):
         """`block` makes the block of a layer."""
