@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from meshwright.models.attention import Attention
 from meshwright.models.head import HeadSplit
 from meshwright.models.masks import Documents
-from meshwright.models.partial_attention import add_part_, attend_part, attend_part_backward
+from meshwright.models.partial_attention import Queries, add_part_, attend_part, attend_part_backward
 from meshwright.parallel.context import apply_context_parallel, sequence_places
 from meshwright.spec.fit import context_method, find_misfits
 from meshwright.spec.layout import LayoutSpec
@@ -107,7 +107,7 @@ def test_parts_by_plain_products_equal_those_by_kernels(monkeypatch: pytest.Monk
             assert not y[:, :, 0].any()
         own_y, own_logsumexp = attend_part(q, k, v, "causal")
         add_part_(own_y, own_logsumexp, y, logsumexp)
-        grads = attend_part_backward(dy, q, k, v, own_y.to(dtype), own_logsumexp, mask)
+        grads = attend_part_backward(Queries(dy, q, own_y.to(dtype), own_logsumexp), k, v, mask)
         assert all(x.dtype == torch.promote_types(dtype, torch.float32) for x in (own_y, own_logsumexp, *grads))
         outcomes.append((own_y, own_logsumexp, *grads))
     for kernel, product in zip(*outcomes, strict=True):

@@ -21,11 +21,11 @@ from meshwright.models.low_precision import (
     LastEncoded,
     LowPrecision,
     Past,
-    everywhere,
     has_kernel,
 )
 from meshwright.models.moe import ExpertLinear, Rows
 from meshwright.models.scaling import E2M1, E4M3, E5M2, Scaling, encode, hadamard, round_e2m1
+from meshwright.models.slots import unreduced
 from meshwright.parallel.recompute import KEPT, PRODUCTS
 from meshwright.parallel.weight_gradients import WeightGradients, add_weight_gradients
 from meshwright.plan.activations import block_activations
@@ -40,7 +40,7 @@ from meshwright.spec.training import TrainingSpec
 from meshwright.testing.equivalence import build_here, loader_for
 from test_low_precision_layouts import narrow_run, run_of_experts
 
-HERE = everywhere, everywhere
+HERE = unreduced, unreduced
 M, D, N = 64, 96, 160
 E2M1_NUMBERS = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 

@@ -23,14 +23,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import ProcessGroup, _resolve_process_group
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllocMixin
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.tensor import DTensor, _utils
 from torch.utils import _pytree, checkpoint
-from torch.utils._python_dispatch import (
-    TorchDispatchMode,
-    _get_current_dispatch_mode,
-    _pop_mode_temporarily,
-)
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode, _pop_mode_temporarily
 
 aten = torch.ops.aten
 
@@ -53,11 +50,8 @@ FLASH_CUDA, FLASH_CUDA_BACKWARD = (
 )
 """The same on a GPU."""
 
-VARLEN_OPS = (torch.ops.torch_attn._varlen_attn.default,) if hasattr(torch.ops.torch_attn, "_varlen_attn") else ()
-"""The operation behind `torch.nn.attention.varlen.varlen_attn`, as a policy of recomputation meets it. 2.11-2.15."""
-
 DEAR_OPS = (
-    *VARLEN_OPS,
+    *((torch.ops.torch_attn._varlen_attn.default,) if hasattr(torch.ops.torch_attn, "_varlen_attn") else ()),
     aten._grouped_mm.default,
     *(getattr(aten, name).default for name in ("_scaled_mm", "_scaled_mm_v2") if hasattr(aten, name)),
     aten._scaled_dot_product_flash_attention.default,
@@ -66,21 +60,21 @@ DEAR_OPS = (
     aten._scaled_dot_product_flash_attention_for_cpu.default,
     aten._scaled_dot_product_attention_math.default,
 )
-"""Attention, products of groups and products of codes, as a policy of recomputation meets them. 2.11-2.15; public: the
-functions of `torch.nn.functional` that lead to them, which a policy does not meet."""
+"""The operations of attention, grouped products and products of codes that a recomputation policy sees. 2.11-2.15;
+public: functions of `torch.nn.functional` that call them, which a policy does not see."""
 
 LOCAL_SCALAR = aten._local_scalar_dense.default
-"""What `tensor.item()` asks a dispatch mode for. 2.11-2.15."""
+"""The operation behind `tensor.item()`. 2.11-2.15."""
 
 
 def softmax_backward(grad: torch.Tensor, probabilities: torch.Tensor) -> torch.Tensor:
-    """The gradient of the scores behind `probabilities`, softmax over the last dim, from the gradient of these, in one
-    kernel. 2.11-2.15; public: `p * (g - (g * p).sum(-1, keepdim=True))`."""
+    """The backward pass of softmax over the last dim, in one kernel. 2.11-2.15; public: `p * (g - (g * p).sum(-1,
+    keepdim=True))`."""
     return torch._softmax_backward_data(grad, probabilities, -1, probabilities.dtype)
 
 
 def assert_on_device(condition: torch.Tensor, message: str) -> None:
-    """Fail where a 0-dim tensor is false, on a GPU without waiting for it. 2.11-2.15; public: `assert`, which waits."""
+    """Fail if a 0-dim tensor is false, on a GPU asynchronously. 2.11-2.15; public: `assert`, which synchronizes."""
     torch._assert_async(condition, message)
 
 
@@ -95,14 +89,14 @@ def multiply_all_(tensors: Sequence[torch.Tensor], factor: float) -> None:
 
 
 def size_varies(tensor: torch.Tensor, dim: int) -> None:
-    """Let compiled code serve every size of a dim. 2.11-2.15; public: `torch.compile(dynamic=True)`, for all dims."""
+    """Compile one program for every size of a dim. 2.11-2.15; public: `torch.compile(dynamic=True)`, for all dims."""
     torch._dynamo.mark_dynamic(tensor, dim)
 
 
 # ---- oneDNN ----------------------------------------------------------------------------------------------------------
 
 ONEDNN_LINEAR = torch.ops.mkldnn._linear_pointwise if torch.backends.mkldnn.is_available() else None
-"""oneDNN's `a @ b.T + bias`, which `F.linear` does not use for fp32; None if torch is built without. 2.11-2.15;
+"""oneDNN's `a @ b.T + bias`, which `F.linear` does not use for fp32; None if torch is built without oneDNN. 2.11-2.15;
 public: `torch.utils.mkldnn.to_mkldnn`, which copies the weights."""
 
 
@@ -128,18 +122,17 @@ def onednn_multiplies(dtype: torch.dtype) -> bool:
 # ---- dispatch modes --------------------------------------------------------------------------------------------------
 
 DispatchMode = TorchDispatchMode
-"""Sees every operation below autograd while it is entered. 2.11-2.15; documented by PyTorch, but nowhere public."""
+"""Intercepts every operation below autograd while it is entered. 2.11-2.15; documented by PyTorch, but not public."""
 
 FakeTensors = FakeTensorMode
-"""Makes tensors with shapes and no numbers. 2.11-2.15; public: the meta device, whose tensors hide their device."""
+"""Makes tensors with shapes but no data. 2.11-2.15; public: the meta device, whose tensors do not keep their device."""
 
 leaves = _pytree.tree_leaves
-"""All that is not a container in nested lists, tuples and dicts. 2.11-2.15."""
+"""The values in nested lists, tuples and dicts, without the containers. 2.11-2.15."""
 
 
 def process_group_of(operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> ProcessGroup | None:
-    """The process group among the arguments of an operation in the namespaces `c10d` and `_c10d_functional`.
-    2.11-2.15."""
+    """The process group among the arguments of a `c10d` or `_c10d_functional` operation. 2.11-2.15."""
     for index, argument in enumerate(operation._schema.arguments):
         value = args[index] if index < len(args) else kwargs.get(argument.name)
         if value is not None and argument.name == "process_group":
@@ -155,8 +148,8 @@ def in_backward_pass() -> bool:
 
 
 def apart_from_recompute(hook: Callable[..., Any]) -> Callable[..., Any]:
-    """`hook` with its operations hidden from selective recomputation, which compares a block's operations with the
-    original ones. 2.11-2.15; public: none."""
+    """`hook`, hidden from selective recomputation, which compares a block's operations with those of the original
+    forward pass. 2.11-2.15; public: none."""
 
     def unseen(*args: object) -> object:
         selective = checkpoint._CachingTorchDispatchMode | checkpoint._CachedTorchDispatchMode
@@ -169,8 +162,8 @@ def apart_from_recompute(hook: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def replace_hooks(module: nn.Module, replace: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-    """Replace every hook before and after a module's forward pass by `replace(hook)`. 2.11-2.15; public:
-    hooks can be added and removed only by who has added them."""
+    """Replace every hook before and after a module's forward pass by `replace(hook)`. 2.11-2.15; public: none; a hook
+    can be removed only by a handle that its registration returned."""
     for hooks in (module._forward_pre_hooks, module._forward_hooks):
         hooks.update({key: replace(hook) for key, hook in hooks.items()})
 
@@ -185,44 +178,54 @@ def allocate_each(module: nn.Module, make: Callable[[torch.Tensor], torch.Tensor
 
 
 def unflatten(mesh: DeviceMesh, sizes: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
-    """A mesh of one axis, made part of a parent mesh, because FSDP2 requires that all meshes of a parameter have the
-    same parent. 2.11-2.15; public: `init_device_mesh`, whose meshes have no common parent."""
+    """A mesh of one axis, cut into several. It keeps its parent: FSDP2 requires one parent of all of a parameter's
+    meshes. 2.11-2.15; public: `init_device_mesh`, whose meshes have no common parent."""
     return mesh._unflatten(0, sizes, names)
 
 
 def local_part(tensor: DTensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Shape of this rank's part, and its offset in the global tensor. 2.11-2.15; public: none for parts that two
-    strategies have split along one dim."""
+    """The shape of this rank's part and its offset in the global tensor. 2.11-2.15; public: none for a dim that two
+    strategies have split."""
     shape, offset = _utils.compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
     return tuple(shape), tuple(offset)
 
 
 def version_of(tensor: torch.Tensor) -> int:
-    """The number of in-place changes of a tensor's storage so far, as autograd counts them."""
+    """Autograd's count of in-place changes of a tensor's storage."""
     return tensor._version
 
 
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's local tensor itself. 2.11-2.15; public: `DTensor.to_local`, which may make a view of it."""
+    """This rank's local tensor itself. 2.11-2.15; public: `DTensor.to_local`, which may return a view of it."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
 def waited_for(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor whose collective has ended. 2.11-2.15; public: any operation on it waits."""
+    """The tensor, after its collective has ended. 2.11-2.15; public: any operation on it waits."""
     return tensor.wait() if isinstance(tensor, AsyncCollectiveTensor) else tensor
 
 
 # ---- FSDP2 -----------------------------------------------------------------------------------------------------------
 
 
-FsdpAllGather, FsdpReduceScatter = AllGather, ReduceScatter
-"""What `FSDPModule.set_custom_all_gather` and `set_custom_reduce_scatter` take. 2.11-2.15; public: these methods, but
-not the classes."""
+class FsdpAllGather(DefaultAllocMixin, AllGather):
+    """The base of gathers that `FSDPModule.set_custom_all_gather` takes, with FSDP2's own allocation of buffers.
+    2.11-2.15; public: this method, but not the classes."""
+
+
+class FsdpReduceScatter(DefaultAllocMixin, ReduceScatter):
+    """The same of reductions, for `FSDPModule.set_custom_reduce_scatter`."""
 
 
 def _group(module: nn.Module | FSDPModule) -> Any:
-    """The parameters that FSDP2 gathers and reduces together around `module`; None if it has no group of its own."""
+    """FSDP2's group of parameters that it gathers and reduces together around `module`; None if there is none."""
     return module._get_fsdp_state()._fsdp_param_group if isinstance(module, FSDPModule) else None
+
+
+def _parts(module: nn.Module | FSDPModule) -> Sequence[Any]:
+    """FSDP2's records of the group's parameters; empty without a group."""
+    group = _group(module)
+    return () if group is None else group.fsdp_params
 
 
 def sum_parts_in_reduce_dtype(module: nn.Module) -> None:
@@ -255,9 +258,9 @@ def sum_parts_in_reduce_dtype(module: nn.Module) -> None:
 
 
 def keep_gradients_as_reduced(module: nn.Module) -> None:
-    """Have FSDP2 keep gradients in the dtype in which it reduces them, and add further microbatches' to them there,
-    where weights are narrower; it would round them to the weights' dtype. The weights must accept them (`grad_dtype`).
-    2.11-2.15; public: none."""
+    """Make FSDP2 keep reduced gradients, and accumulate them over microbatches, in the reduction dtype; by itself it
+    rounds them to the dtype of narrower weights. The weights must accept them (`grad_dtype`). 2.11-2.15; public:
+    none."""
     group = _group(module)
     if group is None:
         return
@@ -269,16 +272,14 @@ def keep_gradients_as_reduced(module: nn.Module) -> None:
 
 
 def grouped_parts(module: FSDPModule) -> list[tuple[nn.Parameter, torch.Size]]:
-    """The parameters that FSDP2 gathers together around `module`, in its order, and the shape of the part of each that
-    a rank sends, padding included. 2.11-2.15; public: none."""
-    group = _group(module)
-    parts = group.fsdp_params if group is not None else ()
-    return [(part.sharded_param, part.padded_sharded_param_size) for part in parts]
+    """The parameters of FSDP2's group around `module`, in its order, each with the shape of the part that a rank sends,
+    padding included. 2.11-2.15; public: none."""
+    return [(part.sharded_param, part.padded_sharded_param_size) for part in _parts(module)]
 
 
 def keep_gradient_as_made(parameter: torch.Tensor) -> None:
-    """Let a low-precision parameter's gradient have the dtype in which autograd makes it, where FSDP2 does: since 2.15
-    a norm's fp32 gradient is not rounded to the dtype of computation. Before, nothing. Public: `grad_dtype`."""
+    """Keep a low-precision parameter's gradient in the dtype in which autograd computes it, if FSDP2 does: since 2.15
+    it no longer rounds a norm's fp32 gradient to the compute dtype. Does nothing before. Public: `grad_dtype`."""
     if not hasattr(FSDPParam, "accumulate_unsharded_grad_if_needed"):
         parameter.grad_dtype = None
 
@@ -288,21 +289,19 @@ def _is_part_of_sum(gradient: torch.Tensor | None) -> bool:
 
 
 def complete_gradients(modules: Iterable[nn.Module]) -> None:
-    """Give gathered weights that train and have no gradient yet one of zeros: of what waits for its sum over replicas,
-    FSDP2 adds up buffers that must hold the same weights, and drops it where nothing is added. 2.11-2.15; public:
-    none."""
-    for module in modules:
-        group = _group(module)
-        for part in () if group is None else group.fsdp_params:
-            if part.sharded_param.requires_grad and hasattr(part, "_unsharded_param"):
-                weight = part.unsharded_param
-                if weight.grad is None and part.unsharded_accumulated_grad is None:
-                    weight.grad = torch.zeros_like(weight)
+    """Give trained, gathered weights without a gradient a gradient of zeros. Until gradients are summed over replicas,
+    FSDP2 accumulates a buffer per group, which must hold the same weights each time, and drops it if nothing is added.
+    2.11-2.15; public: none."""
+    for part in (part for module in modules for part in _parts(module)):
+        if part.sharded_param.requires_grad and hasattr(part, "_unsharded_param"):
+            weight = part.unsharded_param
+            if weight.grad is None and part.unsharded_accumulated_grad is None:
+                weight.grad = torch.zeros_like(weight)
 
 
 def end_backward(modules: Iterable[nn.Module]) -> None:
-    """Do what FSDP2 does where a backward pass leaves a module: add up its gradients, or reduce them. 2.11-2.15;
-    public: none, and torch's own pipelining calls the same."""
+    """Run FSDP2's work at the end of a module's backward pass: accumulate its gradients, or reduce them. 2.11-2.15;
+    public: none; torch's own pipelining makes the same call."""
     for module in modules:
         group = _group(module)
         if group is not None:
@@ -320,28 +319,26 @@ def end_whole_backward(root: FSDPModule) -> None:
 
 
 def make_root(model: FSDPModule) -> None:
-    """Let FSDP2 take `model` for the outermost module, as its first forward pass would. 2.11-2.15; public: none."""
+    """Make `model` FSDP2's root module, as its first forward pass would. 2.11-2.15; public: none."""
     model._get_fsdp_state()._lazy_init()
 
 
 def passing_tensors(module: nn.Module) -> tuple[list[torch.Tensor], list[torch.Tensor | None]]:
-    """What FSDP2 holds between a gather and a reduction: weights and gradients. 2.11-2.15; public: none."""
+    """The weights and gradients that FSDP2 holds between a gather and a reduction. 2.11-2.15; public: none."""
     weights: list[torch.Tensor] = []
     gradients: list[torch.Tensor | None] = []
-    group = _group(module)
-    for parameter in group.fsdp_params if group is not None else ():
-        weights += parameter.all_gather_outputs
-        gradients.append(parameter.unsharded_accumulated_grad)
-        if hasattr(parameter, "_unsharded_param"):
-            gradients.append(parameter.unsharded_param.grad)
+    for part in _parts(module):
+        weights += part.all_gather_outputs
+        gradients.append(part.unsharded_accumulated_grad)
+        if hasattr(part, "_unsharded_param"):
+            gradients.append(part.unsharded_param.grad)
     return weights, gradients
 
 
 def gathered_storages(module: nn.Module) -> list[torch.UntypedStorage]:
-    """The storages of the weights that FSDP2 gathers around `module`; it frees them together, by resizing them to 0.
-    Empty before the first gather. 2.11-2.15; public: none."""
-    group = _group(module)
-    parts = group.fsdp_params if group is not None else []
+    """The storages of the weights that FSDP2 gathers around `module` and frees together, by resizing them to 0. Empty
+    before the first gather. 2.11-2.15; public: none."""
+    parts = _parts(module)
     if not parts or not hasattr(parts[-1], "_unsharded_param"):
         return []
     tensors = (tensor for part in parts for tensor in (*part.all_gather_outputs, *part._unsharded_inner_tensors))
@@ -349,15 +346,14 @@ def gathered_storages(module: nn.Module) -> list[torch.UntypedStorage]:
 
 
 def gathered_parameters(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """(name in the model, whole parameter) of what FSDP2 gathers around `module`. 2.11-2.15; public: none."""
-    group = _group(module)
-    for parameter in group.fsdp_params if group is not None else ():
-        if hasattr(parameter, "_unsharded_param"):
-            yield parameter._param_fqn or "", parameter.unsharded_param
+    """(name in the model, whole parameter) of the weights gathered around `module`. 2.11-2.15; public: none."""
+    for part in _parts(module):
+        if hasattr(part, "_unsharded_param"):
+            yield part._param_fqn or "", part.unsharded_param
 
 
 def tensors_in_flight(module: nn.Module) -> list[torch.Tensor]:
-    """Buffers of FSDP2's gathers and reductions around `module` that have not ended. 2.11-2.15; public: none."""
+    """The buffers of FSDP2's unfinished gathers and reductions around `module`. 2.11-2.15; public: none."""
     group = _group(module)
     if group is None or getattr(group, "comm_ctx", None) is None:
         return []
@@ -368,27 +364,27 @@ def tensors_in_flight(module: nn.Module) -> list[torch.Tensor]:
 
 
 class Shards:
-    """This rank's shards, as FSDP2 refers to them beside the parameters. 2.11-2.15; public: none."""
+    """FSDP2's own references to this rank's shards. 2.11-2.15; public: none."""
 
     def __init__(self, model: nn.Module) -> None:
-        groups = [group for module in model.modules() if (group := _group(module)) is not None]
-        self._parts = {id(part.sharded_param._local_tensor): part for group in groups for part in group.fsdp_params}
+        parts = (part for module in model.modules() for part in _parts(module))
+        self._parts = {id(part.sharded_param._local_tensor): part for part in parts}
 
     def __contains__(self, shard: torch.Tensor) -> bool:
         return id(shard) in self._parts
 
     def like(self, shard: torch.Tensor) -> torch.Tensor:
-        """What FSDP2 gathers of a shard, with its padding, as a tensor without data."""
+        """A tensor without data, of the size and dtype that FSDP2 gathers for a shard, padding included."""
         numel = self._parts[id(shard)].padded_sharded_param_size.numel() if shard in self else shard.numel()
         return torch.empty(numel, dtype=shard.dtype, device="meta")
 
     def padded(self) -> list[torch.Tensor]:
-        """Shards that end before what is gathered of them."""
+        """Shards that FSDP2 pads."""
         shards = [part.sharded_param._local_tensor for part in self._parts.values()]
         return [shard for shard in shards if shard.numel() < self.like(shard).numel()]
 
     def moved(self, shard: torch.Tensor, gathered: torch.Tensor) -> None:
-        """A shard has got other memory; `gathered` begins with it, and zeros follow."""
+        """Tell FSDP2 that a shard has moved: `gathered` holds the shard, then zeros."""
         self._parts[id(shard)]._sharded_param_data = gathered
 
 
@@ -408,9 +404,9 @@ class SavedByOperation:
 
 
 def saved_for_backward(roots: Iterable[torch.Tensor]) -> Iterator[SavedByOperation]:
-    """The tensors that operations behind `roots` still keep, in no order, without recomputed ones. The graph cannot be
-    used afterwards: the saved tensors are read through hooks, which cannot be removed. 2.11-2.15; the hooks are public
-    (PyTorch's notes on autograd), the number of an operation is not."""
+    """The tensors that the operations behind `roots` still keep, in no order, without recomputed ones. The graph cannot
+    be used afterwards: they are read through hooks, which cannot be removed. 2.11-2.15; the hooks are public (PyTorch's
+    notes on autograd), an operation's number is not."""
     waiting = [root.grad_fn for root in roots if root.grad_fn is not None]
     seen: set[Any] = set()
     while waiting:
@@ -442,7 +438,7 @@ def _saved_by(node: Any) -> list[torch.Tensor]:
 
 
 def kept_by_recomputation() -> Iterator[tuple[Any, list[torch.Tensor]]]:
-    """(forward pass, the tensors kept to recompute it, and the recomputed ones) of every pass of `checkpoint` whose
+    """(forward pass, the tensors kept to recompute it, and recomputed ones) of every call of `checkpoint` whose
     backward pass has not ended. 2.11-2.15; public: none."""
     for frame in gc.get_objects():
         if type(frame) is checkpoint._CheckpointFrame:
@@ -470,18 +466,17 @@ def _inputs_of(frame: Any) -> Any:
 
 
 def all_tensors() -> list[torch.Tensor]:
-    """Every tensor that Python holds. 2.11-2.15 let the garbage collector know them; public: none."""
+    """Every tensor that Python holds: 2.11-2.15 register them with the garbage collector; public: none."""
     return [found for found in gc.get_objects() if issubclass(type(found), torch.Tensor)]
 
 
 def record_allocations() -> None:
-    """Let torch record every allocation on the GPU from here on, with the Python stack. 2.11-2.15; documented by
-    PyTorch, but nowhere public."""
+    """Start recording GPU allocations with their Python stacks. 2.11-2.15; documented by PyTorch, but not public."""
     torch.cuda.memory._record_memory_history(max_entries=1_000_000)
 
 
 def save_allocations(path: Path) -> None:
-    """Write the record, and stop recording. 2.11-2.15; as above."""
+    """Write the record and stop recording. 2.11-2.15; as above."""
     torch.cuda.memory._dump_snapshot(str(path))
     torch.cuda.memory._record_memory_history(enabled=None)
 

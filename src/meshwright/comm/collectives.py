@@ -30,12 +30,12 @@ from meshwright.torch_internals import functional_collectives as functional
 
 def all_gather(x: torch.Tensor, group: dist.ProcessGroup, dim: int = 0) -> torch.Tensor:
     """The ranks' parts of a tensor, in order along `dim`; backward, the sum of the gradients, scattered."""
-    return _AllGather.apply(x, group.size(), group.group_name, dim)  # type: ignore[return-value]
+    return _AllGather.apply(x, group.size(), group.group_name, dim)
 
 
 def reduce_scatter(x: torch.Tensor, group: dist.ProcessGroup, dim: int = 0) -> torch.Tensor:
     """This rank's part along `dim` of the sum over ranks; backward, the whole gradient. N must divide the dim."""
-    return _ReduceScatter.apply(x, group.size(), group.group_name, dim)  # type: ignore[return-value]
+    return _ReduceScatter.apply(x, group.size(), group.group_name, dim)
 
 
 class _AllGather(torch.autograd.Function):
@@ -73,7 +73,7 @@ def _scatter_sum(x: torch.Tensor, size: int, group: str, dim: int) -> torch.Tens
 
 def all_to_all(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """Sends entry n of dim 0 to rank n, and replaces it by rank n's entry. Cannot be compiled."""
-    return _AllToAll.apply(x, group)  # type: ignore[return-value]
+    return _AllToAll.apply(x, group)
 
 
 class _AllToAll(torch.autograd.Function):
@@ -91,7 +91,7 @@ class _AllToAll(torch.autograd.Function):
 
 def all_to_all_rows(x: torch.Tensor, received: list[int], sent: list[int], group: dist.ProcessGroup) -> torch.Tensor:
     """`sent[n]` rows for rank n, in rank order, exchanged for `received[n]` rows of it; backward, gradients go back."""
-    return _AllToAllRows.apply(x, received, sent, group.group_name)  # type: ignore[return-value]
+    return _AllToAllRows.apply(x, received, sent, group.group_name)
 
 
 class _AllToAllRows(torch.autograd.Function):
@@ -108,7 +108,7 @@ class _AllToAllRows(torch.autograd.Function):
 
 def all_reduce(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """The sum over ranks; backward, the identity."""
-    return _AllReduce.apply(x, group.group_name)  # type: ignore[return-value]
+    return _AllReduce.apply(x, group.group_name)
 
 
 class _AllReduce(torch.autograd.Function):

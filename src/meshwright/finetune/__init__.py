@@ -1,6 +1,5 @@
 """Fine-tuning applied to a model, and adapters merged back into it."""
 
-from meshwright.finetune.apply import apply_finetune
-from meshwright.finetune.merge import merged_model
+from meshwright.finetune.apply import apply_finetune, merged_model
 
 __all__ = ["apply_finetune", "merged_model"]

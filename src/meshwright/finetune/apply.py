@@ -1,4 +1,7 @@
-"""Fine-tuning applied to a model: it fills slots of layers as `families/adapters.py` extends the parameter table."""
+"""Fine-tuning applied to a model, and adapters merged back into the weights they extend.
+
+It fills slots of layers as `families/adapters.py` extends the parameter table.
+"""
 
 from itertools import groupby
 
@@ -7,7 +10,7 @@ from torch import nn
 
 from meshwright.families import Adapter, find_adapters, finetuned_table
 from meshwright.families.adapters import module_of
-from meshwright.models import Decoder
+from meshwright.models import Decoder, build_model, named_tensors
 from meshwright.models.adapters import Lora, LoraRows, Scaled
 from meshwright.models.blockwise import load_kernels
 from meshwright.models.dropout import Draws, Dropout
@@ -15,6 +18,7 @@ from meshwright.models.dtypes import torch_dtype
 from meshwright.models.embedding import Embedding
 from meshwright.models.linear import Linear, is_linear, take_over
 from meshwright.models.quantized import Quantized
+from meshwright.models.slots import Layer
 from meshwright.spec.errors import UserError
 from meshwright.spec.finetune import FinetuneSpec
 from meshwright.spec.model import Parameter
@@ -93,3 +97,20 @@ def _add(adapter: Adapter, model: Decoder, dtype: torch.dtype, seed: int) -> Non
 def name_of(row: Parameter) -> str:
     """The parameter's name within its module."""
     return row.name.rpartition(".")[2]
+
+
+@torch.no_grad()
+def merged_model(model: Decoder) -> Decoder:
+    """A model without adapters that computes what `model`, whole and on one device, does. Its weights are copies,
+    dequantized where needed."""
+    like = model.like
+    merged = build_model(model.spec, device=like.device, dtype=like.dtype)
+    targets = named_tensors(merged)
+    for name, tensor in named_tensors(model).items():
+        if name in targets:
+            targets[name].copy_(tensor)
+    for path, module in model.named_modules():
+        if isinstance(module, Layer):
+            for name, tensor in module.merged().items():
+                targets[f"{path}.{name}"].copy_(tensor)
+    return merged.eval()

@@ -12,12 +12,7 @@ import torch.nn.functional as F
 
 from meshwright.models.cpu_kernels import linear
 from meshwright.models.dropout import Dropout
-from meshwright.models.slots import Op, Place, Weights
-
-
-def unchanged(squares_N: torch.Tensor) -> torch.Tensor:
-    """The default `Lora.sum_over_inputs`: this rank has all inputs."""
-    return squares_N
+from meshwright.models.slots import Op, Place, Weights, unreduced
 
 
 class Lora(Op):
@@ -33,7 +28,7 @@ class Lora(Op):
     def __init__(self, scale: float, dropout: Dropout | None = None) -> None:
         """`dropout` is a submodule of the layer, so that it knows whether the layer trains."""
         self.scale, self.dropout = scale, dropout
-        self.sum_over_inputs: Callable[[torch.Tensor], torch.Tensor] = unchanged
+        self.sum_over_inputs: Callable[[torch.Tensor], torch.Tensor] = unreduced
         """Reduces the sums of squares [N] over this rank's inputs to sums over all inputs."""
 
     def forward(self, x: torch.Tensor, weights: Weights) -> torch.Tensor:

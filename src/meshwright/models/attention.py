@@ -6,6 +6,7 @@ head_dim.
 
 import contextlib
 import inspect
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -71,11 +72,7 @@ class Attention(nn.Module):
         self.k_norm = build_norm(spec, spec.head_dim) if spec.qk_norm else None
 
     def forward(
-        self,
-        x_BTD: torch.Tensor,
-        rope: RopeTables | None = None,
-        mask: Mask = None,
-        cache: LayerCache | None = None,
+        self, x_BTD: torch.Tensor, rope: RopeTables | None = None, mask: Mask = None, cache: LayerCache | None = None
     ) -> torch.Tensor:
         """[B, T, D] to [B, T, D]; `mask` is from `attention_mask` (None: causal), or the row's documents."""
         x_BTD = x_BTD if self.entry is None else self.entry(x_BTD)
@@ -88,12 +85,16 @@ class Attention(nn.Module):
             q_BTHK, k_BTGK = self.q_norm(q_BTHK), self.k_norm(k_BTGK)
         if rope is not None:
             q_BTHK, k_BTGK = apply_rope(q_BTHK, rope), apply_rope(k_BTGK, rope)
-        q_BHTK, k_BGSK, v_BGSK = (tensor.transpose(1, 2) for tensor in (q_BTHK, k_BTGK, v_BTGK))
+        return self.wo(self.attend((q_BTHK, k_BTGK, v_BTGK), mask, cache).flatten(-2))
+
+    def attend(self, qkv_BTHK: Sequence[torch.Tensor], mask: Mask, cache: LayerCache | None) -> torch.Tensor:
+        """The heads' outputs [B, T, H, K] from queries, keys and values, by the core."""
+        q_BHTK, k_BGSK, v_BGSK = (tensor.transpose(1, 2) for tensor in qkv_BTHK)
         if cache is None:
             y_BHTK = self.core(q_BHTK, k_BGSK, v_BGSK, mask)
         else:
             y_BHTK = cache.attend(self.core, q_BHTK, k_BGSK, v_BGSK)
-        return self.wo(y_BHTK.transpose(1, 2).flatten(-2))
+        return y_BHTK.transpose(1, 2)
 
     def extra_repr(self) -> str:
         """The contents of the slots."""

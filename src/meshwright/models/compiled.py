@@ -28,7 +28,7 @@ from meshwright.models.decoder import Block, Decoder
 from meshwright.models.feed_forward import FeedForward
 from meshwright.models.linear import Linear
 from meshwright.models.norm import LayerNorm, RMSNorm
-from meshwright.models.packed import COPIED_BYTES, all_plain, weight_bytes
+from meshwright.models.packed import COPIED_BYTES, DTYPES, all_plain, weight_bytes
 from meshwright.models.rope import rope_tables
 from meshwright.models.slots import View, Viewed
 from meshwright.spec.errors import UserError
@@ -47,7 +47,6 @@ LANES = 16
 OPENMP = re.compile(r"lib(gomp|iomp|omp)\b.*\.so")
 PROCESSOR = ("model name", "flags", "Features", "CPU part")
 """Lines of /proc/cpuinfo with the processor's instruction sets."""
-DTYPES = (torch.float32, torch.bfloat16)
 
 
 class _Matrix(ctypes.Structure):
@@ -141,7 +140,6 @@ class CompiledStep:
         caches = [layer.both_2MGCK.data_ptr() for layer in cache.layers.values()]
         pointers = (ctypes.c_void_p * len(caches))(*caches)
         logits_BV = torch.empty(count, spec.vocab)
-        has_turns = spec.positions == "rope"
         step = _Step(
             caches=ctypes.addressof(pointers),
             cache_rows=cache.rows,
@@ -151,8 +149,8 @@ class CompiledStep:
             scratch=scratch,
             tokens=batch.tokens.data_ptr(),
             places=cache.step.places.data_ptr(),
-            cos=self._turns[0].data_ptr() if has_turns else None,
-            sin=self._turns[1].data_ptr() if has_turns else None,
+            cos=self._turns[0].data_ptr(),
+            sin=self._turns[1].data_ptr(),
             memory=self._memory.data_ptr(),
             logits=logits_BV.data_ptr(),
         )
@@ -251,13 +249,10 @@ def _why_not(model: Decoder) -> str | None:
             return f"it does not support these blocks of {spec.family} (weights on disk, latent attention, plug-ins)"
         if type(block.feed_forward) is not FeedForward:
             return "it does not support mixtures of experts"
-        if type(block.attention.core) is not Core or any(type(m.view) is not View for m in _layers_of(block)):
+        views = {type(module.view) for module in block.modules() if isinstance(module, Viewed)}
+        if type(block.attention.core) is not Core or views != {View}:
             return "it does not support layout.tp"
     return None
-
-
-def _layers_of(block: nn.Module) -> list[Viewed]:
-    return [module for module in block.modules() if isinstance(module, Viewed)]
 
 
 def _compiler() -> str | None:

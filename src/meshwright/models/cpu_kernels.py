@@ -41,9 +41,7 @@ def linear(input: torch.Tensor, weight_ND: torch.Tensor, bias_N: torch.Tensor | 
     """`F.linear`, by oneDNN for fp32 on a CPU: [..., D] to [..., N]."""
     if not _by_onednn(input, weight_ND):
         return F.linear(input, weight_ND, bias_N)
-    output = _Linear.apply(input, weight_ND, bias_N)
-    assert isinstance(output, torch.Tensor)
-    return output
+    return _Linear.apply(input, weight_ND, bias_N)
 
 
 def matmul(a_MD: torch.Tensor, b_DN: torch.Tensor, room_MN: torch.Tensor | None = None) -> torch.Tensor:
@@ -60,16 +58,12 @@ def serves_training(x: torch.Tensor) -> bool:
 
 def causal_attention(q_BHTK: torch.Tensor, k_BGTK: torch.Tensor, v_BGTK: torch.Tensor) -> torch.Tensor:
     """`F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)` with a faster backward pass."""
-    y = _CausalAttention.apply(q_BHTK, k_BGTK, v_BGTK)
-    assert isinstance(y, torch.Tensor)
-    return y
+    return _CausalAttention.apply(q_BHTK, k_BGTK, v_BGTK)
 
 
 def gelu_tanh(x: torch.Tensor) -> torch.Tensor:
     """`F.gelu(x, approximate="tanh")` with a faster backward pass, whose derivative is rounded to bf16."""
-    y = _GeluTanh.apply(x)
-    assert isinstance(y, torch.Tensor)
-    return y
+    return _GeluTanh.apply(x)
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:

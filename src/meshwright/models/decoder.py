@@ -23,7 +23,7 @@ from meshwright.models.masks import Documents, attention_mask, document_position
 from meshwright.models.moe import MoE
 from meshwright.models.norm import build_norm
 from meshwright.models.rope import RopeTables, rope_tables
-from meshwright.models.slots import Compute, Wrapped, Wrapper
+from meshwright.models.slots import Wrapped
 from meshwright.spec.errors import UserError
 from meshwright.spec.model import ModelSpec
 
@@ -40,11 +40,7 @@ class Block(Wrapped):
         self.feed_forward = MoE(spec, layer) if spec.is_moe(layer) else FeedForward(spec, spec.ffn)
 
     def compute(
-        self,
-        x_BTD: torch.Tensor,
-        rope: RopeTables | None = None,
-        mask: Mask = None,
-        cache: LayerCache | None = None,
+        self, x_BTD: torch.Tensor, rope: RopeTables | None = None, mask: Mask = None, cache: LayerCache | None = None
     ) -> torch.Tensor:
         """[B, T, D] to [B, T, D]."""
         x_BTD = x_BTD + self.attention(self.attention_norm(x_BTD), rope, mask, cache)
@@ -55,8 +51,9 @@ Read = Callable[[torch.Tensor, Head, TensorBatch], Any]
 """(hidden states [B, T, D], the head, the batch) -> anything computed from them."""
 
 
-class Decoder(nn.Module):
-    """A causal language model, whole, on one device; `named_parameters()` is the parameter table, buffers its state."""
+class Decoder(Wrapped):
+    """A causal language model, whole, on one device; `named_parameters()` is the parameter table, buffers its state.
+    Wrappers apply to `compute`, without the head, in passes without a cache."""
 
     def __init__(self, spec: ModelSpec, block: Callable[[ModelSpec, int], Block] = Block):
         """`block` makes the block of a layer."""
@@ -80,10 +77,6 @@ class Decoder(nn.Module):
 
     next_step: Callable[[TensorBatch, Cache], torch.Tensor] | None = None
     """A slot: the logits after a step in which every sequence gets one token; None: by the modules."""
-
-    wrapper: Wrapper | None = None
-    run: Compute | None = None
-    """A slot: `compute` in a wrapper of the whole model."""
 
     def keep_layers(self, parts: Iterable[range]) -> None:
         """Drop every module that `forward(layers=part)` does not need for these parts of the layers.
@@ -145,7 +138,8 @@ class Decoder(nn.Module):
         elif cache is None:
             mask = attention_mask(length, length, window=window, device=device)
         if positions_BT is None:
-            self._check_positions(length)
+            if self.spec.positions == "learned" and length > self.spec.max_positions:
+                raise UserError(f"{length} positions; this model has embeddings for {self.spec.max_positions}")
             positions_BT = torch.arange(length, device=device)
         compute = self.compute if self.run is None or cache is not None else self.run
         y_BTD = compute(batch.tokens if x_BTD is None else x_BTD, positions_BT, mask, layers, cache)
@@ -164,14 +158,10 @@ class Decoder(nn.Module):
             y_BTD = block(y_BTD, rope, mask) if cache is None else block(y_BTD, rope, mask, cache.layers[key])
         return y_BTD if layers.stop < self.spec.num_layers else self.norm(y_BTD)
 
-    def wrap(self, wrapper: Wrapper) -> None:
-        """Fill the slot around `compute`, for a model that does not generate."""
-        self.wrapper, self.run = wrapper, wrapper(self.compute)
-
     def extra_repr(self) -> str:
         """The contents of the slots."""
-        slots = (("run", self.wrapper), ("next_step", self.next_step))
-        return ", ".join(f"{name}: {slot}" for name, slot in slots if slot is not None)
+        next_step = "" if self.next_step is None else f"next_step: {self.next_step}"
+        return ", ".join(filter(None, (super().extra_repr(), next_step)))
 
     def tell_draws(self, batch: TensorBatch) -> None:
         """Give dropouts the batch's tokens. Call it before the batch is computed, and before it is recomputed in a
@@ -182,10 +172,6 @@ class Decoder(nn.Module):
     def logits(self, batch: TensorBatch) -> torch.Tensor:
         """The logits [B, T, V] of every position, in the model's dtype."""
         return self(batch, lambda x_BTD, head, _: head.logits(x_BTD))
-
-    def _check_positions(self, number: int) -> None:
-        if self.spec.positions == "learned" and number > self.spec.max_positions:
-            raise UserError(f"{number} positions; this model has embeddings for {self.spec.max_positions}")
 
     def _embed(self, tokens_BT: torch.Tensor, positions_BT: torch.Tensor) -> torch.Tensor:
         x_BTD = self.tok_embeddings(tokens_BT)

@@ -35,8 +35,7 @@ class Dropout(nn.Module):
         """`name`: the layer's; each layer draws different numbers."""
         super().__init__()
         self.share, self.draws = share, draws
-        digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest()
-        self.key = int.from_bytes(digest, "little", signed=True)
+        self.key = hash_key(seed, name)
         self.part = 0
         """A slot: the index of this rank's part of the features, if tensor-parallel ranks have equal parts."""
 
@@ -57,6 +56,12 @@ class Dropout(nn.Module):
     def extra_repr(self) -> str:
         """The share."""
         return f"{self.share:g}"
+
+
+def hash_key(*parts: int | str) -> int:
+    """A key for `drawn_bits`: a hash of seed, name and use."""
+    digest = hashlib.blake2b("/".join(map(str, parts)).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little", signed=True)
 
 
 def drawn_bits(key: int, numbers_N: torch.Tensor, first: int, features: int) -> torch.Tensor:

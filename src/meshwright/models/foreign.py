@@ -67,7 +67,7 @@ class ForeignDecoder(Decoder):
                 raise UserError(_MIXES_DOCUMENTS)
             positions_BT = batch.position_ids
             arguments["position_ids"] = document_positions(batch.document_ids) if positions_BT is None else positions_BT
-        theirs: Any = super(Decoder, self)
+        theirs: Any = super(Wrapped, self)
         logits_BTV = theirs.forward(**arguments).logits
         return logits_BTV if read is None else read(logits_BTV, LogitsHead(self.head_split), batch)
 

@@ -9,7 +9,6 @@ import random
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from math import ceil, isfinite
-from typing import Protocol
 
 import torch
 
@@ -44,24 +43,22 @@ class Sampling:
     """Row i of a batch draws from its own random stream, a pure function of (seed, i)."""
 
     def __post_init__(self) -> None:
-        if not self.temperature >= 0:
-            raise UserError(f"temperature={self.temperature} is not allowed: must be at least 0")
-        if self.top_k < 0:
-            raise UserError(f"top_k={self.top_k} is not allowed: must be at least 0 (0 allows every token)")
-        if not 0 < self.top_p <= 1:
-            raise UserError(f"top_p={self.top_p} is not allowed: must be greater than 0 and at most 1")
-        if not 0 <= self.min_p <= 1:
-            raise UserError(f"min_p={self.min_p} is not allowed: must be at least 0 and at most 1")
-        if not LEAST_PENALTY <= self.repetition_penalty <= MOST_PENALTY:
-            raise UserError(
-                f"repetition_penalty={self.repetition_penalty} is not allowed: must be from {LEAST_PENALTY:g} to "
-                f"{MOST_PENALTY:g}"
-            )
-        if not isfinite(self.temperature):
-            raise UserError(f"temperature={self.temperature} is not allowed: must be a finite number")
-        for name in ("presence_penalty", "frequency_penalty"):
-            if not abs(getattr(self, name)) <= MOST_PENALTY:
-                raise UserError(f"{name}={getattr(self, name)} is not allowed: must be at most {MOST_PENALTY:g}")
+        for name, allowed, rule in (
+            ("temperature", self.temperature >= 0, "at least 0"),
+            ("top_k", self.top_k >= 0, "at least 0 (0 allows every token)"),
+            ("top_p", 0 < self.top_p <= 1, "greater than 0 and at most 1"),
+            ("min_p", 0 <= self.min_p <= 1, "at least 0 and at most 1"),
+            (
+                "repetition_penalty",
+                LEAST_PENALTY <= self.repetition_penalty <= MOST_PENALTY,
+                f"from {LEAST_PENALTY:g} to {MOST_PENALTY:g}",
+            ),
+            ("temperature", isfinite(self.temperature), "a finite number"),
+            ("presence_penalty", abs(self.presence_penalty) <= MOST_PENALTY, f"at most {MOST_PENALTY:g}"),
+            ("frequency_penalty", abs(self.frequency_penalty) <= MOST_PENALTY, f"at most {MOST_PENALTY:g}"),
+        ):
+            if not allowed:
+                raise UserError(f"{name}={getattr(self, name)} is not allowed: must be {rule}")
 
     @property
     def penalizes(self) -> bool:
@@ -69,31 +66,31 @@ class Sampling:
         return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
 
 
-class Rows(Protocol):
-    """Prompts and their continuations, as a model reads them."""
-
-    def logits(self) -> torch.Tensor:
-        """The logits of each row's next token, [B, V]."""
-        ...
-
-    def append(self, next_B: torch.Tensor) -> None:
-        """Append a token to each row."""
-        ...
-
-
 def continue_rows(
-    rows: Rows, max_tokens: int, ends: Collection[int], choose_next: Callable[[torch.Tensor], torch.Tensor]
+    choose_next: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+    prompts: Sequence[Sequence[int]],
+    max_tokens: int,
+    ends: Collection[int],
+    *,
+    multiple: int,
+    device: torch.device,
 ) -> list[list[int]]:
-    """Up to `max_tokens` new token ids for each row, ending before one of `ends`.
+    """Up to `max_tokens` new token ids after each prompt, ending before one of `ends`.
 
-    `choose_next`: logits [B, V] to the next tokens [B], int64.
+    Rows are padded on the right to one length T, a multiple of `multiple`, and read in full for every token. This works
+    for any model with a forward pass, however it is split.
+
+    `choose_next`: (tokens [B, T], int64, and the last position in each row so far [B, T], bool) to the next tokens [B],
+    int64.
     """
-    continued: list[list[int]] = []
-    unfinished: set[int] = set()
+    length = ceil((max(map(len, prompts)) + max_tokens) / multiple) * multiple
+    tokens_BT = torch.tensor([[*prompt, *[0] * (length - len(prompt))] for prompt in prompts], device=device)
+    last_B1 = torch.tensor([[len(prompt) - 1] for prompt in prompts], device=device)
+    places_T = torch.arange(length, device=device)
+    continued: list[list[int]] = [[] for _ in prompts]
+    unfinished = set(range(len(prompts)))
     for _ in range(max_tokens):
-        next_B = choose_next(rows.logits())
-        if not continued:
-            continued, unfinished = [[] for _ in next_B], set(range(len(next_B)))
+        next_B = choose_next(tokens_BT, places_T == last_B1)
         for row, token in enumerate(next_B.tolist()):
             if row in unfinished and token in ends:
                 unfinished.remove(row)
@@ -101,39 +98,9 @@ def continue_rows(
                 continued[row].append(token)
         if not unfinished:
             break
-        rows.append(next_B)
+        last_B1 = last_B1 + 1
+        tokens_BT.scatter_(1, last_B1, next_B[:, None])
     return continued
-
-
-class WholeRows:
-    """Rows without a cache, padded on the right to one length and read in full for every token. Works for any model
-    with a forward pass, however it is split."""
-
-    def __init__(
-        self,
-        read: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
-        prompts: Sequence[Sequence[int]],
-        max_tokens: int,
-        *,
-        multiple: int,
-        device: torch.device,
-    ) -> None:
-        """`read`: (tokens [B, T], int64, and the requested position in each row [B, T], bool) to logits [B, V]. T is a
-        multiple of `multiple`."""
-        self.read = read
-        length = ceil((max(map(len, prompts)) + max_tokens) / multiple) * multiple
-        self.tokens_BT = torch.tensor([[*prompt, *[0] * (length - len(prompt))] for prompt in prompts], device=device)
-        self.last_B1 = torch.tensor([[len(prompt) - 1] for prompt in prompts], device=device)
-
-    def logits(self) -> torch.Tensor:
-        """See `Rows`."""
-        places_T = torch.arange(self.tokens_BT.shape[1], device=self.tokens_BT.device)
-        return self.read(self.tokens_BT, places_T == self.last_B1)
-
-    def append(self, next_B: torch.Tensor) -> None:
-        """See `Rows`."""
-        self.last_B1 = self.last_B1 + 1
-        self.tokens_BT.scatter_(1, self.last_B1, next_B[:, None])
 
 
 def choose(logits_BV: torch.Tensor, sampling: Sampling, streams: Sequence[random.Random]) -> torch.Tensor:

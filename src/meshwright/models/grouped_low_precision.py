@@ -39,38 +39,31 @@ class GroupedLowPrecision:
         (flat,) = read(rows.counts.flatten())
         microbatches = rows.counts.shape[1]
         counts = [flat[start : start + microbatches] for start in range(0, len(flat), microbatches)]
-        y_MO = _Apart.apply(x_MI, weight_EOI, rows.numbers, self, counts)
-        assert isinstance(y_MO, torch.Tensor)
-        return y_MO
+        return _Apart.apply(x_MI, weight_EOI, rows.numbers, self, counts)
 
     def groups(self, counts: Counts) -> Iterator["_Group"]:
-        """The rows that are scaled together, one after another."""
-        start = 0
+        """The rows that are scaled together, one after another. A group without rows is computed only if other ranks
+        have rows of the same microbatch and expert, because then scales are reduced for all groups."""
+        start, computes_all = 0, self.products[0].spreads
         for expert, of_microbatches in enumerate(counts):
             for count in of_microbatches:
-                yield _Group(expert, slice(start, start + count))
+                if count or computes_all:
+                    yield _Group(expert, slice(start, start + count))
                 start += count
 
     def encoded(self, x_MI: torch.Tensor, counts: Counts) -> list[Encoded]:
-        """The rows of every computed group in codes."""
-        found = self.last.get(x_MI) if self.last is not None else None
-        if found is None:
-            groups = ((group, self.products[group.expert]) for group in _computed(self, counts))
-            found = [product.encoded(_rows(x_MI, group, product)) for group, product in groups]
-            if self.last is not None:
-                self.last.put(x_MI, found)
-        return found
+        """The rows of every group in codes."""
+
+        def encode(x_MI: torch.Tensor) -> list[Encoded]:
+            groups = ((group, self.products[group.expert]) for group in self.groups(counts))
+            return [product.encoded(_rows(x_MI, group, product)) for group, product in groups]
+
+        return encode(x_MI) if self.last is None else self.last.of(x_MI, encode)
 
     @property
     def keeps_codes(self) -> bool:
         """`LowPrecision.keeps_codes` of all experts."""
         return self.products[0].keeps_codes
-
-    @property
-    def together(self) -> bool:
-        """Whether other ranks have rows of the same microbatch and expert. Then scales are reduced for all groups, also
-        for groups without rows here."""
-        return self.products[0].spreads
 
     def __repr__(self) -> str:
         return f"{self.products[0]}, of each expert"
@@ -106,7 +99,7 @@ class _Apart(torch.autograd.Function):
         ctx.save_for_backward(weight_EOI, numbers_M, *kept)
         ctx.grouped, ctx.numbers_of_rows = grouped, counts
         y_MO = x_MI.new_empty(len(x_MI), weight_EOI.shape[1])
-        for group, left in zip(_computed(grouped, counts), encoded, strict=True):
+        for group, left in zip(grouped.groups(counts), encoded, strict=True):
             weights: Weights = {"weight": weight_EOI[group.expert]}
             y = grouped.products[group.expert].product_of(left, weights, x_MI.dtype)
             y_MO[group.rows] = y[: group.size]
@@ -119,7 +112,7 @@ class _Apart(torch.autograd.Function):
         need_x, need_weight, *_ = ctx.needs_input_grad
         grad_MI = grad_MO.new_empty(len(grad_MO), weight_EOI.shape[2]) if need_x else None
         grad_EOI = torch.zeros_like(weight_EOI) if need_weight else None
-        for index, group in enumerate(_computed(grouped, ctx.numbers_of_rows)):
+        for index, group in enumerate(grouped.groups(ctx.numbers_of_rows)):
             product = grouped.products[group.expert]
             grad = _rows(grad_MO, group, product)
             weights: Weights = {"weight": weight_EOI[group.expert]}
@@ -132,10 +125,6 @@ class _Apart(torch.autograd.Function):
                 of_group = tuple(codes) if grouped.keeps_codes else (_rows(kept[0], group, product),)
                 grad_EOI[group.expert] += product.weight_gradient_of(of_group, grad, weights)
         return grad_MI, grad_EOI, None, None, None
-
-
-def _computed(grouped: GroupedLowPrecision, counts: Counts) -> Iterator[_Group]:
-    return (group for group in grouped.groups(counts) if group.size or grouped.together)
 
 
 def _rows(x_MI: torch.Tensor, group: _Group, product: LowPrecision) -> torch.Tensor:

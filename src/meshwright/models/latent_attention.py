@@ -40,11 +40,7 @@ class LatentAttention(Attention):
         self.wo = Linear(heads * spec.v_head_dim, spec.hidden, bias=False)
 
     def forward(
-        self,
-        x_BTD: torch.Tensor,
-        rope: RopeTables | None = None,
-        mask: Mask = None,
-        cache: LayerCache | None = None,
+        self, x_BTD: torch.Tensor, rope: RopeTables | None = None, mask: Mask = None, cache: LayerCache | None = None
     ) -> torch.Tensor:
         """Like `Attention.forward`. The cache holds expanded keys and values, the latter padded to the keys' width."""
         assert rope is not None
@@ -61,12 +57,8 @@ class LatentAttention(Attention):
         q_BTHK = torch.cat((q_BTHP, q_BTHR), -1) * self.scale
         k_BTHK = torch.cat((k_BTHP, k_BT1R.expand(*k_BTHP.shape[:-1], -1)), -1)
         v_BTHK = F.pad(v_BTHV, (0, k_BTHK.shape[-1] - v_BTHV.shape[-1]))
-        q_BHTK, k_BHSK, v_BHSK = (tensor.transpose(1, 2) for tensor in (q_BTHK, k_BTHK, v_BTHK))
-        if cache is None:
-            y_BHTK = self.core(q_BHTK, k_BHSK, v_BHSK, mask)
-        else:
-            y_BHTK = cache.attend(self.core, q_BHTK, k_BHSK, v_BHSK)
-        return self.wo(y_BHTK[..., : v_BTHV.shape[-1]].transpose(1, 2).flatten(-2))
+        y_BTHK = self.attend((q_BTHK, k_BTHK, v_BTHK), mask, cache)
+        return self.wo(y_BTHK[..., : v_BTHV.shape[-1]].flatten(-2))
 
 
 def _halves(x_BTHR: torch.Tensor) -> torch.Tensor:

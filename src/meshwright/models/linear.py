@@ -35,9 +35,7 @@ class Product(Op):
         result of `compute_keeping`."""
         weights = self.noted(weights)
         matrix = (weights.get(name) for name in self.names)
-        y = _Apart.apply(x, weights.get("bias"), self, *matrix)
-        assert isinstance(y, torch.Tensor)
-        return y
+        return _Apart.apply(x, weights.get("bias"), self, *matrix)
 
     def compute(self, x: torch.Tensor, weights: Weights) -> torch.Tensor:
         """[..., D] to [..., N]."""

@@ -33,9 +33,7 @@ class Logits:
     def maximum(self) -> torch.Tensor:
         """The largest logit, [C], without a gradient."""
         top_C = self.here_CV.detach().amax(1)
-        if self._share is not None:
-            self._share.maximum_(top_C)
-        return top_C
+        return top_C if self._share is None else self._share.maximum(top_C)
 
     def mean(self) -> torch.Tensor:
         """The mean over the whole vocabulary, [C]."""
@@ -62,9 +60,7 @@ def linear_token_terms(
     As `linear_token_losses`; `terms` is called once more in the backward pass, chunk by chunk. `others`: [N, ...];
     `terms` gets the rows of its tokens.
     """
-    found_N = _LinearTokenTerms.apply(hidden_ND, weight_VD, labels_N, terms, share, *others)
-    assert isinstance(found_N, torch.Tensor)
-    return found_N
+    return _LinearTokenTerms.apply(hidden_ND, weight_VD, labels_N, terms, share, *others)
 
 
 class _LinearTokenTerms(torch.autograd.Function):

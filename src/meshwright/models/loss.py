@@ -43,11 +43,9 @@ class VocabularyShare(Protocol):
     rows: int
     """Rows of the largest share; from it all ranks derive the same chunks."""
 
-    def maximum_(self, values: torch.Tensor) -> None:
-        """Replace `values` by their element-wise maximum over all shares."""
-
-    def sum_(self, values: torch.Tensor) -> None:
-        """Replace `values` by their sum over all shares."""
+    def maximum(self, values: torch.Tensor) -> torch.Tensor:
+        """The element-wise maximum over all shares; no gradient."""
+        ...
 
     def sum(self, parts: torch.Tensor) -> torch.Tensor:
         """The sum over all shares; its gradient goes to this part only: every share has the sum."""
@@ -73,9 +71,7 @@ def linear_cross_entropy(
     Raises:
         RuntimeError: a label outside the vocabulary (on a GPU, as a device-side assertion).
     """
-    loss = _LinearCrossEntropy.apply(hidden_ND, weight_VD, labels_N, torch.is_grad_enabled(), share)
-    assert isinstance(loss, torch.Tensor)
-    return loss
+    return _LinearCrossEntropy.apply(hidden_ND, weight_VD, labels_N, torch.is_grad_enabled(), share)
 
 
 def linear_token_losses(
@@ -85,9 +81,7 @@ def linear_token_losses(
 
     The backward pass recomputes the logits, chunk by chunk.
     """
-    losses_N = _LinearTokenLosses.apply(hidden_ND, weight_VD, labels_N, share)
-    assert isinstance(losses_N, torch.Tensor)
-    return losses_N
+    return _LinearTokenLosses.apply(hidden_ND, weight_VD, labels_N, share)
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -206,12 +200,10 @@ def _cross_entropy_(logits_CV: torch.Tensor, targets_C1: torch.Tensor, share: Vo
         # logsumexp is the largest logit less the logarithm of its probability, which is never small.
         losses_C1 = below_C1 - peak_C1.log()
     else:
-        top_C1 = largest_C1.clone()
-        share.maximum_(top_C1)
+        top_C1 = share.maximum(largest_C1)
         mass_C1 = (largest_C1 - top_C1).exp() / peak_C1  # sum over the rows here of exp(logit - top)
         below_C1 += top_C1 - largest_C1
-        sums_C2 = torch.cat((mass_C1, below_C1.where(here_C1, 0)), 1)
-        share.sum_(sums_C2)
+        sums_C2 = share.sum(torch.cat((mass_C1, below_C1.where(here_C1, 0)), 1))
         losses_C1 = sums_C2[:, :1].log() + sums_C2[:, 1:]
         part_C1 = mass_C1 / sums_C2[:, :1]
         logits_CV *= part_C1

@@ -14,10 +14,8 @@ microbatch, the inputs or the outputs of a layer sets in `LowPrecision.over` how
 Shapes: M rows (tokens of a microbatch), D in, N out; K kept and S summed over by a product.
 """
 
-import functools
-import hashlib
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Generic, Literal, TypeVar
 
@@ -26,7 +24,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from meshwright.models.cpu_kernels import linear, matmul
-from meshwright.models.dropout import Draws, drawn_bits
+from meshwright.models.dropout import Draws, drawn_bits, hash_key
 from meshwright.models.linear import Kept, Product
 from meshwright.models.scaling import (
     E2M1,
@@ -40,7 +38,7 @@ from meshwright.models.scaling import (
     delayed_scale,
     encode,
 )
-from meshwright.models.slots import Weights
+from meshwright.models.slots import Weights, unreduced
 from meshwright.spec.low_precision import KERNELS
 from meshwright.torch_internals import version_of
 
@@ -74,11 +72,9 @@ class Recipe:
     @property
     def reads_codes(self) -> bool:
         """Whether the weight's gradient scales the input as the forward pass does, with one scale."""
-        return self.weight_gradient is not None and self.forward[0] == self.weight_gradient[1] and not self._blocks
-
-    @property
-    def _blocks(self) -> bool:
-        return self.forward[0].rows is not None or self.forward[0].columns is not None
+        one = self.forward[0]
+        whole = one.rows is None and one.columns is None
+        return whole and self.weight_gradient is not None and one == self.weight_gradient[1]
 
     @property
     def delayed(self) -> bool:
@@ -165,22 +161,20 @@ class LastEncoded(Generic[T]):
         self.readers, self._reads = readers, 0
         self._of: tuple[weakref.ref[torch.Tensor], int, T] | None = None
 
-    def get(self, x: torch.Tensor) -> T | None:
-        """The codes of this very tensor; None if the last was another."""
-        if self._of is None or torch.compiler.is_compiling() or x.is_inference():
-            return None
-        last, version, encoded = self._of
-        if last() is not x or version != version_of(x):
-            return None
-        self._reads += 1
-        if self._reads == self.readers:
-            self._of = None
-        return encoded
-
-    def put(self, x: torch.Tensor, encoded: T) -> T:
-        """Keep the codes for the other readers, while the tensor lives."""
-        if not torch.compiler.is_compiling() and not x.is_inference():
-            self._of, self._reads = (weakref.ref(x, self._forget), version_of(x), encoded), 1
+    def of(self, x: torch.Tensor, encode: Callable[[torch.Tensor], T]) -> T:
+        """The codes of this very tensor: the last ones, or new ones, kept for the other readers while the tensor
+        lives."""
+        if torch.compiler.is_compiling() or x.is_inference():
+            return encode(x)
+        if self._of is not None:
+            last, version, encoded = self._of
+            if last() is x and version == version_of(x):
+                self._reads += 1
+                if self._reads == self.readers:
+                    self._of = None
+                return encoded
+        encoded = encode(x)
+        self._of, self._reads = (weakref.ref(x, self._forget), version_of(x), encoded), 1
         return encoded
 
     def _forget(self, dead: "weakref.ref[torch.Tensor]") -> None:
@@ -188,22 +182,11 @@ class LastEncoded(Generic[T]):
             self._of = None
 
 
-def everywhere(maxima: torch.Tensor) -> torch.Tensor:
-    """The default of `LowPrecision.over`, for a dim that is whole on this rank."""
-    return maxima
-
-
 class LowPrecision(Product):
     """A product whose operands are quantized."""
 
     def __init__(
-        self,
-        recipe: Recipe,
-        name: str = "",
-        *,
-        seed: int = 0,
-        draws: Draws | None = None,
-        past: Past | None = None,
+        self, recipe: Recipe, name: str = "", *, seed: int = 0, draws: Draws | None = None, past: Past | None = None
     ) -> None:
         """
         Args:
@@ -215,7 +198,7 @@ class LowPrecision(Product):
         """
         self.recipe, self.draws, self.past = recipe, draws, past
         self.names = ("weight", "numbers") if recipe.four_bits else ("weight",)
-        self.over: dict[Dim, Spread] = {"tokens": everywhere, "in": everywhere, "out": everywhere}
+        self.over: dict[Dim, Spread] = {"tokens": unreduced, "in": unreduced, "out": unreduced}
         """A slot: reduces a maximum over this rank's part of a dim to the maximum over all of it."""
         self.part = 0
         """A slot: the index of this rank's part of the outputs, if ranks have equal parts."""
@@ -227,12 +210,12 @@ class LowPrecision(Product):
         """A slot: the codes shared by layers that read the same input."""
         self.kernel: bool | None = None
         """A slot: whether a kernel multiplies; None: if the device has one."""
-        self._keys = {use: _key(seed, name, use) for use in ("input gradient", "weight gradient")}
+        self._keys = {use: hash_key(seed, name, use) for use in ("input gradient", "weight gradient")}
 
     @property
     def spreads(self) -> bool:
         """Whether scales are reduced over several ranks."""
-        return any(over is not everywhere for over in self.over.values())
+        return any(over is not unreduced for over in self.over.values())
 
     def has_kernel(self, device: torch.device, dtype: torch.dtype) -> bool:
         """Whether a kernel multiplies here, if the sizes allow it."""
@@ -250,17 +233,13 @@ class LowPrecision(Product):
 
     def compute_keeping(self, x: torch.Tensor, weights: Weights) -> tuple[torch.Tensor, Kept]:
         """See `Product`: the codes of x, or x."""
-        encoded = self.last.get(x) if self.last is not None else None
-        if encoded is None:
-            encoded = self.encoded(x.flatten(0, -2))
-            if self.last is not None:
-                self.last.put(x, encoded)
+        encoded = self.encoded(x) if self.last is None else self.last.of(x, self.encoded)
         y = self.product_of(encoded, weights, x.dtype).view(*x.shape[:-1], -1)
         return y, (encoded.codes, encoded.scales) if self.keeps_codes else (x,)
 
-    def encoded(self, x_MD: torch.Tensor) -> Encoded:
-        """The input in codes."""
-        return self._encode("input", x_MD, self.recipe.forward[0], ("tokens", "in"))
+    def encoded(self, x: torch.Tensor) -> Encoded:
+        """The input [..., D] in codes."""
+        return self._encode("input", x.flatten(0, -2), self.recipe.forward[0], ("tokens", "in"))
 
     def product_of(self, encoded: Encoded, weights: Weights, dtype: torch.dtype) -> torch.Tensor:
         """The output [M, N] of an input in codes."""
@@ -376,9 +355,3 @@ def _by_kernel(left: Encoded, right: Encoded, dtype: torch.dtype) -> torch.Tenso
         scale_recipe_b=scaling,
         output_dtype=dtype,
     )
-
-
-@functools.cache
-def _key(seed: int, name: str, use: str) -> int:
-    digest = hashlib.blake2b(f"{seed}/{name}/{use}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little", signed=True)

@@ -14,13 +14,7 @@ MERGED = 128
 document would cost more than the masked scores."""
 
 
-def attention_mask(
-    num_queries: int,
-    num_keys: int,
-    *,
-    window: int | None,
-    device: torch.device,
-) -> torch.Tensor | None:
+def attention_mask(num_queries: int, num_keys: int, *, window: int | None, device: torch.device) -> torch.Tensor | None:
     """Which keys each of the last `num_queries` positions sees: bool [T, S].
 
     None if SDPA's own causal rule is equivalent, which keeps its fast path.
@@ -32,12 +26,7 @@ def attention_mask(
         window = None
     if window is None and num_queries in (1, num_keys):
         return None
-    keys_S = torch.arange(num_keys, device=device)
-    queries_T1 = keys_S[num_keys - num_queries :, None]
-    mask = keys_S <= queries_T1
-    if window is not None:
-        mask = mask & (keys_S > queries_T1 - window)
-    return mask
+    return _order(num_queries, num_keys, window, device)
 
 
 def document_positions(documents_BT: torch.Tensor) -> torch.Tensor:
@@ -75,19 +64,23 @@ class Documents:
 
     def mask(self) -> torch.Tensor:
         """The full mask: bool [B, 1, T, T]."""
+        length, device = self.documents_BT.shape[1], self.documents_BT.device
         sees_BTT = self.documents_BT[:, :, None] == self.documents_BT[:, None, :]
-        return (sees_BTT & self._order(self.documents_BT.shape[1]))[:, None]
+        return (sees_BTT & _order(length, length, self.window, device))[:, None]
 
     def _span_mask(self, lengths: list[int]) -> torch.Tensor | None:
+        device = self.documents_BT.device
         if len(lengths) == 1:
-            device = self.documents_BT.device
             return attention_mask(lengths[0], lengths[0], window=self.window, device=device)
-        return torch.block_diag(*(self._order(length).int() for length in lengths)).bool()
+        orders = (_order(length, length, self.window, device).int() for length in lengths)
+        return torch.block_diag(*orders).bool()
 
-    def _order(self, length: int) -> torch.Tensor:
-        """The mask of causal order and sliding window: bool [T, T]."""
-        order_TT = torch.ones(length, length, dtype=torch.bool, device=self.documents_BT.device).tril()
-        return order_TT if self.window is None else order_TT.triu(1 - self.window)
+
+def _order(num_queries: int, num_keys: int, window: int | None, device: torch.device) -> torch.Tensor:
+    """The mask of causal order and sliding window, for the last queries: bool [T, S]."""
+    before = num_keys - num_queries
+    order_TS = torch.ones(num_queries, num_keys, dtype=torch.bool, device=device).tril(before)
+    return order_TS if window is None else order_TS.triu(before + 1 - window)
 
 
 def _starts(documents_BT: torch.Tensor) -> torch.Tensor:

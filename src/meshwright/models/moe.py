@@ -5,7 +5,7 @@ token for one of its experts), G microbatches that rows come from (of this rank 
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -13,13 +13,8 @@ from torch import nn
 
 from meshwright.models.dropout import Draws
 from meshwright.models.feed_forward import FeedForward
-from meshwright.models.slots import Viewed, Wrapped
+from meshwright.models.slots import Viewed, Wrapped, unreduced
 from meshwright.spec.model import ModelSpec
-
-
-def whole_sequences(counts_BE: torch.Tensor) -> torch.Tensor:
-    """The default `Router` slot: every sequence is whole on this rank, so its counts [B, E] are returned unchanged."""
-    return counts_BE
 
 
 class Router(Viewed):
@@ -34,7 +29,7 @@ class Router(Viewed):
         self.layer = layer
         self.weight = nn.Parameter(torch.empty(spec.num_experts, spec.hidden))
         self.register_buffer("bias", torch.empty(spec.num_experts) if spec.router_bias else None)
-        self.over_sequence: Callable[[torch.Tensor], torch.Tensor] = whole_sequences
+        self.over_sequence: Callable[[torch.Tensor], torch.Tensor] = unreduced
         """A slot: reduces the counts [B, E] of this rank's tokens to counts of whole sequences."""
         self.sequence_weight = 0.0
         """The factor of one sequence's balance loss in the gradient: the trainer's share of one sequence in the global
@@ -61,7 +56,6 @@ class Router(Viewed):
         counts_BE = chosen_BM.new_zeros(len(x_BTD), self.spec.num_experts)
         counts_BE.scatter_add_(1, chosen_BM, torch.ones_like(chosen_BM))
         weights_BTK = _JoinBackward.apply(weights_BTK, self._balance_loss(scores_BTE, counts_BE), self, counts_BE)
-        assert isinstance(weights_BTK, torch.Tensor)
         return weights_BTK, experts_BTK, counts_BE
 
     def _choose(self, scores_BTE: torch.Tensor) -> torch.Tensor:
@@ -151,14 +145,9 @@ class Rows(NamedTuple):
     """The numbers of their tokens (`Draws`) [M], if a product's rounding uses them."""
 
 
-class GroupedProduct(Protocol):
-    """The product of every expert's rows with its matrix."""
-
-    def __call__(
-        self, x_MI: torch.Tensor, weight_EOI: torch.Tensor, rows: Rows, read: Callable[..., list[list[int]]]
-    ) -> torch.Tensor:
-        """[M, I] to [M, O]; `read`: like `read_counts`."""
-        ...
+GroupedProduct = Callable[[torch.Tensor, torch.Tensor, Rows, Callable[..., list[list[int]]]], torch.Tensor]
+"""(rows [M, I], weight [E, O, I], the rows' owners, a function like `read_counts`) -> each expert's rows by its matrix
+[M, O]."""
 
 
 class ExpertLinear(Viewed):

@@ -30,7 +30,7 @@ from meshwright.torch_internals import linear_by_onednn, onednn_multiplies, reor
 SMALL = 2**16
 """Size of a weight up to which torch's own product is faster: a oneDNN call costs ten microseconds."""
 DTYPES = (torch.float32, torch.bfloat16)
-"""The dtypes for which oneDNN has fast products."""
+"""The dtypes for which oneDNN has fast products and `decode.cpp` has code."""
 ROWS = 8
 """The number of rows that weights are ordered for; other numbers work too."""
 COPIED_BYTES = 4 * 2**30

@@ -7,11 +7,12 @@ al., "FlashAttention", 2022; Liu et al., "Ring Attention with Blockwise Transfor
 Shapes: B batch, H heads, G key and value heads, Q queries, S keys of the part, K head_dim.
 """
 
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 
 from meshwright.models.cpu_kernels import SCORES
+from meshwright.models.loss import wide
 from meshwright.torch_internals import FLASH_CPU, FLASH_CPU_BACKWARD, FLASH_CUDA, FLASH_CUDA_BACKWARD
 
 aten = torch.ops.aten
@@ -28,46 +29,47 @@ def attend_part(
     A query that sees no key of the part gets 0 and -inf.
     """
     k_BHSK, v_BHSK = (_repeat(x, q_BHQK.shape[1]) for x in (k_BGSK, v_BGSK))
-    wide = _wide(q_BHQK.dtype)
+    dtype = wide(q_BHQK.dtype)
     if not isinstance(mask, torch.Tensor):
         flash = _flash_kernels(q_BHQK, v_BHSK)
         if flash is not None:
             y_BHQK, logsumexp_BHQ, *_ = flash[0](q_BHQK, k_BHSK, v_BHSK, 0.0, mask == "causal")
-            return y_BHQK.to(wide, copy=True), logsumexp_BHQ.to(wide, copy=True)
-    y_BHQK = q_BHQK.new_empty(*q_BHQK.shape[:-1], v_BHSK.shape[-1], dtype=wide)
+            return y_BHQK.to(dtype, copy=True), logsumexp_BHQ.to(dtype, copy=True)
+    y_BHQK = q_BHQK.new_empty(*q_BHQK.shape[:-1], v_BHSK.shape[-1], dtype=dtype)
     logsumexp_BHQ = y_BHQK.new_empty(y_BHQK.shape[:-1])
     for rows in _blocks(q_BHQK, k_BHSK):
         scores_BHqS = _scores(q_BHQK, k_BHSK, mask, rows)
         logsumexp_BHq = scores_BHqS.logsumexp(-1)
         logsumexp_BHQ[:, :, rows] = logsumexp_BHq
-        p_BHqS = (scores_BHqS - _finite(logsumexp_BHq)[..., None]).exp()
+        # Queries that see nothing have probabilities of 0, not NaN.
+        p_BHqS = (scores_BHqS - logsumexp_BHq.where(logsumexp_BHq.isfinite(), 0)[..., None]).exp()
         y_BHQK[:, :, rows] = p_BHqS.to(v_BHSK.dtype) @ v_BHSK
     return y_BHQK, logsumexp_BHQ
 
 
-def attend_part_backward(
-    grad_BHQK: torch.Tensor,
-    q_BHQK: torch.Tensor,
-    k_BGSK: torch.Tensor,
-    v_BGSK: torch.Tensor,
-    y_BHQK: torch.Tensor,
-    logsumexp_BHQ: torch.Tensor,
-    mask: PartMask,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The part's share of the gradients of q, k and v, fp32 (fp64 for fp64).
+class Queries(NamedTuple):
+    """Queries with what the backward pass of every part needs: their gradient and results over all parts together."""
 
-    `y` (in q's dtype) and `logsumexp` cover all parts together.
-    """
+    grad: torch.Tensor
+    """The gradient of y, [B, H, Q, K]."""
+    q: torch.Tensor
+    y: torch.Tensor
+    """In the dtype of q, [B, H, Q, K]."""
+    logsumexp: torch.Tensor
+
+
+def attend_part_backward(
+    queries: Queries, k_BGSK: torch.Tensor, v_BGSK: torch.Tensor, mask: PartMask
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The part's share of the gradients of q, k and v, fp32 (fp64 for fp64)."""
+    q_BHQK = queries.q
     k_BHSK, v_BHSK = (_repeat(x, q_BHQK.shape[1]) for x in (k_BGSK, v_BGSK))
     flash = None if isinstance(mask, torch.Tensor) else _flash_kernels(q_BHQK, v_BHSK)
     if flash is not None:
-        grads = flash[1](grad_BHQK, q_BHQK, k_BHSK, v_BHSK, y_BHQK, logsumexp_BHQ, mask == "causal")
-        wide = _wide(q_BHQK.dtype)
-        grad_q_BHQK, grad_k_BHSK, grad_v_BHSK = (grad.to(wide) for grad in grads)
+        grads = flash[1](queries, k_BHSK, v_BHSK, mask == "causal")
+        grad_q_BHQK, grad_k_BHSK, grad_v_BHSK = (grad.to(wide(q_BHQK.dtype)) for grad in grads)
     else:
-        grad_q_BHQK, grad_k_BHSK, grad_v_BHSK = _plain_backward(
-            grad_BHQK, q_BHQK, k_BHSK, v_BHSK, y_BHQK, logsumexp_BHQ, mask
-        )
+        grad_q_BHQK, grad_k_BHSK, grad_v_BHSK = _plain_backward(queries, k_BHSK, v_BHSK, mask)
     groups = k_BGSK.shape[1], -1
     return grad_q_BHQK, grad_k_BHSK.unflatten(1, groups).sum(2), grad_v_BHSK.unflatten(1, groups).sum(2)
 
@@ -94,28 +96,30 @@ def _flash_kernels(q_BHQK: torch.Tensor, v_BHSK: torch.Tensor):
     return None
 
 
-def _flash_backward_cpu(grad, q, k, v, y, logsumexp, causal: bool):
+def _flash_backward_cpu(queries: Queries, k: torch.Tensor, v: torch.Tensor, causal: bool):
+    grad, q, y, logsumexp = queries
     return FLASH_CPU_BACKWARD(grad, q, k, v, y, logsumexp, 0.0, causal)
 
 
-def _flash_backward_cuda(grad, q, k, v, y, logsumexp, causal: bool):
+def _flash_backward_cuda(queries: Queries, k: torch.Tensor, v: torch.Tensor, causal: bool):
+    grad, q, y, logsumexp = queries
     # Without dropout the random state is not read, and without nested tensors neither are the sequences' offsets.
     unused = torch.empty(2, dtype=torch.uint64, device=q.device)
     lengths = q.shape[2], k.shape[2]
     return FLASH_CUDA_BACKWARD(grad, q, k, v, y, logsumexp, None, None, *lengths, 0.0, causal, unused, unused)
 
 
-def _plain_backward(grad_BHQK, q_BHQK, k_BHSK, v_BHSK, y_BHQK, logsumexp_BHQ, mask: PartMask):
+def _plain_backward(queries: Queries, k_BHSK: torch.Tensor, v_BHSK: torch.Tensor, mask: PartMask):
     """The backward pass by ordinary products, some queries at a time."""
-    scale, dtype = q_BHQK.shape[-1] ** -0.5, q_BHQK.dtype
-    wide = _wide(dtype)
-    grad_q_BHQK = torch.empty_like(q_BHQK, dtype=wide)
-    grad_k_BHSK, grad_v_BHSK = (torch.zeros_like(x, dtype=wide) for x in (k_BHSK, v_BHSK))
-    weighted_BHQ1 = (grad_BHQK.to(wide) * y_BHQK.to(wide)).sum(-1, keepdim=True)
+    grad_BHQK, q_BHQK, y_BHQK, logsumexp_BHQ = queries
+    scale, dtype, exact = q_BHQK.shape[-1] ** -0.5, q_BHQK.dtype, wide(q_BHQK.dtype)
+    grad_q_BHQK = torch.empty_like(q_BHQK, dtype=exact)
+    grad_k_BHSK, grad_v_BHSK = (torch.zeros_like(x, dtype=exact) for x in (k_BHSK, v_BHSK))
+    weighted_BHQ1 = (grad_BHQK.to(exact) * y_BHQK.to(exact)).sum(-1, keepdim=True)
     for rows in _blocks(q_BHQK, k_BHSK):
         dy_BHqK = grad_BHQK[:, :, rows]
         p_BHqS = (_scores(q_BHQK, k_BHSK, mask, rows) - logsumexp_BHQ[:, :, rows, None]).exp()
-        ds_BHqS = p_BHqS * ((dy_BHqK @ v_BHSK.mT).to(wide) - weighted_BHQ1[:, :, rows]) * scale
+        ds_BHqS = p_BHqS * ((dy_BHqK @ v_BHSK.mT).to(exact) - weighted_BHQ1[:, :, rows]) * scale
         grad_q_BHQK[:, :, rows] = ds_BHqS.to(dtype) @ k_BHSK
         grad_k_BHSK += ds_BHqS.to(dtype).mT @ q_BHQK[:, :, rows]
         grad_v_BHSK += p_BHqS.to(dtype).mT @ dy_BHqK
@@ -124,7 +128,7 @@ def _plain_backward(grad_BHQK, q_BHQK, k_BHSK, v_BHSK, y_BHQK, logsumexp_BHQ, ma
 
 def _scores(q_BHQK: torch.Tensor, k_BHSK: torch.Tensor, mask: PartMask, rows: slice) -> torch.Tensor:
     """Scaled scores of some queries, fp32 (fp64); -inf for keys that they do not see."""
-    scores_BHqS = (q_BHQK[:, :, rows] @ k_BHSK.mT).to(_wide(q_BHQK.dtype)) * q_BHQK.shape[-1] ** -0.5
+    scores_BHqS = (q_BHQK[:, :, rows] @ k_BHSK.mT).to(wide(q_BHQK.dtype)) * q_BHQK.shape[-1] ** -0.5
     if mask == "all":
         return scores_BHqS
     if isinstance(mask, torch.Tensor):
@@ -144,12 +148,3 @@ def _repeat(x_BGSK: torch.Tensor, heads: int) -> torch.Tensor:
     """Each key and value head repeated for each query head that shares it."""
     repeats = heads // x_BGSK.shape[1]
     return x_BGSK if repeats == 1 else x_BGSK.repeat_interleave(repeats, 1)
-
-
-def _finite(logsumexp: torch.Tensor) -> torch.Tensor:
-    """0 instead of -inf, so that queries that see nothing have probabilities of 0 instead of NaN."""
-    return logsumexp.where(logsumexp.isfinite(), 0)
-
-
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float64 else torch.float32

@@ -108,6 +108,12 @@ class Layer(Viewed):
 Entry = Callable[[torch.Tensor], torch.Tensor]
 """Applied to the input of several layers before they read it."""
 
+
+def unreduced(tensor: torch.Tensor) -> torch.Tensor:
+    """The default of slots that reduce a tensor over ranks: this rank has all that it is computed from."""
+    return tensor
+
+
 Compute = Callable[..., Any]
 """A forward pass."""
 

@@ -14,9 +14,8 @@ from meshwright.parallel.low_precision import apply_low_precision
 from meshwright.parallel.mesh import Meshes
 from meshwright.parallel.offload import apply_activation_offload
 from meshwright.parallel.passes import Passes, WholeModel
-from meshwright.parallel.pipedream import apply_pipedream
-from meshwright.parallel.pipeline import Pipeline, apply_pipeline, plan_stages
-from meshwright.parallel.precision import build_fsdp_policy
+from meshwright.parallel.pipedream import Pipedream
+from meshwright.parallel.pipeline import Link, Pipeline, apply_pipeline, plan_stages
 from meshwright.parallel.recompute import apply_recompute, hide_sharding
 from meshwright.parallel.tensor import apply_tensor_parallel
 from meshwright.parallel.weight_gradients import WeightGradients
@@ -60,22 +59,14 @@ def apply_parallelism(
         apply_activation_offload(model.layers)
     if meshes is None:
         return WholeModel(model, objective)
-    if stages is not None and pp is not None and run.layout.asynchronous:
-        dtypes = torch_dtype(precision.compute), torch_dtype(precision.reduce)
+    link = None if pp is None else Link(pp.get_group(), torch_dtype(precision.compute), run.layout.tp)
+    if stages is not None and link is not None and run.layout.asynchronous:
         axis = "shard" if meshes.axis("replicate") is None else "replicate"  # the former has one rank here
-        return apply_pipedream(model, objective, stages, pp.get_group(), meshes.state[axis], dtypes)
-    apply_data_parallel(model, meshes, run.layout, build_fsdp_policy(precision), offload)
+        reduce_dtype = torch_dtype(precision.reduce)
+        return Pipedream(model, objective, stages, link, meshes.state[axis], reduce_dtype)
+    apply_data_parallel(model, meshes, run.layout, precision, offload)
     hide_sharding(model.layers)
     sync = ShardedGradients(model, run.layout)
-    if stages is None or pp is None:
+    if stages is None or link is None:
         return WholeModel(model, objective, sync)
-    return Pipeline(
-        model,
-        objective,
-        stages,
-        pp.get_group(),
-        dtype=torch_dtype(precision.compute),
-        sequence_split=run.layout.tp,
-        sync=sync,
-        weights=weights,
-    )
+    return Pipeline(model, objective, stages, link, sync, weights)

@@ -27,7 +27,7 @@ from meshwright.comm import collectives
 from meshwright.models import Decoder
 from meshwright.models.attention import Attention, Core, Mask
 from meshwright.models.masks import Documents, attention_mask
-from meshwright.models.partial_attention import PartMask, add_part_, attend_part, attend_part_backward
+from meshwright.models.partial_attention import PartMask, Queries, add_part_, attend_part, attend_part_backward
 from meshwright.spec.layout import ContextMethod
 
 
@@ -132,9 +132,7 @@ class ByParts(_NotCompiled):
             device=q_BHTK.device,
         )
         function = _Ring if self.method == "ring" else _AllGather
-        y_BHTK = function.apply(q_BHTK, k_BGTK, v_BGTK, zigzag, self.group)
-        assert isinstance(y_BHTK, torch.Tensor)
-        return y_BHTK
+        return function.apply(q_BHTK, k_BGTK, v_BGTK, zigzag, self.group)
 
     def __repr__(self) -> str:
         return f"{self.method} over cp {self.group.size()}"
@@ -226,18 +224,17 @@ class _Sum:
 class _Backward:
     """The gradients of this rank's queries and, from the same products, of the available keys and values."""
 
-    def __init__(self, grad_BHTK, q_BHTK, y_BHTK, logsumexp_BHT) -> None:
-        self.inputs = grad_BHTK, q_BHTK, y_BHTK, logsumexp_BHT
-        self.grad_q_BHTK = torch.zeros_like(q_BHTK, dtype=logsumexp_BHT.dtype)
+    def __init__(self, all_queries: Queries) -> None:
+        self.all_queries = all_queries
+        self.grad_q_BHTK = torch.zeros_like(all_queries.q, dtype=all_queries.logsumexp.dtype)
 
     def of_keys(self, parts: list[_Part], k_BGSK: torch.Tensor, v_BGSK: torch.Tensor) -> torch.Tensor:
         """Gradients of the keys and values, joined as by `_join`; the queries' gradient is accumulated."""
         width = k_BGSK.shape[-1] + v_BGSK.shape[-1]
         grads_BGSW = torch.zeros(*k_BGSK.shape[:-1], width, dtype=self.grad_q_BHTK.dtype, device=k_BGSK.device)
         for queries, keys, mask in parts:
-            grad, q, y, logsumexp = (x[:, :, queries].contiguous() for x in self.inputs)
-            k, v = k_BGSK[:, :, keys], v_BGSK[:, :, keys]
-            grad_q, *grads = attend_part_backward(grad, q, k, v, y, logsumexp, mask)
+            some_queries = Queries(*(x[:, :, queries].contiguous() for x in self.all_queries))
+            grad_q, *grads = attend_part_backward(some_queries, k_BGSK[:, :, keys], v_BGSK[:, :, keys], mask)
             self.grad_q_BHTK[:, :, queries] += grad_q
             grads_BGSW[:, :, keys] += torch.cat(grads, -1)
         return grads_BGSW
@@ -260,16 +257,13 @@ class _Ring(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, q_BHTK, k_BGTK, v_BGTK, zigzag, group):
-        held = _join(k_BGTK, v_BGTK)
-        total = None
-        for step in range(zigzag.degree):
-            coming = collectives.Hop(held, group) if step < zigzag.degree - 1 else None
-            if total is None:
-                total = _Sum(q_BHTK, k_BGTK, v_BGTK, zigzag)
-            else:
-                total.add(zigzag.of_rank((zigzag.rank - step) % zigzag.degree), *_separate(held, k_BGTK))
-            held = held if coming is None else coming.wait()
-        assert total is not None
+        coming = collectives.Hop(_join(k_BGTK, v_BGTK), group)
+        total = _Sum(q_BHTK, k_BGTK, v_BGTK, zigzag)
+        for step in range(1, zigzag.degree):
+            held = coming.wait()
+            if step < zigzag.degree - 1:
+                coming = collectives.Hop(held, group)
+            total.add(zigzag.of_rank((zigzag.rank - step) % zigzag.degree), *_separate(held, k_BGTK))
         y_BHTK = total.y_BHTK.to(q_BHTK.dtype)
         ctx.save_for_backward(q_BHTK, k_BGTK, v_BGTK, y_BHTK, total.logsumexp_BHT)
         ctx.zigzag, ctx.group = zigzag, group
@@ -279,7 +273,7 @@ class _Ring(torch.autograd.Function):
     def backward(ctx, *grad_outputs):
         q_BHTK, k_BGTK, v_BGTK, y_BHTK, logsumexp_BHT = ctx.saved_tensors
         zigzag, group = ctx.zigzag, ctx.group
-        backward = _Backward(grad_outputs[0], q_BHTK, y_BHTK, logsumexp_BHT)
+        backward = _Backward(Queries(grad_outputs[0], q_BHTK, y_BHTK, logsumexp_BHT))
         held, grads = _join(k_BGTK, v_BGTK), None
         for step in range(zigzag.degree):
             coming = collectives.Hop(held, group) if step < zigzag.degree - 1 else None
@@ -307,7 +301,7 @@ class _AllGather(torch.autograd.Function):
     @staticmethod
     def backward(ctx, *grad_outputs):
         q_BHTK, k_BGTK, v_BGTK, y_BHTK, logsumexp_BHT = ctx.saved_tensors
-        backward = _Backward(grad_outputs[0], q_BHTK, y_BHTK, logsumexp_BHT)
+        backward = _Backward(Queries(grad_outputs[0], q_BHTK, y_BHTK, logsumexp_BHT))
         of_all = backward.of_keys(ctx.zigzag.of_all(), *_gather(k_BGTK, v_BGTK, ctx.group))
         own = backward.of_keys(ctx.zigzag.own(), k_BGTK, v_BGTK)
         grads = own.add_(_reduce_scatter(of_all, ctx.group))

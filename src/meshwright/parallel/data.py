@@ -23,17 +23,13 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import (
-    FSDPModule,
-    MixedPrecisionPolicy,
-    OffloadPolicy,
-    fully_shard,
-)
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
 from meshwright import torch_internals
 from meshwright.families.split import expert_shard_dim
 from meshwright.models import Decoder
+from meshwright.models.dtypes import torch_dtype
 from meshwright.models.moe import Experts
 from meshwright.parallel.fp8_gather import apply_fp8_gather
 from meshwright.parallel.mesh import Meshes
@@ -41,13 +37,14 @@ from meshwright.parallel.passes import GradientSync
 from meshwright.parallel.quantized import apply_quantized
 from meshwright.spec.errors import UserError
 from meshwright.spec.layout import LayoutSpec
+from meshwright.spec.precision import Precision
 
 SHARDS_INTEGERS = torch.__version__ >= "2.13"
 """Whether FSDP2 accepts integer parameters, such as quantized codes: 2.11 gives every shard a gradient."""
 
 
 def apply_data_parallel(
-    model: Decoder, meshes: Meshes, layout: LayoutSpec, policy: MixedPrecisionPolicy, offload: OffloadPolicy
+    model: Decoder, meshes: Meshes, layout: LayoutSpec, precision: Precision, offload: OffloadPolicy
 ) -> None:
     """Shard `model` in place, one group per block and one for the rest (embeddings, last norm, head).
 
@@ -60,6 +57,7 @@ def apply_data_parallel(
             "finetune.base: a quantized base on several processes needs PyTorch 2.13 or newer, but this is "
             f"{torch.__version__}; train on one process, or leave finetune.base out"
         )
+    policy = _policy(precision)
     options: dict[str, Any] = {
         "reshard_after_forward": layout.zero_stage == 3,
         "mp_policy": policy,
@@ -79,19 +77,30 @@ def apply_data_parallel(
                     shard(module, meshes.experts)
         shard(block, meshes.state)
     shard(model, meshes.state)
-    if meshes.axis("tp") is not None:
-        for module in model.modules():
-            if isinstance(module, FSDPModule):
-                torch_internals.sum_parts_in_reduce_dtype(module)
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.set_force_sum_reduction_for_comms(True)
-            module.set_gradient_divide_factor(1.0)
-            if policy.reduce_dtype is not None and policy.param_dtype is None:
-                torch_internals.keep_gradients_as_reduced(module)
+    for module in _sharded(model.modules()):
+        if meshes.axis("tp") is not None:
+            torch_internals.sum_parts_in_reduce_dtype(module)
+        module.set_force_sum_reduction_for_comms(True)
+        module.set_gradient_divide_factor(1.0)
+        if policy.reduce_dtype is not None and policy.param_dtype is None:
+            torch_internals.keep_gradients_as_reduced(module)
     apply_quantized(model, layout)
     if layout.quantized_weights == "fp8":
         apply_fp8_gather(model, meshes, layout)
+
+
+def _policy(precision: Precision) -> MixedPrecisionPolicy:
+    """Weights are gathered in `store`, and gradients reduced in `reduce`.
+
+    Under bf16 and fp16 the optimizer updates fp32 weights with fp32 gradients, and the model computes with
+    low-precision copies. On several ranks FSDP2 keeps both; on one process `state/masters.py` does, without a process
+    group. Weights kept only in bf16 are gathered in bf16, and their gradients keep the dtype of the reduction.
+    """
+    return MixedPrecisionPolicy(
+        param_dtype=torch_dtype(precision.store) if precision.mixed else None,
+        reduce_dtype=torch_dtype(precision.reduce) if precision.narrow else None,
+        cast_forward_inputs=False,
+    )
 
 
 def _shard_placement(shards: int, parameter: nn.Parameter) -> Shard:
@@ -115,25 +124,23 @@ class ShardedGradients(GradientSync):
     def announce(self, modules: Iterable[nn.Module], last: bool) -> None:
         """See `GradientSync`. Only before the `last` backward pass are DDP's and ZeRO-1's gradients reduced, hybrid's
         gradients reduced over replicas, and gathered weights freed."""
-        for module in modules:
-            if isinstance(module, FSDPModule):
-                if self.layout.zero_stage <= 1:
-                    module.set_requires_gradient_sync(last, recurse=False)
-                else:
-                    module.set_requires_all_reduce(last, recurse=False)
-                if self.layout.zero_stage < 3:
-                    module.set_reshard_after_backward(last, recurse=False)
+        for module in _sharded(modules):
+            if self.layout.zero_stage <= 1:
+                module.set_requires_gradient_sync(last, recurse=False)
+            else:
+                module.set_requires_all_reduce(last, recurse=False)
+            if self.layout.zero_stage < 3:
+                module.set_reshard_after_backward(last, recurse=False)
 
     def hold(self, modules: Iterable[nn.Module]) -> None:
         """See `GradientSync`."""
-        for module in modules:
-            if isinstance(module, FSDPModule):
-                module.set_requires_gradient_sync(False, recurse=False)
-                module.set_reshard_after_backward(self.layout.zero_stage == 3, recurse=False)
+        for module in _sharded(modules):
+            module.set_requires_gradient_sync(False, recurse=False)
+            module.set_reshard_after_backward(self.layout.zero_stage == 3, recurse=False)
 
     def reduce(self, modules: Iterable[nn.Module], last: bool) -> None:
         """See `GradientSync`."""
-        sharded = [module for module in modules if isinstance(module, FSDPModule)]
+        sharded = _sharded(modules)
         self.hold(sharded)
         if self.layout.zero_stage >= 2 and self.layout.dp_replicate > 1:
             torch_internals.complete_gradients(sharded)
@@ -158,6 +165,10 @@ class ShardedGradients(GradientSync):
 
 def release_gathered(model: nn.Module) -> None:
     """Free gathered weights after forward passes that no backward pass will follow."""
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()
+    for module in _sharded(model.modules()):
+        module.reshard()
+
+
+def _sharded(modules: Iterable[nn.Module]) -> list[Any]:
+    """The modules that are groups of FSDP2."""
+    return [module for module in modules if isinstance(module, FSDPModule)]

@@ -22,9 +22,10 @@ from torch.distributed.fsdp import FSDPModule
 from meshwright.comm import collectives
 from meshwright.families.split import expert_shard_dim
 from meshwright.models.linear import Linear
-from meshwright.models.low_precision import LowPrecision, everywhere
+from meshwright.models.low_precision import LowPrecision
 from meshwright.models.moe import ExpertLinear
 from meshwright.models.scaling import E4M3, Encoded, Scaling, encode
+from meshwright.models.slots import unreduced
 from meshwright.parallel.mesh import Meshes
 from meshwright.spec.layout import LayoutSpec
 from meshwright.torch_internals import FsdpAllGather, grouped_parts
@@ -56,16 +57,8 @@ class Fp8AllGather(FsdpAllGather):
         """`others`: further groups whose ranks have other parts of the same matrices."""
         self.parts, self.others = tuple(parts), tuple(others)
 
-    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """A buffer for FSDP2's input or output of the collective."""
-        return torch.empty(*size, dtype=dtype, device=device)
-
     def __call__(
-        self,
-        output_tensor: torch.Tensor,
-        input_tensor: torch.Tensor,
-        group: dist.ProcessGroup,
-        async_op: bool = False,
+        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> None:
         """Fill the output with the ranks' inputs, one after another."""
         maxima = self._maxima(input_tensor, group)
@@ -106,7 +99,7 @@ class Fp8AllGather(FsdpAllGather):
     @staticmethod
     def _encoded(part: Part, values: torch.Tensor, largest: torch.Tensor) -> Encoded:
         """A part's numbers, encoded with the scales of its matrices."""
-        return encode(values.view(part.matrices, -1), TENSORS, (everywhere, lambda _: largest.view(-1, 1, 1, 1)))
+        return encode(values.view(part.matrices, -1), TENSORS, (unreduced, lambda _: largest.view(-1, 1, 1, 1)))
 
 
 def apply_fp8_gather(model: nn.Module, meshes: Meshes, layout: LayoutSpec) -> None:

@@ -94,10 +94,7 @@ class Ledger(DispatchMode):
     """
 
     def __init__(
-        self,
-        name_storages: Callable[[], Storages],
-        elsewhere: Container[int] = (),
-        model: nn.Module | None = None,
+        self, name_storages: Callable[[], Storages], elsewhere: Container[int] = (), model: nn.Module | None = None
     ) -> None:
         """`elsewhere`: identities of storages in other memory, which are not counted. `model`: the model whose weights
         FSDP2 gathers and frees, if any."""

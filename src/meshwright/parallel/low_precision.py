@@ -12,8 +12,6 @@ import math
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
 
 from meshwright.comm import collectives
 from meshwright.families.low_precision import keeps_codes, low_precision_layers
@@ -22,7 +20,7 @@ from meshwright.models import Decoder
 from meshwright.models.dropout import Draws
 from meshwright.models.grouped_low_precision import GroupedLowPrecision
 from meshwright.models.linear import Linear
-from meshwright.models.low_precision import RECIPES, ROLES, AmaxHistory, Dim, LastEncoded, LowPrecision, Past, Recipe
+from meshwright.models.low_precision import RECIPES, ROLES, AmaxHistory, LastEncoded, LowPrecision, Past, Recipe
 from meshwright.models.moe import ExpertLinear, MoE
 from meshwright.parallel.mesh import Meshes
 from meshwright.spec.errors import UserError
@@ -70,11 +68,11 @@ def apply_low_precision(model: Decoder, training: TrainingSpec, meshes: Meshes |
         if recipe.delayed:
             continue
         if cp is not None:
-            _spread(product, "tokens", cp)
+            product.over["tokens"] = functools.partial(collectives.maximum, group=cp.get_group())
         split = None if tp is None else split_dim(row, model.spec, tp.size())
         if tp is not None and split is not None:
             assert row.dims[split] in TP_SPLITS
-            _spread(product, "out" if split == 0 else "in", tp)
+            product.over["out" if split == 0 else "in"] = functools.partial(collectives.maximum, group=tp.get_group())
             product.part = tp.get_local_rank() if split == 0 else 0
     if recipe.four_bits:
         for module in modules.values():
@@ -125,11 +123,3 @@ def _of_experts(
         if sharers.groups and past is None:
             products[-1].over["tokens"] = sharers.maximum
     return GroupedLowPrecision(products)
-
-
-def _spread(product: LowPrecision, dim: Dim, mesh: DeviceMesh) -> None:
-    product.over[dim] = functools.partial(_over, mesh.get_group())
-
-
-def _over(group: dist.ProcessGroup, maxima: torch.Tensor) -> torch.Tensor:
-    return collectives.maximum(maxima, group)

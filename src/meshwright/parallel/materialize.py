@@ -42,11 +42,7 @@ def fill(model: nn.Module, table: Iterable[Parameter], source: RowSource) -> Non
 
 
 def _fill(
-    local: torch.Tensor,
-    parameter: Parameter,
-    source: RowSource,
-    shape: tuple[int, ...],
-    offset: tuple[int, ...],
+    local: torch.Tensor, parameter: Parameter, source: RowSource, shape: tuple[int, ...], offset: tuple[int, ...]
 ) -> None:
     row_bytes = 4 * parameter.numel // parameter.shape[0]
     rows = max(1, ROWS_AT_ONCE_BYTES // max(1, row_bytes))

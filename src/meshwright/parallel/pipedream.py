@@ -28,32 +28,10 @@ from meshwright.models.batch import TensorBatch
 from meshwright.models.decoder import Read
 from meshwright.objectives import Objective
 from meshwright.parallel.passes import GradientSync, Scale
-from meshwright.parallel.pipeline import Pass, Pipeline, Stages
+from meshwright.parallel.pipeline import Link, Pass, Pipeline, Stages
 from meshwright.spec.actions import Action, Program
 from meshwright.spec.stream import cut_stream
-from meshwright.torch_internals import copy_all_, keep_gradient_as_made
-
-
-def apply_pipedream(
-    model: Decoder,
-    objective: Objective,
-    stages: Stages,
-    group: dist.ProcessGroup,
-    replicas: DeviceMesh,
-    dtypes: tuple[torch.dtype, torch.dtype],
-) -> "Pipedream":
-    """Turn `model`, this rank's part on the meta device, into a part of an asynchronous pipeline.
-
-    Args:
-        group: the ranks of one pipeline.
-        replicas: the ranks with the same stage; gradients are summed over them.
-        dtypes: of computation and of gradient accumulation.
-    """
-    for module in model.modules():
-        for name, weight in list(module.named_parameters(recurse=False)):
-            whole = DTensor.from_local(weight.detach(), replicas, [Replicate()], run_check=False)
-            module.register_parameter(name, nn.Parameter(whole, requires_grad=weight.requires_grad))
-    return Pipedream(model, objective, stages, group, replicas.get_group(), dtypes)
+from meshwright.torch_internals import copy_all_, keep_gradient_as_made, local_tensor
 
 
 class Pipedream(Pipeline):
@@ -66,20 +44,30 @@ class Pipedream(Pipeline):
         model: Decoder,
         objective: Objective,
         stages: Stages,
-        group: dist.ProcessGroup,
-        replicas: dist.ProcessGroup,
-        dtypes: tuple[torch.dtype, torch.dtype],
+        link: Link,
+        replicas: DeviceMesh,
+        reduce_dtype: torch.dtype,
     ) -> None:
-        sync = GradientSync(model)
-        super().__init__(model, objective, stages, group, dtype=dtypes[0], sequence_split=1, sync=sync, weights=None)
-        self.replicas, self.dtypes = replicas, dtypes
+        """This rank's part of an asynchronous pipeline. Makes the model's parameters DTensors on `replicas`.
+
+        Args:
+            model: this rank's part, on the meta device.
+            replicas: the ranks with the same stage; gradients are summed over them.
+            reduce_dtype: of gradient accumulation.
+        """
+        for module in model.modules():
+            for name, weight in list(module.named_parameters(recurse=False)):
+                whole = DTensor.from_local(weight.detach(), replicas, [Replicate()], run_check=False)
+                module.register_parameter(name, nn.Parameter(whole, requires_grad=weight.requires_grad))
+        super().__init__(model, objective, stages, link, GradientSync(model))
+        self.replicas, self.reduce_dtype = replicas.get_group(), reduce_dtype
         self.stream = cut_stream(stages.schedule)
         self.under_way: _StreamPass | None = None
 
     @cached_property
     def versions(self) -> list["Version"]:
         """The weights of the newest batch, and the version that no pass needs any longer."""
-        return [Version(self.model, *self.dtypes) for _ in range(2)]
+        return [Version(self.model, self.link.dtype, self.reduce_dtype) for _ in range(2)]
 
     def train(self, batches: Sequence[TensorBatch], scale: Scale) -> torch.Tensor:
         """See `Passes`: forward passes of these batches, and the remaining backward passes of the previous ones."""
@@ -178,7 +166,7 @@ class Version:
         ]
         self.reduce_dtype = reduce_dtype
         self.weights = [
-            nn.Parameter(torch.empty_like(_local(parameter), dtype=dtype), requires_grad=parameter.requires_grad)
+            nn.Parameter(torch.empty_like(local_tensor(parameter), dtype=dtype), requires_grad=parameter.requires_grad)
             for _, _, parameter in self.places
         ]
         self.gradients: dict[int, torch.Tensor] = {}
@@ -201,7 +189,7 @@ class Version:
     @torch.no_grad()
     def refresh(self) -> None:
         """Copy the optimizer's weights."""
-        copy_all_(self.weights, [_local(parameter) for _, _, parameter in self.places])
+        copy_all_(self.weights, [local_tensor(parameter) for _, _, parameter in self.places])
 
     @contextlib.contextmanager
     def used(self) -> Iterator[None]:
@@ -225,8 +213,3 @@ class Version:
             whole = gradient.to(parameter.dtype)
             parameter.grad = DTensor.from_local(whole, parameter.device_mesh, parameter.placements, run_check=False)
         self.gradients.clear()
-
-
-def _local(parameter: torch.Tensor) -> torch.Tensor:
-    assert isinstance(parameter, DTensor)
-    return parameter.to_local()

@@ -20,7 +20,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from meshwright.comm import collectives
 from meshwright.comm.collectives import Message
@@ -32,6 +31,7 @@ from meshwright.parallel.passes import GradientSync, Passes, Scale, evaluating, 
 from meshwright.parallel.weight_gradients import Waiting, WeightGradients, add_weight_gradients
 from meshwright.spec.actions import Action, Program, Schedule, Transfer, forward_only, with_transfers
 from meshwright.spec.run import ResolvedRun
+from meshwright.torch_internals import local_tensor
 
 Key = tuple[bool, int, int]
 """(forward, stage, microbatch): a stage's output or the gradient of its input."""
@@ -49,6 +49,17 @@ class Stages:
     def last(self) -> int:
         """The last stage."""
         return len(self.layers) - 1
+
+
+@dataclass(frozen=True)
+class Link:
+    """The ranks of one pipeline, and the residual stream that they send one another."""
+
+    group: dist.ProcessGroup
+    """In the order of the schedule's ranks."""
+    dtype: torch.dtype
+    sequence_split: int
+    """Ranks that share a microbatch's tokens between layers, tp."""
 
 
 def plan_stages(resolved: ResolvedRun) -> Stages:
@@ -76,28 +87,20 @@ class Pipeline(Passes):
         model: Decoder,
         objective: Objective,
         stages: Stages,
-        group: dist.ProcessGroup,
-        *,
-        dtype: torch.dtype,
-        sequence_split: int,
+        link: Link,
         sync: GradientSync,
-        weights: WeightGradients | None,
+        weights: WeightGradients | None = None,
     ) -> None:
         """This rank's part of a pipeline.
 
         Args:
             model: this rank's part, after all other strategies.
-            group: the ranks of one pipeline, in the order of the schedule's ranks.
-            dtype: of the residual stream.
-            sequence_split: ranks that share a microbatch's tokens between layers, tp.
             sync: is told of backward passes.
             weights: defers weight gradients, where the schedule splits backward passes.
         """
         super().__init__(model, objective)
-        self.stage_plan, self.group, self.stages = stages, group, group
-        self.rank = dist.get_rank(group)
-        self.dtype, self.sequence_split = dtype, sequence_split
-        self.sync, self.weights = sync, weights
+        self.stage_plan, self.link, self.sync, self.weights = stages, link, sync, weights
+        self.stages, self.rank = link.group, dist.get_rank(link.group)
         self.here = stages.schedule.stages_of(self.rank)
         self.has_loss = stages.last in self.here
 
@@ -193,9 +196,9 @@ class Pipeline(Passes):
         peer = placement[-1] if self.rank == placement[0] else placement[0]
         gradient = self.model.tok_embeddings.weight.grad
         assert gradient is not None
-        local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
-        sending = collectives.send(local.contiguous(), peer, self.group)
-        local_of_peer = collectives.receive(torch.empty_like(local), peer, self.group)
+        local = local_tensor(gradient)
+        sending = collectives.send(local.contiguous(), peer, self.link.group)
+        local_of_peer = collectives.receive(torch.empty_like(local), peer, self.link.group)
         sending.wait()
         local += local_of_peer.wait()
 
@@ -292,10 +295,10 @@ class Pass:
         if transfer.source == self.pipeline.rank:
             tensor = self.results.pop(key).contiguous()
             self.sent = [message for message in self.sent if not message.has_gone()]
-            self.sent.append(collectives.send(tensor, transfer.target, self.pipeline.group))
+            self.sent.append(collectives.send(tensor, transfer.target, self.pipeline.link.group))
         else:
             self.results[key] = self._room(transfer.microbatch)
-            self.arriving[key] = collectives.receive(self.results[key], transfer.source, self.pipeline.group)
+            self.arriving[key] = collectives.receive(self.results[key], transfer.source, self.pipeline.link.group)
 
     def _take(self, key: Key) -> torch.Tensor:
         """A result for this rank, once it has arrived."""
@@ -306,6 +309,6 @@ class Pass:
 
     def _room(self, microbatch: int) -> torch.Tensor:
         """An empty [B, T, D] to receive a microbatch's tensor."""
-        tokens_BT = self.microbatches[microbatch].tokens
-        shape = len(tokens_BT), tokens_BT.shape[1] // self.pipeline.sequence_split, self.pipeline.model.spec.hidden
-        return torch.empty(shape, dtype=self.pipeline.dtype, device=tokens_BT.device)
+        tokens_BT, link = self.microbatches[microbatch].tokens, self.pipeline.link
+        shape = len(tokens_BT), tokens_BT.shape[1] // link.sequence_split, self.pipeline.model.spec.hidden
+        return torch.empty(shape, dtype=link.dtype, device=tokens_BT.device)

@@ -37,10 +37,6 @@ class _Comm:
     def __init__(self, pieces: Sequence[Piece]) -> None:
         self.pieces = tuple(pieces)
 
-    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """A buffer for FSDP2's input or output of the collective."""
-        return torch.empty(*size, dtype=dtype, device=device)
-
     def _bytes(self, width: int) -> int:
         """Bytes that a rank sends for its part."""
         return sum(piece.sent_bytes(width) for piece in self.pieces)
@@ -72,11 +68,7 @@ class QuantizedAllGather(_Comm, FsdpAllGather):
     """FSDP2's gather of weights; matrices are sent as codes."""
 
     def __call__(
-        self,
-        output_tensor: torch.Tensor,
-        input_tensor: torch.Tensor,
-        group: dist.ProcessGroup,
-        async_op: bool = False,
+        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> None:
         """Fill the output with the ranks' inputs, one after another."""
         size, rows = self._bytes(input_tensor.element_size()), group.size()

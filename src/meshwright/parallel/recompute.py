@@ -25,15 +25,8 @@ PRODUCTS: dict[Any, int] = {**dict.fromkeys((aten.mm.default, aten.bmm.default, 
 # Activation Recomputation in Large Transformer Models", 2022, keep all but attention. With flash attention it is the
 # reverse: attention and matrix products are kept, the cheap element-wise operations between them are recomputed.
 # Results of reductions and of exchanges between ranks are kept too; products with adapters of low rank are not.
-KEPT = frozenset(
-    op
-    for op in (
-        *PRODUCTS,
-        functional.all_to_all_single.default,
-        functional.reduce_scatter_tensor.default,
-        *torch_internals.DEAR_OPS,
-    )
-)
+EXCHANGES = functional.all_to_all_single.default, functional.reduce_scatter_tensor.default
+KEPT = frozenset((*PRODUCTS, *EXCHANGES, *torch_internals.DEAR_OPS))
 
 
 def _keep_dear_results(

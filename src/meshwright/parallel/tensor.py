@@ -205,11 +205,8 @@ class _VocabularyShare:
     def __str__(self) -> str:
         return f"rows {self.first} to {self.stop - 1} of {self.vocab}"
 
-    def maximum_(self, values: torch.Tensor) -> None:
-        collectives.all_reduce_(values, self._sequence.group, "max")
-
-    def sum_(self, values: torch.Tensor) -> None:
-        collectives.all_reduce_(values, self._sequence.group)
+    def maximum(self, values: torch.Tensor) -> torch.Tensor:
+        return collectives.maximum(values, self._sequence.group)
 
     def sum(self, parts: torch.Tensor) -> torch.Tensor:
         return collectives.all_reduce(parts, self._sequence.group)

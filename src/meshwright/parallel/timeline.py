@@ -2,7 +2,7 @@
 
 import time
 from collections import Counter
-from collections.abc import Callable, Container
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,22 +41,16 @@ class Timeline(Ledger):
     """A ledger that remembers every change."""
 
     def __init__(
-        self,
-        name_storages: Callable[[], Storages],
-        model: nn.Module,
-        *,
-        elsewhere: Container[int] = (),
-        device_type: str | None = None,
-        clock: Callable[[], float] = time.perf_counter,
+        self, name_storages: Callable[[], Storages], model: nn.Module, *, device_type: str | None = None
     ) -> None:
         """`device_type`: the device whose memory is counted; None for all."""
-        super().__init__(name_storages, elsewhere, model)
-        self.device_type, self.clock = device_type, clock
+        super().__init__(name_storages, model=model)
+        self.device_type = device_type
         self._names = {id(module): name or "the model" for name, module in model.named_modules()}
         self._places: list[str] = []
         self._stepping = False
         self._phase = BETWEEN
-        self._began = clock()
+        self._began = time.perf_counter()
         self._number: dict[int, int] = {}  # identity of a storage that lives -> its number
         self._storages: list[_Storage] = []
         self._events: list[tuple[float, int, int, str, str]] = []  # seconds, number, bytes, phase, place
@@ -71,7 +65,7 @@ class Timeline(Ledger):
             register_optimizer_step_post_hook(lambda *_: self._begin_step(False)),
         ]
         self._events = [(0.0, *event[1:]) for event in self._events]  # existing storages
-        self._began = self.clock()
+        self._began = time.perf_counter()
         super().__enter__()
         return self
 
@@ -113,7 +107,7 @@ class Timeline(Ledger):
             self._storages.append(_Storage(phase, place))
         number = self._number[key]
         self._storages[number].size = max(size, self._storages[number].size)
-        self._events.append((self.clock() - self._began, number, size, phase, place))
+        self._events.append((time.perf_counter() - self._began, number, size, phase, place))
         self._unnamed |= len(self._events) % NAMED_EVERY == 0
         if released:
             del self._number[key]

@@ -71,9 +71,7 @@ class Deferred(Op):
             return product.forward(x, weights)
         weights = product.noted(weights)
         trained = any(tensor is not None and tensor.requires_grad for tensor in weights.values())
-        y = _InputGradientAlone.apply(x, x.new_zeros((), requires_grad=trained), weights, product, self.leave)
-        assert isinstance(y, torch.Tensor)
-        return y
+        return _InputGradientAlone.apply(x, x.new_zeros((), requires_grad=trained), weights, product, self.leave)
 
     def __repr__(self) -> str:
         return "weight gradient deferred"

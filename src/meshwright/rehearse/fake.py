@@ -127,9 +127,7 @@ class FusedNorm:
         self, x: torch.Tensor, shape: tuple[int, ...], weight: torch.Tensor, eps: float | None
     ) -> torch.Tensor:
         """See `F.rms_norm`."""
-        result = _FusedNorm.apply(x, weight)
-        assert isinstance(result, torch.Tensor)
-        return result
+        return _FusedNorm.apply(x, weight)
 
 
 class _FusedNorm(torch.autograd.Function):

@@ -52,14 +52,10 @@ def enough_microbatches(resolved: ResolvedRun) -> tuple[int, ...]:
         if in_flight(schedule) == held:
             found.append(count)
         if len(found) == 3:  # with the first number, sends and receives do not yet overlap at the peak
-            few = found[1:]
-            return tuple(few) if sum(few) < many and _regular(few, many) else (many,)
+            few, more = found[1:]
+            regular = (many - few) % (more - few) == 0  # longer by a multiple of the difference
+            return (few, more) if few + more < many and regular else (many,)
     return (many,)
-
-
-def _regular(found: Sequence[int], many: int) -> bool:
-    """Whether the whole step is longer by a multiple of the difference between two short ones."""
-    return (many - found[0]) % (found[1] - found[0]) == 0
 
 
 def _schedule(resolved: ResolvedRun, count: int) -> Schedule:

@@ -14,7 +14,7 @@ from meshwright.callbacks.callback import Record
 from meshwright.comm import collectives
 from meshwright.data.chat import ask
 from meshwright.data.prepare import Corpus
-from meshwright.models.generate import WholeRows, check_room, continue_rows
+from meshwright.models.generate import check_room, continue_rows
 from meshwright.parallel.data import release_gathered
 from meshwright.spec.batch import Batch
 from meshwright.spec.training import SampleSpec
@@ -63,21 +63,18 @@ def continue_together(
     multiple = 2 * layout.cp * layout.tp  # tokens, so that every method can split them over ranks
     check_room(prompts, max_tokens, trainer.resolved.model.max_positions // multiple * multiple)
 
-    def read(tokens_BT: torch.Tensor, asked_BT: torch.Tensor) -> torch.Tensor:
+    def likeliest(tokens_BT: torch.Tensor, asked_BT: torch.Tensor) -> torch.Tensor:
+        """The largest of the ranks' choices of a token id: ranks may round differently, but must continue with the same
+        one."""
         positions_BT, places = None, trainer.places_of(tokens_BT.shape[1])
         if places is not None:
             here = torch.from_numpy(places).to(trainer.device)
             positions_BT = here.expand(len(tokens_BT), -1)
             tokens_BT, asked_BT = tokens_BT[:, here], asked_BT[:, here]
-        return passes.next_logits(Batch(tokens_BT, position_ids=positions_BT), asked_BT)
-
-    def likeliest(logits_BV: torch.Tensor) -> torch.Tensor:
-        """The largest of the ranks' choices of a token id: ranks may round differently, but must continue with the same
-        one."""
+        logits_BV = passes.next_logits(Batch(tokens_BT, position_ids=positions_BT), asked_BT)
         nothing_B = torch.full((len(prompts),), -1, device=trainer.device)
         return collectives.all_reduce_(logits_BV.argmax(-1) if passes.has_loss else nothing_B, op="max")
 
-    rows = WholeRows(read, prompts, max_tokens, multiple=multiple, device=trainer.device)
-    continued = continue_rows(rows, max_tokens, ends, likeliest)
+    continued = continue_rows(likeliest, prompts, max_tokens, ends, multiple=multiple, device=trainer.device)
     release_gathered(passes.model)
     return continued
