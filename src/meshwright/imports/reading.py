@@ -1,7 +1,8 @@
 """`Reading`: the result of reading other systems' files: our settings, each with its origin, and keys without a
 counterpart."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,6 +17,17 @@ NUMBERS = ("beta1", "beta2", "warmup_ratio", "min_lr", "decay steps", "samples",
 
 Rule = str | Callable[["Reading", Any, str], None]
 """The rule for a key: the path of our setting, which gets the value; or a function of (reading, value, origin)."""
+
+
+@contextmanager
+def refusing(text: str) -> Iterator[None]:
+    """Raise `UserError` with this text where a value is of a kind that its key never has."""
+    try:
+        yield
+    except UserError:
+        raise
+    except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
+        raise UserError(text) from error
 
 
 @dataclass
@@ -93,15 +105,8 @@ class Reading:
             elif isinstance(rule, str):
                 self.set(rule, value, origin)
             else:
-                self._apply(rule, value, origin)
-
-    def _apply(self, rule: Callable[["Reading", Any, str], None], value: Any, origin: str) -> None:
-        try:
-            rule(self, value, origin)
-        except UserError:
-            raise
-        except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
-            raise UserError(f"{origin}: this value is not allowed") from error
+                with refusing(f"{origin}: this value is not allowed"):
+                    rule(self, value, origin)
 
 
 @dataclass(frozen=True)

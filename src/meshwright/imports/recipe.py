@@ -28,7 +28,7 @@ from meshwright.imports.nanotron import is_nanotron, read_nanotron
 from meshwright.imports.nemo import is_nemo, read_nemo
 from meshwright.imports.opening import read_data, read_text
 from meshwright.imports.program import is_program, read_program
-from meshwright.imports.reading import Reading, check_count, check_number
+from meshwright.imports.reading import Reading, check_count, check_number, refusing
 from meshwright.imports.schedules import settle_lost_schedule
 from meshwright.imports.titan_python import is_titan_python
 from meshwright.imports.torchtitan import is_torchtitan, read_torchtitan, read_torchtitan_python
@@ -80,7 +80,8 @@ def import_files(paths: Sequence[Path], *, ranks: int | None = None, model: str 
     for read, content, name in sorted(
         (_opened(path) for path in paths), key=lambda file: file[0] is not read_deepspeed
     ):
-        read(reading, content, name)
+        with refusing(f"{name}: cannot be read: a value is of a kind that its key never has"):
+            read(reading, content, name)
     _finish(reading)
     for path, (value, origin) in reading.defaults.items():
         if path not in reading.settings:
