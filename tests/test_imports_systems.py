@@ -551,6 +551,29 @@ HOSTILE = {
 }
 
 
+STRANGE = {
+    "automodel_pretrain.yaml": ("dataset", "paths", 3),
+    "automodel_chat.yaml": ("step_scheduler", "max_steps", "many"),
+    "foundry_finetune.yaml": ("optimizer", "name", ["adamw"]),
+    "nanotron_smol.yaml": ("checkpoints", "checkpoint_interval", "often"),
+    "titan_printed.json": ("validation", "", 1),
+}
+"""A section, a key of it (empty: the section itself) and a value of a kind that it never has."""
+
+
+@pytest.mark.parametrize("name", STRANGE)
+def test_a_value_of_another_kind_is_one_sentence(tmp_path, name):
+    section, key, value = STRANGE[name]
+    values = yaml.safe_load((FILES / name).read_text())
+    if key:
+        values[section][key] = value
+    else:
+        values[section] = value
+    (tmp_path / name).write_text(json.dumps(values) if name.endswith("json") else yaml.safe_dump(values))
+    with pytest.raises(UserError, match=name):
+        import_files([tmp_path / name], ranks=8, model="gpt2")
+
+
 @pytest.mark.parametrize("name", HOSTILE)
 def test_malformed_files_are_one_sentence(tmp_path, name):
     (tmp_path / name).write_text(HOSTILE[name][0])

@@ -4,27 +4,150 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from meshwright.imports.accelerate_fp8 import RULES as FP8_RULES
-from meshwright.imports.accelerate_fp8 import give_up_fp8, settle_fp8
-from meshwright.imports.accelerate_megatron import RULES as MEGATRON_RULES
-from meshwright.imports.accelerate_megatron import settle_megatron
 from meshwright.imports.deepspeed import folder, offload, settle_offload
 from meshwright.imports.deepspeed_schedules import keep_named
-from meshwright.imports.reading import (
-    Reading,
-    Rule,
-    apply,
-    check_count,
-    degree,
-    fact,
-    flat,
-    nothing,
-    positive,
-    sections,
-    when,
-    words,
-)
+from meshwright.imports.megatron import RULES as FLAGS
+from meshwright.imports.megatron_combined import recomputation
+from meshwright.imports.reading import Reading, Rule, check_count, flat
+from meshwright.imports.rules import apply, degree, fact, ignored, nothing, only, positive, sections, when, words
 from meshwright.spec.errors import UserError
+
+BACKEND = "fp8 backend"
+RECIPE = "training.low_precision.recipe"
+ALGORITHM, HISTORY, MARGIN = "fp8 amax_compute_algo", "fp8 amax_history_len", "fp8 margin"
+UNREAD = "Accelerate does not read this spelling; it reads amax_history_len and amax_compute_algo"
+
+
+def _overridden(reading: Reading, value: Any, origin: str) -> None:
+    if any(value):
+        reading.give_up(origin, "all three products of a layer are in fp8; set training.low_precision.keep")
+
+
+FP8_RULES: Mapping[str, Rule] = {
+    "backend": fact(BACKEND),
+    "amax_history_len": fact(HISTORY),
+    "amax_compute_algo": fact(ALGORITHM),
+    "amax_history_length": nothing(UNREAD),
+    "amax_compute_algorithm": nothing(UNREAD),
+    "margin": fact(MARGIN),
+    "interval": only(1, "scales are computed at every step"),
+    "format": only("HYBRID", "forward in e4m3, gradients in e5m2 (HYBRID)"),
+    "override_linear_precision": _overridden,
+    "use_mxfp8_block_scaling": when(nothing("set training.precision=mxfp8"), True),
+    "use_autocast_during_eval": nothing("evaluation computes as training does"),
+    "enable_fsdp_float8_all_gather": nothing("set layout.quantized_weights=fp8, which changes no result"),
+    "pad_inner_dim": nothing("sizes of layers must be multiples of 16"),
+    "opt_level": nothing("MS-AMP is not supported"),
+    "optimization_level": nothing("MS-AMP is not supported"),
+}
+"""The keys of `fp8_config`, without their prefix."""
+
+
+def settle_fp8(reading: Reading, origin: str) -> None:
+    """Set the recipe of fp8: torchao's, or Transformer Engine's with scales of previous steps."""
+    backend, where = reading.facts.get(BACKEND, ("auto", origin))
+    word = str(backend).lower()
+    if word in ("ao", "torchao"):
+        reading.set(RECIPE, "tensorwise", where)
+    elif word == "te":
+        _settle_delayed(reading, where)
+    elif word in ("auto", "no"):
+        reading.set(RECIPE, "tensorwise", where)
+        reading.notes.append(f"{origin}: no backend is named; Accelerate takes torchao, if it is installed")
+    else:
+        reading.give_up(where, "supported: AO, TE; the recipe computes in fp8 with one scale per tensor")
+    if word != "te":
+        reading.notes.append(
+            f"{where}: torchao under Accelerate leaves the first linear layer in bf16; a recipe quantizes it, unless "
+            "training.low_precision.keep names it"
+        )
+        for name in (ALGORITHM, HISTORY, MARGIN):
+            if name in reading.facts:
+                reading.give_up(reading.facts[name][1], "only Transformer Engine (TE) reads it")
+
+
+def give_up_fp8(reading: Reading) -> None:
+    """Report the settings of fp8 where nothing is computed in it."""
+    for name in (BACKEND, ALGORITHM, HISTORY, MARGIN):
+        if name in reading.facts:
+            reading.give_up(reading.facts[name][1], "without mixed_precision=fp8 it has no effect")
+
+
+def _settle_delayed(reading: Reading, where: str) -> None:
+    """Transformer Engine's scales, which come from the last step or from the largest of several."""
+    reading.set(RECIPE, "delayed", where)
+    default = f"{where} (Accelerate's default: amax_compute_algo=most_recent)"
+    algorithm, said = reading.facts.get(ALGORITHM, ("most_recent", default))
+    length, given = reading.facts.get(HISTORY, (1024, where))
+    check_count(length, given)
+    if str(algorithm).lower() == "most_recent":
+        reading.set("training.low_precision.amax_history", 1, said)
+        if HISTORY in reading.facts:
+            reading.give_up(given, f"only the last amax counts: {said}")
+    else:
+        reading.set("training.low_precision.amax_history", length, f"{given}; {said}")
+    if reading.known(MARGIN):
+        reading.set("training.low_precision.margin", *reading.facts[MARGIN])
+
+
+SECTION = "megatron_lm_config"
+PREFIX = f"{SECTION}.megatron_lm_"
+
+
+MEGATRON_KEYS: Mapping[str, Rule] = {
+    "tp_degree": degree("layout.tp"),
+    "pp_degree": degree("layout.pp"),
+    "context_parallel_size": degree("layout.cp"),
+    "expert_model_parallel_size": degree("layout.ep"),
+    "expert_tensor_parallel_size": only(1, "experts are not split"),
+    "sequence_parallelism": ignored,  # always with tp
+    "num_micro_batches": fact("accumulation"),
+    "gradient_clipping": positive("training.clip"),
+    "recompute_activations": when(FLAGS["recompute-activations"], True),
+    "recompute_granularity": FLAGS["recompute-granularity"],
+    "recompute_method": FLAGS["recompute-method"],
+    "recompute_num_layers": FLAGS["recompute-num-layers"],
+    "use_distributed_optimizer": when(FLAGS["use-distributed-optimizer"], True),
+    "use_custom_fsdp": nothing("set layout.zero, the stage of sharding"),
+    "optimizer_cpu_offload": when("layout.offload", {"optimizer": "host"}),
+    "overlap_cpu_optimizer_d2h_h2d": nothing("transfers always overlap the step"),
+    "use_precision_aware_optimizer": nothing("set training.optimizer.name=adamw_8bit for one byte per moment"),
+    "decoder_last_pipeline_num_layers": nothing("set layout.stage_layers"),
+    "num_layers_per_virtual_pipeline_stage": FLAGS["num-layers-per-virtual-pipeline-stage"],
+    "pipeline_model_parallel_split_rank": nothing("models have no encoder beside the decoder"),
+    "attention_dropout": FLAGS["attention-dropout"],
+    "hidden_dropout": FLAGS["hidden-dropout"],
+    "eod_mask_loss": FLAGS["eod-mask-loss"],
+    "attention_backend": nothing("training.attention chooses the kernel"),
+    "attention_softmax_in_fp32": FLAGS["attention-softmax-in-fp32"],
+    "calculate_per_token_loss": only(True, "the loss is always a mean over all tokens of a batch"),
+    "use_rotary_position_embeddings": ignored,  # the model's configuration says it
+    "no_load_optim": FLAGS["load"],
+    "no_save_optim": nothing("checkpoints always hold the optimizer's state"),
+}
+"""Keys of the section, without its prefix."""
+MEGATRON_RULES: Mapping[str, Rule] = {f"{PREFIX}{key}": rule for key, rule in MEGATRON_KEYS.items()}
+
+
+def settle_megatron(reading: Reading, values: Mapping[str, Any], file: str) -> None:
+    """Accelerate's defaults of the section, and what several of its keys say together."""
+    if values.get("distributed_type") != "MEGATRON_LM":
+        return
+    section = values.get(SECTION)
+    given = {str(key).removeprefix("megatron_lm_") for key in section} if isinstance(section, Mapping) else set()
+    if "gradient_clipping" not in given:
+        reading.set("training.clip", 1.0, f"{file} (Accelerate's default: gradient_clipping=1.0)")
+    recomputation(reading)
+    for key, taken, ours in (
+        ("context_parallel_size", "2", "layout.cp"),
+        ("recompute_granularity", "full", "training.recompute"),
+    ):
+        if key not in given:
+            reading.notes.append(
+                f"{file} has no {PREFIX}{key}: Accelerate 1.15 then takes {taken}, releases without this key do not; "
+                f"set {ours} if yours does"
+            )
+
 
 SHARDING = {"full_shard": 3, "hybrid_shard": 3, "shard_grad_op": 2, "hybrid_shard_zero2": 2, "no_shard": 0}
 PRECISIONS = {"no": "fp32", "false": "fp32", "bf16": "bf16", "fp16": "fp16", "fp8": "fp8"}
@@ -90,7 +213,7 @@ def compile_in_mode(reading: Reading, value: Any, origin: str) -> None:
 FSDP = "Meshwright always shards block by block and prefetches"
 PARALLEL = "parallelism_config.parallelism_config_"
 KEYS: Mapping[str, Rule] = {
-    "compute_environment": lambda reading, value, origin: None,
+    "compute_environment": ignored,
     "debug": nothing("the watchdog is always on"),
     "distributed_type": _type,
     "num_processes": fact("ranks"),
@@ -111,20 +234,18 @@ KEYS: Mapping[str, Rule] = {
     f"{PARALLEL}cp_size": degree("layout.cp"),
     f"{PARALLEL}sp_size": degree("layout.cp", {"layout.cp_method": "ulysses"}),
     f"{PARALLEL}cp_comm_strategy": words("layout.cp_method", {"allgather": "all_gather", "alltoall": "ring"}),
-    f"{PARALLEL}cp_backend": lambda reading, value, origin: None,  # there is one
-    f"{PARALLEL}sp_backend": lambda reading, value, origin: None,
+    f"{PARALLEL}cp_backend": ignored,  # there is one
+    f"{PARALLEL}sp_backend": ignored,
     f"{PARALLEL}sp_attn_implementation": nothing("training.attention chooses the kernel"),
     f"{PARALLEL}sp_seq_length": nothing("set data.sequence_length"),
     f"{PARALLEL}sp_seq_length_is_variable": nothing("samples have data.sequence_length tokens"),
-    "use_cpu": lambda reading, value, origin: reading.set("device", "cpu", origin) if value is True else None,
+    "use_cpu": when("device", "cpu"),
     "gradient_accumulation_steps": fact("accumulation"),
-    "fsdp_config.fsdp_version": lambda reading, value, origin: None,
+    "fsdp_config.fsdp_version": ignored,
     "fsdp_config.fsdp_sharding_strategy": _sharding,
     "fsdp_config.fsdp_reshard_after_forward": _reshard,
     "fsdp_config.fsdp_offload_params": _offload,
-    "fsdp_config.fsdp_activation_checkpointing": lambda reading, value, origin: (
-        reading.set("training.recompute", "full", origin) if value is True else None
-    ),
+    "fsdp_config.fsdp_activation_checkpointing": when("training.recompute", "full"),
     "fsdp_config.fsdp_state_dict_type": nothing("checkpoints are always sharded, and load under any layout"),
     **{
         f"fsdp_config.fsdp_{key}": nothing(FSDP)

@@ -5,24 +5,16 @@ from contextlib import suppress
 from typing import Any
 
 from meshwright.imports.megatron import RULES as FLAGS
-from meshwright.imports.reading import (
-    Reading,
-    Rule,
-    apply,
-    check_count,
-    check_number,
-    fact,
-    flat,
-    nothing,
-    positive,
-    unless_none,
-    when,
-)
-from meshwright.imports.schedules import lose_schedule
+from meshwright.imports.reading import Reading, Rule, check_count, check_number, flat
+from meshwright.imports.rules import apply, choice, dotted, fact, ignored, listed, nothing, positive, unless_none, when
+from meshwright.imports.schedules import schedule_choice
 
 DTYPES = {"bfloat16": "bf16", "bf16": "bf16", "float32": "fp32", "fp32": "fp32", "float16": "fp16", "fp16": "fp16"}
 SCHEDULES = {"cosine": "cosine", "linear": "linear", "constant": "constant", "WSD": "wsd"}
+RECOMPUTES = {True: "full", False: "none", "true": "full", "false": "none", "full": "full", "none": "none"}
+RECOMPUTES |= {"selective": "selective"}
 PIPELINES = {"1f1b": "1f1b", "gpipe": "afab"}
+CONSTANT = {"training.lr_schedule.name": "constant", "training.lr_schedule.warmup": 0}
 OURS = "it does not affect training, or Meshwright decides it"
 
 
@@ -44,26 +36,14 @@ def _degree(path: str) -> Rule:
     return rule
 
 
-def _strategy(reading: Reading, value: Any, origin: str) -> None:
-    if value in ("fsdp2", "ddp"):
-        reading.fact("strategy", value, origin)
-    else:
-        reading.give_up(origin, "supported: fsdp2, ddp")
-
-
 def _model(reading: Reading, value: Any, origin: str) -> None:
     kind = str(value).rsplit(".", 2)[-2:]
     if kind[-1] == "from_config":
         reading.set("model.weights", "random", origin)
     elif kind != ["NeMoAutoModelForCausalLM", "from_pretrained"]:
         reading.give_up(
-            origin, ("only NeMoAutoModelForCausalLM's from_pretrained and from_config are read; give --model")
+            origin, "only NeMoAutoModelForCausalLM's from_pretrained and from_config are read; give --model"
         )
-
-
-def _config(reading: Reading, value: Any, origin: str) -> None:
-    if not str(value).endswith("AutoConfig.from_pretrained"):
-        reading.give_up(origin, "give --model, or a Hugging Face directory with this config.json")
 
 
 def _optimizer(reading: Reading, value: Any, origin: str) -> None:
@@ -77,18 +57,6 @@ def _optimizer(reading: Reading, value: Any, origin: str) -> None:
         reading.give_up(origin, "supported: AdamW, FusedAdam, Adam")
 
 
-def _recompute(reading: Reading, value: Any, origin: str) -> None:
-    word = {True: "full", False: "none", "true": "full", "false": "none"}.get(value, value)
-    if word in ("full", "selective", "none"):
-        reading.set("training.recompute", word, origin)
-    else:
-        reading.give_up(origin, "supported: full, selective, false")
-
-
-def _reshards(reading: Reading, value: Any, origin: str) -> None:
-    reading.fact("reshards", value, origin)
-
-
 def _dtype(name: str) -> Rule:
     def rule(reading: Reading, value: Any, origin: str) -> None:
         word = _last(value)
@@ -100,11 +68,9 @@ def _dtype(name: str) -> Rule:
     return rule
 
 
-def _schedule(reading: Reading, value: Any, origin: str) -> None:
-    if value in SCHEDULES:
-        reading.set("training.lr_schedule.name", SCHEDULES[value], origin)
-    else:
-        lose_schedule(reading, origin, f"supported: {', '.join(SCHEDULES)}")
+def _config(reading: Reading, value: Any, origin: str) -> None:
+    if not str(value).endswith("AutoConfig.from_pretrained"):
+        reading.give_up(origin, "give --model, or a Hugging Face directory with this config.json")
 
 
 def _pipeline(reading: Reading, value: Any, origin: str) -> None:
@@ -112,10 +78,6 @@ def _pipeline(reading: Reading, value: Any, origin: str) -> None:
         reading.fact("schedule", PIPELINES[str(value).lower()], origin)
     else:
         reading.give_up(origin, f"only {', '.join(PIPELINES)} are read; set layout.schedule")
-
-
-def _epochs(reading: Reading, value: Any, origin: str) -> None:
-    reading.give_up(origin, "runs have a number of steps: training.steps (AutoModel ends at the earlier of the two)")
 
 
 def _packed(reading: Reading, value: Any, origin: str) -> None:
@@ -132,32 +94,28 @@ def _overrides(reading: Reading, value: Any, origin: str) -> None:
         if undecayed and group.get("lr_mult", 1) == 1:
             reading.fact("undecayed", True, origin)
         else:
-            reading.give_up(
-                f"{origin.split('=')[0]}: {group}",
-                ("weight decay never applies to norms and biases, and all parameters have one learning rate"),
-            )
+            why = "weight decay never applies to norms and biases, and all parameters have one learning rate"
+            reading.give_up(f"{origin.split('=')[0]}: {group}", why)
 
 
-def _trackers(name: str) -> Rule:
-    return lambda reading, value, origin: reading.set("trackers", [name], origin)
-
-
-LEFT_TO_US = (
-    *("recipe", "dist_env.backend", "dist_env.timeout_minutes", "step_scheduler.save_checkpoint_every_epoch"),
-    *("step_scheduler.log_remote_every_steps", "step_scheduler.gc_every_steps", "step_scheduler.preemption_signal"),
-    *("step_scheduler.loss_average_window_steps", "model.trust_remote_code", "model.attn_implementation"),
-    *("model.use_liger_kernel", "model.use_sdpa_patching", "model.use_cache", "compile.fullgraph", "compile.dynamic"),
-    *("compile.backend", "checkpoint.model_save_format", "checkpoint.save_consolidated", "checkpoint.is_async"),
-    *("checkpoint.enabled", "distributed.sequence_parallel", "distributed.defer_fsdp_grad_sync", "dataloader._target_"),
-    *("dataloader.collate_fn", "dataloader.collate_fn._target_", "dataloader.num_workers", "dataloader.pin_memory"),
-    *("dataloader.dataloader_type", "distributed._target_", "distributed.mp_policy._target_", "loss_fn._target_"),
-    *("distributed.mp_policy.output_dtype", "distributed.mp_policy.cast_forward_inputs", "rng._target_", "rng.ranked"),
-    *("distributed.pipeline.scale_grads_in_schedule", "distributed.pipeline.dtype", "peft._target_", "peft.use_triton"),
-    *("distributed.pipeline.round_virtual_stages_to_pp_multiple", "optimizer.fused", "optimizer.foreach"),
-    *("optimizer.adam_w_mode", "optimizer.bias_correction", "optimizer.exp_avg_dtype", "optimizer.exp_avg_sq_dtype"),
-    *("optimizer.store_param_remainders", "packed_sequence.split_across_pack", "peft.use_memory_efficient_lora"),
-    *("ci.recipe_owner", "lr_scheduler.use_checkpoint_opt_param_scheduler", "peft.lora_A_init"),
-)
+LEFT_TO_US = {
+    "": "recipe ci.recipe_owner loss_fn._target_",
+    "dist_env": "backend timeout_minutes",
+    "rng": "_target_ ranked",
+    "step_scheduler": "save_checkpoint_every_epoch log_remote_every_steps gc_every_steps preemption_signal "
+    "loss_average_window_steps",
+    "model": "trust_remote_code attn_implementation use_liger_kernel use_sdpa_patching use_cache",
+    "compile": "fullgraph dynamic backend",
+    "checkpoint": "model_save_format save_consolidated is_async enabled",
+    "distributed": "_target_ sequence_parallel defer_fsdp_grad_sync",
+    "distributed.mp_policy": "_target_ output_dtype cast_forward_inputs",
+    "distributed.pipeline": "scale_grads_in_schedule dtype round_virtual_stages_to_pp_multiple",
+    "dataloader": "_target_ collate_fn collate_fn._target_ num_workers pin_memory dataloader_type",
+    "optimizer": "fused foreach adam_w_mode bias_correction exp_avg_dtype exp_avg_sq_dtype store_param_remainders",
+    "lr_scheduler": "use_checkpoint_opt_param_scheduler",
+    "packed_sequence": "split_across_pack",
+    "peft": "_target_ use_triton use_memory_efficient_lora lora_A_init",
+}
 
 RULES: Mapping[str, Rule] = {
     "seed": "training.seed",
@@ -165,7 +123,9 @@ RULES: Mapping[str, Rule] = {
     "step_scheduler.global_batch_size": "training.global_batch",
     "step_scheduler.local_batch_size": fact("local batch"),
     "step_scheduler.max_steps": unless_none("training.steps"),
-    "step_scheduler.num_epochs": _epochs,
+    "step_scheduler.num_epochs": nothing(
+        "runs have a number of steps: training.steps (AutoModel ends at the earlier of the two)"
+    ),
     "step_scheduler.ckpt_every_steps": fact("saves"),
     "step_scheduler.val_every_steps": "training.evaluation.every",
     "model._target_": _model,
@@ -177,15 +137,15 @@ RULES: Mapping[str, Rule] = {
     "compile.enabled": when("training.compile", True),
     "compile.mode": "training.compile_mode",
     "clip_grad_norm.max_norm": positive("training.clip"),
-    "distributed.strategy": _strategy,
+    "distributed.strategy": choice(fact("strategy"), {"fsdp2": "fsdp2", "ddp": "ddp"}),
     "distributed.dp_size": _degree("replicas"),
     "distributed.dp_replicate_size": _degree("replicate"),
     "distributed.tp_size": _degree("layout.tp"),
     "distributed.pp_size": _degree("layout.pp"),
     "distributed.cp_size": _degree("layout.cp"),
     "distributed.ep_size": _degree("layout.ep"),
-    "distributed.activation_checkpointing": _recompute,
-    "distributed.reshard_after_forward": _reshards,
+    "distributed.activation_checkpointing": choice("training.recompute", RECOMPUTES, "full, selective, false"),
+    "distributed.reshard_after_forward": fact("reshards"),
     "distributed.mp_policy.param_dtype": _dtype("compute"),
     "distributed.mp_policy.reduce_dtype": _dtype("reduced"),
     "distributed.autocast_dtype": _dtype("autocast"),
@@ -194,12 +154,12 @@ RULES: Mapping[str, Rule] = {
     "distributed.pipeline.layers_per_stage": nothing("set layout.stage_layers or layout.stages_per_rank"),
     "optimizer._target_": _optimizer,
     "optimizer.lr": "training.optimizer.lr",
-    "optimizer.betas": lambda reading, value, origin: reading.set("training.optimizer.betas", list(value), origin),
+    "optimizer.betas": listed("training.optimizer.betas"),
     "optimizer.eps": "training.optimizer.eps",
     "optimizer.weight_decay": "training.optimizer.weight_decay",
     "optimizer.param_group_overrides": _overrides,
     "optimizer.master_weights": fact("masters"),
-    "lr_scheduler.lr_decay_style": _schedule,
+    "lr_scheduler.lr_decay_style": schedule_choice(SCHEDULES),
     "lr_scheduler.lr_warmup_steps": "training.lr_schedule.warmup",
     "lr_scheduler.lr_decay_steps": fact("decay steps"),
     "lr_scheduler.wsd_decay_steps": "training.lr_schedule.decay",
@@ -209,7 +169,7 @@ RULES: Mapping[str, Rule] = {
     "lr_scheduler.max_lr": "training.optimizer.lr",
     "checkpoint.checkpoint_dir": "run_dir",
     "checkpoint.restore_from": nothing("`meshwright train --resume` continues from the newest checkpoint"),
-    "dataloader.shuffle": lambda reading, value, origin: reading.fact("shuffled", value, origin),
+    "dataloader.shuffle": ignored,
     "packed_sequence.packed_sequence_size": _packed,
     "peft.target_modules": lambda reading, value, origin: (
         reading.set("finetune.targets", [value] if isinstance(value, str) else list(value), origin) if value else None
@@ -222,7 +182,7 @@ RULES: Mapping[str, Rule] = {
     "peft.use_dora": when("finetune.dora", True),
     "quantization.load_in_4bit": when("finetune.base", "nf4"),
     "quantization.load_in_8bit": when("finetune.base", "int8"),
-    **dict.fromkeys(LEFT_TO_US, nothing(OURS)),
+    **dict.fromkeys(dotted(LEFT_TO_US), nothing(OURS)),
 }
 
 
@@ -247,8 +207,7 @@ def read_automodel(reading: Reading, values: Mapping[str, Any], file: str) -> No
         _dataset(reading, values["dataset"], f"{file}: dataset", default)
     defaults = {"training.global_batch": 32, "training.optimizer.lr": 1e-4, "training.optimizer.weight_decay": 0.01}
     defaults |= {"training.optimizer.betas": [0.9, 0.999], "training.seed": 42, "training.clip": 1.0}
-    for path, value in defaults.items():
-        reading.default(path, value, default)
+    reading.default_all(defaults, default)
     _batch(reading, default)
     _ranks(reading, default)
     _dtypes(reading, default)
@@ -261,10 +220,8 @@ def read_automodel(reading: Reading, values: Mapping[str, Any], file: str) -> No
     reading.set("checkpoint.every", saves if saves < steps[0] else 0, where)
     decay, where = reading.settings.get("training.optimizer.weight_decay", (0.01, default))
     if decay and reading.known("coupled"):
-        reading.give_up(
-            reading.facts["coupled"][1],
-            ("Adam adds weight decay to the gradient; only AdamW's decoupled decay is supported"),
-        )
+        why = "Adam adds weight decay to the gradient; only AdamW's decoupled decay is supported"
+        reading.give_up(reading.facts["coupled"][1], why)
     if decay and "undecayed" not in reading.facts:
         reading.notes.append(f"{where}: AutoModel also decays norms and biases; Meshwright does not")
 
@@ -333,17 +290,13 @@ def _batch(reading: Reading, default: str) -> None:
 
 def _ranks(reading: Reading, default: str) -> None:
     strategy, where = reading.facts.get("strategy", ("fsdp2", default))
-    degrees = [reading.settings.get(f"layout.{axis}", (1, ""))[0] for axis in ("tp", "pp", "cp")]
-    split = degrees[0] * degrees[1] * degrees[2]
     if "replicas" in reading.facts:
         replicas, origin = reading.facts["replicas"]
-        reading.fact("ranks", replicas * split, origin)
+        reading.fact("ranks", replicas * reading.model_ranks(), origin)
     if strategy == "fsdp2":
         stays = reading.known("reshards") is False
         reading.fact("zero", 2 if stays else 3, reading.facts["reshards"][1] if stays else where)
-        replicate, origin = reading.facts.get("replicate", (1, ""))
-        if replicate > 1 and (ranks := reading.known("ranks")):
-            reading.fact("shard", max(1, ranks // (split * replicate)), origin)
+        reading.replicate(*reading.facts.get("replicate", (1, "")))
 
 
 def _dtypes(reading: Reading, default: str) -> None:
@@ -357,44 +310,38 @@ def _dtypes(reading: Reading, default: str) -> None:
         return
     reading.set("training.reduce_dtype", *reading.facts.get("reduced", ("fp32", default)))
     if storage == "bf16" and reading.known("masters") is not True:
-        reading.set("training.master_dtype", "bf16", where)
-        reading.set("training.optimizer.state_dtype", "bf16", where)
-        reading.set("training.optimizer.rounding", "nearest", where)
+        reading.in_bf16(where)
 
 
 def _rates(reading: Reading, values: Mapping[str, Any], default: str) -> None:
     """Without a section the rate is constant; with one, warm-up begins at a tenth of the peak."""
     if not values.get("lr_scheduler"):
-        reading.set("training.lr_schedule.name", "constant", f"{default}: no lr_scheduler")
-        reading.set("training.lr_schedule.warmup", 0, f"{default}: no lr_scheduler")
+        reading.set_all(CONSTANT, f"{default}: no lr_scheduler")
         return
     reading.default("training.lr_schedule.name", "cosine", default)
-    steps = reading.settings.get("training.steps", (None, ""))[0]
+    steps = reading.value("training.steps")
     if "training.lr_schedule.warmup" not in reading.settings:
         if steps:
             reading.set("training.lr_schedule.warmup", min(1000, steps // 10), default)
         else:
-            reading.give_up(
-                default,
-                ("warm-up is a tenth of the unknown number of steps, at most 1000; set training.lr_schedule.warmup"),
-            )
+            why = "warm-up is a tenth of the unknown number of steps, at most 1000; set training.lr_schedule.warmup"
+            reading.give_up(default, why)
     peak, said = reading.settings.get("training.optimizer.lr", (1e-4, default))
     check_number(peak, said)
-    if "min_lr" not in reading.facts and reading.settings.get("training.lr_schedule.name", ("", ""))[0] != "constant":
+    if "min_lr" not in reading.facts and reading.value("training.lr_schedule.name") != "constant":
         reading.set("training.lr_schedule.final", 0.01, f"{default}: min_lr=0.01 lr")
     first, where = reading.facts.get("first rate", (peak / 10, f"{default}: init_lr=0.1 lr"))
-    if first and reading.settings.get("training.lr_schedule.warmup", (0, ""))[0]:
+    if first and reading.value("training.lr_schedule.warmup"):
         reading.give_up(where, "warm-up always starts at 0")
 
 
 def _adapters(reading: Reading, values: Mapping[str, Any], default: str) -> None:
     if not values.get("peft"):
-        if reading.settings.get("model.weights", ("pretrained", ""))[0] != "random":
+        if reading.value("model.weights") != "random":
             reading.set("finetune.method", "full", f"{default}: no peft")
         return
     reading.set("finetune.method", "lora", f"{default}: peft")
-    for path, value in {"finetune.rank": 8, "finetune.alpha": 32}.items():
-        reading.default(path, value, default)
+    reading.default_all({"finetune.rank": 8, "finetune.alpha": 32}, default)
     position, where = reading.facts.get("dropout position", ("post", default))
-    if position == "post" and reading.settings.get("finetune.dropout", (0, ""))[0]:
+    if position == "post" and reading.value("finetune.dropout"):
         reading.give_up(f"{where}: dropout_position={position}", "dropout is applied before the adapters")

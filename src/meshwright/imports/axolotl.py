@@ -12,24 +12,14 @@ from meshwright.imports.axolotl_ranks import settle_batch, settle_preference, se
 from meshwright.imports.deepspeed_schedules import FINAL, SCHEDULE
 from meshwright.imports.hf_arguments import HYBRID, take_defaults
 from meshwright.imports.hf_arguments import RULES as HF_RULES
-from meshwright.imports.reading import Reading, Rule, apply, check_count, check_number, fact, nothing, when, words
+from meshwright.imports.reading import Reading, Rule, check_count, check_number
+from meshwright.imports.rules import apply, choice, fact, if_any, ignored, nothing, when, words
 
 
 def _packing(reading: Reading, value: Any, origin: str) -> None:
     reading.set("data.packing", "best_fit" if value else "padded", origin)
     if value:
         reading.set("data.separate_documents", True, origin)
-
-
-def _adapter(reading: Reading, value: Any, origin: str) -> None:
-    if value in ("lora", "qlora"):
-        reading.set("finetune.method", value, origin)
-    else:
-        reading.give_up(origin, "supported: lora, qlora")
-
-
-def _batch(reading: Reading, value: Any, origin: str) -> None:
-    reading.set("training.micro_batch", value, origin)
 
 
 def _bf16(reading: Reading, value: Any, origin: str) -> None:
@@ -42,10 +32,10 @@ def _bf16(reading: Reading, value: Any, origin: str) -> None:
 def _evaluation(reading: Reading, value: Any, origin: str) -> None:
     if isinstance(value, float) and value < 1:
         reading.set("data.held_out", value, origin)
+    elif value:
+        reading.give_up(origin, "data.held_out is a fraction, not a count")
     else:
-        reading.set("data.held_out", 0, origin) if not value else reading.give_up(
-            origin, ("data.held_out is a fraction, not a count")
-        )
+        reading.set("data.held_out", 0, origin)
 
 
 def _warmup(reading: Reading, value: Any, origin: str) -> None:
@@ -65,7 +55,7 @@ def _tell_defaults(reading: Reading, values: Mapping[str, Any], file: str) -> No
         reading.notes.append(
             f"{file} has no save_total_limit: axolotl keeps {MOST_KEPT} checkpoints; checkpoint.keep_last decides here"
         )
-    sources = reading.settings.get("data.sources", ([], ""))[0]
+    sources = reading.value("data.sources", [])
     if "excess_length_strategy" not in values and any(source.get("format") != "text" for source in sources):
         reading.notes.append(
             f"{file} has no excess_length_strategy: axolotl drops records longer than a sample, a recipe stops at "
@@ -102,9 +92,7 @@ def _sharded(reading: Reading, value: Any, origin: str) -> None:
     if found.get("auto_wrap_policy") == "TRANSFORMER_BASED_WRAP":
         del found["auto_wrap_policy"]
     for key, said in found.items():
-        reading.give_up(
-            f"{where}.{key}={said}", ("Meshwright always shards block by block, and has its own checkpoints")
-        )
+        reading.give_up(f"{where}.{key}={said}", "Meshwright always shards block by block, and has its own checkpoints")
 
 
 MOST_KEPT = 4
@@ -123,23 +111,9 @@ ORDER = {"deepspeed": 0, "lora_target_linear": 0, "fp16": 2}
 """Keys that count before the others, and after them: DeepSpeed's configuration wins, bf16 overrules fp16."""
 DATASETS = ("datasets", "pretraining_dataset")
 SHARED = (
-    "gradient_accumulation_steps",
-    "max_steps",
-    "learning_rate",
-    "weight_decay",
-    "adam_beta1",
-    "adam_beta2",
-    "adam_epsilon",
-    "max_grad_norm",
-    "warmup_ratio",
-    "bf16",
-    "fp16",
-    "gradient_checkpointing",
-    "torch_compile",
-    "seed",
-    "output_dir",
-    "deepspeed",
-    "fsdp",
+    *("gradient_accumulation_steps", "max_steps", "learning_rate", "weight_decay", "adam_beta1", "adam_beta2"),
+    *("adam_epsilon", "max_grad_norm", "warmup_ratio", "bf16", "fp16", "gradient_checkpointing", "torch_compile"),
+    *("seed", "output_dir", "deepspeed", "fsdp"),
 )
 """Keys that axolotl passes to the Trainer unchanged."""
 
@@ -151,9 +125,9 @@ RULES: Mapping[str, Rule] = {
     "train_on_inputs": when("data.chat.train_on", "all"),
     "sequence_len": "data.sequence_length",
     "sample_packing": _packing,
-    "adapter": _adapter,
+    "adapter": choice("finetune.method", {"lora": "lora", "qlora": "qlora"}),
     "load_in_4bit": when("finetune.base", "nf4"),
-    "load_in_8bit": lambda reading, value, origin: reading.set("finetune.base", "int8", origin) if value else None,
+    "load_in_8bit": if_any("finetune.base", "int8"),
     "lora_r": "finetune.rank",
     "lora_alpha": "finetune.alpha",
     "lora_dropout": "finetune.dropout",
@@ -162,7 +136,7 @@ RULES: Mapping[str, Rule] = {
     "lora_modules_to_save": "finetune.train",
     "peft_use_dora": when("finetune.dora", True),
     "peft_use_rslora": when("finetune.rslora", True),
-    "micro_batch_size": _batch,
+    "micro_batch_size": "training.micro_batch",
     "num_epochs": fact("epochs"),
     **{name: HF_RULES[name] for name in SHARED},
     **RANK_RULES,
@@ -177,13 +151,13 @@ RULES: Mapping[str, Rule] = {
     "loraplus_lr_embedding": nothing("embeddings train at the rate of A, or in full"),
     "warmup_steps": _warmup,
     "fsdp_config": _sharded,
-    "fsdp_version": lambda reading, value, origin: None,  # the same sharding
+    "fsdp_version": ignored,  # the same sharding
     "optimizer": HF_RULES["optim"],
     "lr_scheduler": HF_RULES["lr_scheduler_type"],
     "lr_scheduler_kwargs": HF_RULES["lr_scheduler_kwargs"],
     "cosine_min_lr_ratio": fact(LEAST),
     "val_set_size": _evaluation,
-    "wandb_project": lambda reading, value, origin: reading.set("trackers", ["wandb"], origin) if value else None,
+    "wandb_project": if_any("trackers", ["wandb"]),
     "special_tokens": nothing("the tokenizer's special tokens are used"),
     "early_stopping_patience": nothing("use the callback early_stopping (docs/callbacks.md)"),
     **dict.fromkeys(LEFT_TO_US, nothing("it does not affect training, or Meshwright decides it")),
@@ -247,6 +221,5 @@ def _least_rate(reading: Reading, values: Mapping[str, Any]) -> None:
 def _without_adapter(reading: Reading, file: str) -> None:
     """All parameters train; the settings of an adapter have no effect."""
     for path in [path for path in reading.settings if path.startswith("finetune.")]:
-        _, origin = reading.settings.pop(path)
-        reading.give_up(origin, "it has no effect without adapter")
+        reading.give_up(reading.settings.pop(path)[1], "it has no effect without adapter")
     reading.set("finetune.method", "full", f"{file} (no adapter)")

@@ -5,7 +5,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from meshwright.imports.reading import SHOWN, Reading, Rule, apply, nothing
+from meshwright.imports.reading import SHOWN, Reading, Rule
+from meshwright.imports.rules import apply, nothing
 from meshwright.spec.data import HUB, ROLES, THOUGHTS
 from meshwright.spec.errors import UserError
 

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from meshwright.imports.intervals import EVALUATES, SAVES, default_interval, every, ignore_interval, keep_share
+from meshwright.imports.hf_arguments import EVALUATES, SAVES, default_interval, every, ignore_interval, keep_share
 from meshwright.imports.reading import Reading, Rule, check_number
 from meshwright.spec.errors import UserError
 

@@ -3,7 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
-from meshwright.imports.reading import Reading, Rule, check_count, degree, fact, nothing
+from meshwright.imports.reading import Reading, Rule, check_count
+from meshwright.imports.rules import degree, fact, nothing, only
 from meshwright.spec.errors import UserError
 
 BETA = "training.preference.beta"
@@ -34,9 +35,7 @@ RULES: Mapping[str, Rule] = {
     "sequence_parallel_degree": degree("layout.cp"),  # the older name
     "dp_shard_size": fact("dp_shard_size"),
     "dp_replicate_size": fact("dp_replicate_size"),
-    "expert_parallel_size": lambda reading, value, origin: (
-        None if value == 1 else reading.give_up(origin, "set layout.ep, a regrouping of dp_shard x cp x tp ranks")
-    ),
+    "expert_parallel_size": only(1, "set layout.ep, a regrouping of dp_shard x cp x tp ranks"),
     "ring_attn_func": nothing("layout.cp_method chooses; the result is the same"),
     "heads_k_stride": nothing("layout.cp_method chooses; the result is the same"),
     "rl": _objective,
@@ -97,9 +96,7 @@ def settle_ranks(reading: Reading) -> None:
     becomes the rest of the data-parallel ranks."""
     shard, where = reading.facts.get("dp_shard_size", (1, ""))
     replicate, why = reading.facts.get("dp_replicate_size", (1, ""))
-    split = 1
-    for axis in ("tp", "cp"):
-        split *= reading.settings.get(f"layout.{axis}", (1, ""))[0]
+    split = reading.model_ranks()
     sharded = bool(reading.known("zero") or reading.known("fsdp"))
     if shard > 1 and not sharded:
         raise UserError(f"{where}: axolotl shards with FSDP only; add fsdp_config")

@@ -3,43 +3,51 @@
 from collections.abc import Mapping
 from typing import Any
 
-from meshwright.imports.deepspeed_cycles import CYCLES, cycle_rules, name_of
 from meshwright.imports.deepspeed_schedules import (
+    CYCLES,
     MUON_LR,
     OPTIMIZERS,
     PEAK,
     RATE,
     READ,
     SCHEDULES,
+    cycle_rules,
     keep_least,
     keep_named,
     keep_rate,
+    name_of,
     settle_optimizer,
     settle_schedule,
 )
-from meshwright.imports.reading import (
-    EvenAuto,
-    Reading,
-    Rule,
-    check_number,
-    fact,
-    flat,
-    nothing,
-    positive,
-    sections,
-    when,
-    words,
-)
+from meshwright.imports.reading import EvenAuto, Reading, Rule, check_number, flat
+from meshwright.imports.rules import dotted, fact, ignored, listed, nothing, only, positive, sections, when, words
 from meshwright.imports.schedules import schedule_words
 
 PLACES = {"cpu": "host", "nvme": "disk"}
 PARTS = {"offload_optimizer": "optimizer", "offload_param": "parameters"}
 """Sections of a configuration -> what of a rank's state they move."""
-COMMUNICATION = "PyTorch chooses buckets and overlap"
-
-
-def _betas(reading: Reading, value: Any, origin: str) -> None:
-    reading.set("training.optimizer.betas", list(value), origin)
+LEFT_TO_US = {
+    "fp16's loss scale is dynamic, with fixed constants": {
+        "fp16": "loss_scale loss_scale_window initial_scale_power hysteresis min_loss_scale consecutive_hysteresis"
+    },
+    "disk reads and writes always overlap the step": {
+        f"zero_optimization.{section}": "pipeline_read pipeline_write pipeline" for section in PARTS
+    },
+    "files are memory-mapped, and read and written bucket by bucket": {
+        "aio": "block_size queue_depth thread_count intra_op_parallelism single_submit overlap_events"
+    },
+    "PyTorch chooses buckets and overlap": {
+        "zero_optimization": "overlap_comm contiguous_gradients reduce_bucket_size allgather_bucket_size "
+        "reduce_scatter allgather_partitions stage3_prefetch_bucket_size stage3_max_live_parameters sub_group_size "
+        "stage3_max_reuse_distance stage3_param_persistence_threshold round_robin_gradients"
+    },
+    "host memory is pinned where possible": {
+        "zero_optimization": "cpu_offload_use_pin_memory",
+        **{f"zero_optimization.{section}": "pin_memory buffer_count buffer_size max_in_cpu fast_init"
+           for section in PARTS},
+    },
+}  # fmt: skip
+"""Why keys have no counterpart -> the keys."""
 
 
 def offload(part: str) -> Rule:
@@ -62,16 +70,6 @@ def folder(reading: Reading, value: Any, origin: str) -> None:
         reading.fact("offload folder", str(value), origin)
     elif reading.facts["offload folder"][0] != str(value):
         reading.give_up(origin, "all state is in one folder, the optimizer's")
-
-
-def _moved(part: str) -> Rule:
-    """The switch of earlier releases for state in host memory."""
-    return lambda reading, value, origin: reading.fact(f"offloaded {part}", "host", origin) if value is True else None
-
-
-def _share(reading: Reading, value: Any, origin: str) -> None:
-    if value != 1:
-        reading.fact("offloaded share", value, origin)
 
 
 def settle_offload(reading: Reading) -> None:
@@ -162,82 +160,42 @@ KEYS: Mapping[str, Rule] = {
     "gradient_clipping": positive("training.clip"),
     "optimizer.type": words("training.optimizer.name", OPTIMIZERS),
     "optimizer.params.lr": keep_rate(RATE),
-    "optimizer.params.betas": _betas,
+    "optimizer.params.betas": listed("training.optimizer.betas"),
     "optimizer.params.eps": "training.optimizer.eps",
     "optimizer.params.weight_decay": "training.optimizer.weight_decay",
-    "optimizer.params.adam_w_mode": lambda reading, value, origin: None,  # `settle_optimizer` reads these two
-    "optimizer.params.torch_adam": lambda reading, value, origin: None,
+    "optimizer.params.adam_w_mode": ignored,  # `settle_optimizer` reads these two
+    "optimizer.params.torch_adam": ignored,
     "scheduler.type": schedule_words(SCHEDULES | CYCLES),
     "scheduler.params.warmup_num_steps": "training.lr_schedule.warmup",
     "scheduler.params.total_num_steps": "training.steps",
     "scheduler.params.warmup_max_lr": keep_rate(PEAK),
     "scheduler.params.warmup_min_lr": EvenAuto(keep_least),
-    "scheduler.params.warmup_type": lambda reading, value, origin: (
-        None if value == "linear" else reading.give_up(origin, "warm-up is always linear")
-    ),
-    "scheduler.params.last_batch_iteration": lambda reading, value, origin: (
-        None if value == -1 else reading.give_up(origin, "a new run starts at its first step")
-    ),
+    "scheduler.params.warmup_type": only("linear", "warm-up is always linear"),
+    "scheduler.params.last_batch_iteration": only(-1, "a new run starts at its first step"),
     "scheduler.params.warmup_min_ratio": nothing("warm-up always starts at 0"),
     "scheduler.params.cos_min_ratio": "training.lr_schedule.final",
     "bf16.enabled": when("training.precision", "bf16"),
     "fp16.enabled": when("training.precision", "fp16"),
-    **{
-        f"fp16.{key}": nothing("fp16's loss scale is dynamic, with fixed constants")
-        for key in ("loss_scale", "loss_scale_window", "initial_scale_power", "hysteresis", "min_loss_scale")
-    },
-    "fp16.consecutive_hysteresis": nothing("fp16's loss scale is dynamic, with fixed constants"),
     "fp16.auto_cast": nothing("training.precision sets the compute dtype"),
     "communication_data_type": words("training.reduce_dtype", {"fp32": "fp32", "bf16": "bf16", "bfp16": "bf16"}),
     "data_types.grad_accum_dtype": words("training.reduce_dtype", {"fp32": "fp32", "bf16": "bf16"}),
     "zero_optimization.stage": fact("zero"),
     **{f"zero_optimization.{section}.device": offload(part) for section, part in PARTS.items()},
     **{f"zero_optimization.{section}.nvme_path": folder for section in PARTS},
-    **{
-        f"zero_optimization.{section}.{key}": nothing("disk reads and writes always overlap the step")
-        for section in PARTS
-        for key in ("pipeline_read", "pipeline_write", "pipeline")
-    },
-    **{
-        f"aio.{key}": nothing("files are memory-mapped, and read and written bucket by bucket")
-        for key in (
-            "block_size",
-            "queue_depth",
-            "thread_count",
-            "intra_op_parallelism",
-            "single_submit",
-            "overlap_events",
-        )
-    },
-    "zero_optimization.offload_optimizer.ratio": _share,
-    "zero_optimization.cpu_offload": _moved("optimizer"),
-    "zero_optimization.cpu_offload_param": _moved("parameters"),
-    "zero_optimization.cpu_offload_params": _moved("parameters"),
+    "zero_optimization.offload_optimizer.ratio": lambda reading, value, origin: (
+        reading.fact("offloaded share", value, origin) if value != 1 else None
+    ),
+    "zero_optimization.cpu_offload": when(fact("offloaded optimizer"), "host"),
+    "zero_optimization.cpu_offload_param": when(fact("offloaded parameters"), "host"),
+    "zero_optimization.cpu_offload_params": when(fact("offloaded parameters"), "host"),
     "zero_optimization.zero_hpz_partition_size": _secondary,
     "zero_optimization.mics_shard_size": lambda reading, value, origin: (
         reading.fact("shard", value, origin) if value and value > 0 else None
     ),
-    **{
-        f"zero_optimization.{key}": nothing(COMMUNICATION)
-        for key in (
-            *("overlap_comm", "contiguous_gradients", "reduce_bucket_size", "allgather_bucket_size", "reduce_scatter"),
-            *("allgather_partitions", "stage3_prefetch_bucket_size", "stage3_max_live_parameters", "sub_group_size"),
-            *("stage3_max_reuse_distance", "stage3_param_persistence_threshold", "round_robin_gradients"),
-        )
-    },
-    **{
-        f"zero_optimization.{part}.{key}": nothing("host memory is pinned where possible")
-        for part in ("offload_optimizer", "offload_param")
-        for key in ("pin_memory", "buffer_count", "buffer_size", "max_in_cpu", "fast_init")
-    },
-    "zero_optimization.cpu_offload_use_pin_memory": nothing("host memory is pinned where possible"),
+    **{key: nothing(why) for why, keys in LEFT_TO_US.items() for key in dotted(keys)},
     "zero_optimization.stage3_gather_16bit_weights_on_model_save": nothing("`meshwright export` writes whole weights"),
-    "zero_optimization.zero_quantized_weights": lambda reading, value, origin: (
-        reading.fact("quantized weights", value, origin) if value is True else None
-    ),
-    "zero_optimization.zero_quantized_gradients": lambda reading, value, origin: (
-        reading.fact("quantized gradients", value, origin) if value is True else None
-    ),
+    "zero_optimization.zero_quantized_weights": when(fact("quantized weights"), True),
+    "zero_optimization.zero_quantized_gradients": when(fact("quantized gradients"), True),
     "zero_optimization.zeropp_loco_param.err_beta": _loco,
     "zero_optimization.zeropp_loco_param.reset_T": _loco,
     "zero_optimization.zero_quantized_nontrainable_weights": nothing("set finetune.base=int8 or nf4"),
@@ -248,7 +206,7 @@ KEYS: Mapping[str, Rule] = {
     "tensor_parallel.autotp_size": "layout.tp",
     "steps_per_print": nothing("progress is printed at time intervals"),
     "wall_clock_breakdown": nothing("use the callback profiler"),
-    "zero_allow_untested_optimizer": lambda reading, value, origin: None,
+    "zero_allow_untested_optimizer": ignored,
     "zero_force_ds_cpu_optimizer": nothing("PyTorch's AdamW updates offloaded state"),
     "prescale_gradients": nothing("gradients are reduced in training.reduce_dtype"),
     "dump_state": nothing("resolved.yaml lists every setting"),

@@ -4,7 +4,8 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from meshwright.imports.reading import Reading, Rule, apply, check_number, fact, flat, nothing, when, words
+from meshwright.imports.reading import Reading, Rule, check_number, flat
+from meshwright.imports.rules import above_zero, always, apply, choice, dotted, fact, listed, nothing, only, when, words
 from meshwright.imports.schedules import schedule_words
 from meshwright.spec.errors import UserError
 
@@ -12,8 +13,7 @@ PRECISIONS = {"amp_bf16": "bf16", "bf16": "bf16", "amp_fp16": "fp16", "fp16": "f
 SHARDING = {"FULL_SHARD": 3, "HYBRID_SHARD": 3, "SHARD_GRAD_OP": 2, "_HYBRID_SHARD_ZERO2": 2, "NO_SHARD": 0}
 LOADERS = ("json", "csv", "parquet")
 """Builders of `datasets`, which read local files."""
-NARROW = ("bf16", "bfloat16")
-WIDE = ("f32", "fp32", "float32")
+MASTERS = {**dict.fromkeys(("bf16", "bfloat16"), "bf16"), **dict.fromkeys(("f32", "fp32", "float32"), "fp32")}
 REFERENCE = re.compile(r"\$\{([\w.]+)\}")
 DECAYS = {"adamw": 0.01, "decoupled_adamw": 1e-5}
 """Optimizers, and the weight decay that each has by default."""
@@ -52,11 +52,6 @@ def _warmup(reading: Reading, value: Any, origin: str) -> None:
         apply(_time("training.lr_schedule.warmup"), reading, value, origin)
 
 
-def _whole(reading: Reading, value: Any, origin: str) -> None:
-    if value != "1dur":
-        reading.give_up(origin, "schedules always end at the last step")
-
-
 def _model(reading: Reading, value: Any, origin: str) -> None:
     if value == "mpt_causal_lm":
         reading.set("model.family", "gpt2", origin)
@@ -67,67 +62,8 @@ def _model(reading: Reading, value: Any, origin: str) -> None:
         reading.give_up(origin, "supported: mpt_causal_lm, hf_causal_lm")
 
 
-def _biases(reading: Reading, value: Any, origin: str) -> None:
-    if value is True:
-        reading.give_up(origin, "gpt2's biases stay")
-
-
-def _loss_head(reading: Reading, value: Any, origin: str) -> None:
-    reading.fact("expansion", value, origin)
-
-
-def _data(reading: Reading, value: Any, origin: str) -> None:
-    reading.give_up(origin, "Mosaic's shards (MDS) are not supported; set data.sources to text")
-
-
-def _pretrained(reading: Reading, value: Any, origin: str) -> None:
-    if value is False:
-        reading.set("model.weights", "random", origin)
-
-
-def _masters(reading: Reading, value: Any, origin: str) -> None:
-    if value in NARROW:
-        reading.set("training.master_dtype", "bf16", origin)
-        reading.set("training.optimizer.state_dtype", "bf16", origin)
-        reading.set("training.optimizer.rounding", "nearest", origin)
-    elif value not in WIDE:
-        reading.give_up(origin, "supported: fp32, bf16")
-
-
-def _targets(reading: Reading, value: Any, origin: str) -> None:
-    every = value == "all-linear"
-    reading.set("finetune.targets", value if every else [value] if isinstance(value, str) else list(value), origin)
-
-
-def _adapters(reading: Reading, value: Any, origin: str) -> None:
-    if str(value).upper() == "LORA":
-        reading.set("finetune.method", "lora", origin)
-    else:
-        reading.give_up(origin, "supported: LORA")
-
-
-def _groups(reading: Reading, value: Any, origin: str) -> None:
-    """Groups by names: here norms and biases never decay, and every rate is the same."""
-    for group in value:
-        named = set(group) == {"param_str_match", "weight_decay"} and "norm" in group["param_str_match"]
-        if named and group["weight_decay"] == 0:
-            reading.fact("undecayed", True, origin)
-        else:
-            reading.give_up(
-                f"{origin.split('=')[0]}: {group}",
-                ("weight decay never applies to norms and biases, and all parameters have one learning rate"),
-            )
-
-
 def _degree(name: str) -> Rule:
     return lambda reading, value, origin: reading.fact(name, value, origin) if value != -1 else None
-
-
-def _sharding(reading: Reading, value: Any, origin: str) -> None:
-    if str(value) in SHARDING:
-        reading.fact("zero", SHARDING[str(value)], origin)
-    else:
-        reading.give_up(origin, f"supported: {', '.join(SHARDING)}")
 
 
 def _mixed(reading: Reading, value: Any, origin: str) -> None:
@@ -137,9 +73,29 @@ def _mixed(reading: Reading, value: Any, origin: str) -> None:
         reading.give_up(origin, "supported: PURE, DEFAULT")
 
 
-def _recompute(reading: Reading, value: Any, origin: str) -> None:
-    if value is True:
-        reading.set("training.recompute", "full", origin)
+def _compiled(reading: Reading, value: Any, origin: str) -> None:
+    reading.set_all({"training.compile": True, "training.compile_mode": value}, origin)
+
+
+def _masters(reading: Reading, value: str, origin: str) -> None:
+    if value == "bf16":
+        reading.in_bf16(origin)
+
+
+def _targets(reading: Reading, value: Any, origin: str) -> None:
+    every = value == "all-linear"
+    reading.set("finetune.targets", value if every else [value] if isinstance(value, str) else list(value), origin)
+
+
+def _groups(reading: Reading, value: Any, origin: str) -> None:
+    """Groups by names: here norms and biases never decay, and every rate is the same."""
+    for group in value:
+        named = set(group) == {"param_str_match", "weight_decay"} and "norm" in group["param_str_match"]
+        if named and group["weight_decay"] == 0:
+            reading.fact("undecayed", True, origin)
+        else:
+            why = "weight decay never applies to norms and biases, and all parameters have one learning rate"
+            reading.give_up(f"{origin.split('=')[0]}: {group}", why)
 
 
 def _save_folder(reading: Reading, value: Any, origin: str) -> None:
@@ -149,93 +105,59 @@ def _save_folder(reading: Reading, value: Any, origin: str) -> None:
         reading.set("run_dir", value, origin)
 
 
-def _compiled(reading: Reading, value: Any, origin: str) -> None:
-    reading.set("training.compile", True, origin)
-    reading.set("training.compile_mode", value, origin)
-
-
-def _trackers(name: str) -> Rule:
-    return lambda reading, value, origin: reading.set("trackers", [name], origin)
-
-
-LEFT_TO_US = (
-    *("progress_bar", "log_to_console", "console_log_interval", "python_log_level", "dist_timeout", "run_name"),
-    *("device_eval_batch_size", "eval_first", "log_config", "icl_max_seq_len", "save_latest_filename", "autoresume"),
-    *("train_loader.num_workers", "train_loader.drop_last", "eval_loader.num_workers", "eval_loader.drop_last"),
-    *("train_loader.name", "eval_loader.name", "eval_loader.dataset.shuffle", "train_loader.dataset.shuffle_seed"),
-    *("tokenizer.kwargs.model_max_length", "tokenizer.kwargs.padding_side", "model.init_device", "model.loss_fn"),
-    *(
-        "model.config_overrides.max_seq_len",
-        "eval_loader.label",
-        "save_overwrite",
-        "save_weights_only",
-    ),
-    *(
-        "fsdp_config.activation_checkpointing_reentrant",
-        "fsdp_config.activation_cpu_offload",
-        "fsdp_config.limit_all_gathers",
-    ),
-    *(
-        "fsdp_config.verbose",
-        "fsdp_config.state_dict_type",
-        "fsdp_config.use_orig_params",
-        "fsdp_config.backward_prefetch",
-    ),
-    *("fsdp_config.sync_module_states", "fsdp_config.forward_prefetch", "fsdp_config.cpu_offload", "max_split_size_mb"),
-    *(
-        "eval_loader.dataset.split",
-        "model.use_auth_token",
-        "model.use_flash_attention_2",
-        "model.peft_config.task_type",
-    ),
-    *("model.trust_remote_code", "model.attn_implementation", "train_loader.pin_memory", "train_loader.timeout"),
-    *("train_loader.prefetch_factor", "train_loader.persistent_workers", "expandable_segments", "cuda_load_lazy"),
-    *("train_loader.dataset.max_seq_len", "eval_loader.dataset.max_seq_len", "eval_loader.dataset.local"),
-    *("eval_loader.dataset.remote", "eval_loader.dataset.hf_name", "eval_loader.dataset.shuffle_seed"),
-    *(
-        "train_loader.dataset.remote",
-        "train_loader.dataset.decoder_only_format",
-        "eval_loader.dataset.decoder_only_format",
-    ),
-    *("train_loader.dataset.allow_pad_trimming", "eval_loader.dataset.allow_pad_trimming", "load_weights_only"),
-)
+LEFT_TO_US = {
+    "": "progress_bar log_to_console console_log_interval python_log_level dist_timeout run_name "
+    "device_eval_batch_size eval_first log_config icl_max_seq_len save_latest_filename autoresume "
+    "save_overwrite save_weights_only "
+    "max_split_size_mb expandable_segments cuda_load_lazy load_weights_only",
+    "train_loader": "name num_workers drop_last pin_memory timeout prefetch_factor persistent_workers",
+    "train_loader.dataset": "shuffle_seed max_seq_len remote decoder_only_format allow_pad_trimming",
+    "eval_loader": "name num_workers drop_last label",
+    "eval_loader.dataset": "shuffle split max_seq_len local remote hf_name shuffle_seed decoder_only_format "
+    "allow_pad_trimming",
+    "tokenizer.kwargs": "model_max_length padding_side",
+    "model": "init_device loss_fn config_overrides.max_seq_len use_auth_token use_flash_attention_2 "
+    "peft_config.task_type trust_remote_code attn_implementation",
+    "fsdp_config": "activation_checkpointing_reentrant activation_cpu_offload limit_all_gathers verbose "
+    "state_dict_type use_orig_params backward_prefetch sync_module_states forward_prefetch cpu_offload",
+}
 
 RULES: Mapping[str, Rule] = {
     "max_seq_len": "data.sequence_length",
     "global_seed": "training.seed",
     "seed": "training.seed",
-    "accumulate_train_batch_on_tokens": lambda reading, value, origin: (
-        None if value is True else reading.give_up(origin, "microbatches are always weighted by their trained tokens")
-    ),
+    "accumulate_train_batch_on_tokens": only(True, "microbatches are always weighted by their trained tokens"),
     "model.name": _model,
     "model.pretrained_model_name_or_path": "model.name",
-    "model.pretrained": _pretrained,
-    "model.master_weights_dtype": _masters,
+    "model.pretrained": lambda reading, value, origin: (
+        reading.set("model.weights", "random", origin) if value is False else None
+    ),
+    "model.master_weights_dtype": choice(_masters, MASTERS, "fp32, bf16"),
     "model.pretrained_lora_id_or_path": "finetune.start_from",
-    "model.peft_config.peft_type": _adapters,
+    "model.peft_config.peft_type": lambda reading, value, origin: apply(
+        choice("finetune.method", {"LORA": "lora"}), reading, str(value).upper(), origin
+    ),
     "model.peft_config.r": "finetune.rank",
     "model.peft_config.lora_alpha": "finetune.alpha",
     "model.peft_config.lora_dropout": "finetune.dropout",
     "model.peft_config.target_modules": _targets,
-    "model.peft_config.modules_to_save": lambda reading, value, origin: reading.set(
-        "finetune.train", list(value), origin
-    ),
+    "model.peft_config.modules_to_save": listed("finetune.train"),
     "model.peft_config.use_dora": when("finetune.dora", True),
     "model.peft_config.use_rslora": when("finetune.rslora", True),
     "model.d_model": "model.hidden",
     "model.n_heads": "model.num_heads",
     "model.n_layers": "model.num_layers",
-    "model.expansion_ratio": _loss_head,
+    "model.expansion_ratio": fact("expansion"),
     "model.max_seq_len": "model.max_positions",
     "model.vocab_size": "model.vocab",
-    "model.no_bias": _biases,
+    "model.no_bias": when(nothing("gpt2's biases stay"), True),
     "model.tie_word_embeddings": "model.tied_embeddings",
     "model.attn_config.attn_impl": nothing("PyTorch chooses the attention kernel"),
     "model.attn_config.alibi": nothing("gpt2 has learned positions"),
     "model.attn_config.rope": nothing("gpt2 has learned positions"),
     "model.attn_config.kv_n_heads": nothing("gpt2 has one key/value head per query head"),
     "tokenizer.name": "data.tokenizer",
-    "train_loader.dataset.local": _data,
+    "train_loader.dataset.local": nothing("Mosaic's shards (MDS) are not supported; set data.sources to text"),
     "train_loader.dataset.hf_name": fact("data set"),
     "train_loader.dataset.hf_kwargs.data_files": fact("data files"),
     "train_loader.dataset.hf_kwargs.name": fact("subset"),
@@ -246,49 +168,39 @@ RULES: Mapping[str, Rule] = {
         "data.order", "shuffled" if value else "given", origin
     ),
     "scheduler.name": schedule_words(
-        {
-            "cosine_with_warmup": "cosine",
-            "linear_decay_with_warmup": "linear",
-            "constant_with_warmup": "constant",
-        },
+        {"cosine_with_warmup": "cosine", "linear_decay_with_warmup": "linear", "constant_with_warmup": "constant"}
     ),
     "scheduler.t_warmup": _warmup,
-    "scheduler.t_max": _whole,
+    "scheduler.t_max": only("1dur", "schedules always end at the last step"),
     "scheduler.alpha_f": "training.lr_schedule.final",
     "optimizer.name": fact("optimizer"),
     "optimizer.lr": "training.optimizer.lr",
-    "optimizer.betas": lambda reading, value, origin: reading.set("training.optimizer.betas", list(value), origin),
+    "optimizer.betas": listed("training.optimizer.betas"),
     "optimizer.eps": "training.optimizer.eps",
     "optimizer.weight_decay": fact("weight decay"),
     "optimizer.param_groups": _groups,
-    "algorithms.gradient_clipping.clipping_type": lambda reading, value, origin: (
-        None if value == "norm" else reading.give_up(origin, "gradients are always clipped by norm")
-    ),
+    "algorithms.gradient_clipping.clipping_type": only("norm", "gradients are always clipped by norm"),
     "algorithms.gradient_clipping.clipping_threshold": "training.clip",
     "max_duration": _duration,
     "eval_interval": _time("training.evaluation.every"),
-    "eval_subset_num_batches": lambda reading, value, origin: (
-        reading.set("training.evaluation.batches", value, origin) if value > 0 else None
-    ),
+    "eval_subset_num_batches": above_zero("training.evaluation.batches"),
     "global_train_batch_size": "training.global_batch",
     "device_train_microbatch_size": "training.micro_batch",
     "precision": words("training.precision", PRECISIONS),
-    "fsdp_config.sharding_strategy": _sharding,
+    "fsdp_config.sharding_strategy": choice(fact("zero"), SHARDING),
     "fsdp_config.mixed_precision": _mixed,
-    "fsdp_config.activation_checkpointing": _recompute,
+    "fsdp_config.activation_checkpointing": when("training.recompute", "full"),
     "fsdp_config.data_parallel_shard_degree": _degree("shard degree"),
     "fsdp_config.data_parallel_replicate_degree": _degree("replicate"),
     "compile_config.mode": _compiled,
     "save_interval": _time("checkpoint.every"),
-    "save_num_checkpoints_to_keep": lambda reading, value, origin: (
-        reading.set("checkpoint.keep_last", value, origin) if value > 0 else None
-    ),
+    "save_num_checkpoints_to_keep": above_zero("checkpoint.keep_last"),
     "save_folder": _save_folder,
     "load_path": nothing("`meshwright train --resume` continues from the newest checkpoint"),
-    "loggers.wandb": _trackers("wandb"),
-    "loggers.tensorboard": _trackers("tensorboard"),
+    "loggers.wandb": always("trackers", ["wandb"]),
+    "loggers.tensorboard": always("trackers", ["tensorboard"]),
     "eval_loader": nothing("evaluation data is a fraction of the training data; set data.held_out"),
-    **dict.fromkeys(LEFT_TO_US, nothing("it does not affect training, or Meshwright decides it")),
+    **dict.fromkeys(dotted(LEFT_TO_US), nothing("it does not affect training, or Meshwright decides it")),
 }
 
 
@@ -317,7 +229,7 @@ def read_foundry(reading: Reading, values: Mapping[str, Any], file: str) -> None
         reading.give_up(f"{file}: callbacks.{name}={inner}", "set callbacks (docs/callbacks.md)")
     _optimizer(reading, file)
     _sources(reading, values, file)
-    if reading.settings.get("model.weights", ("", ""))[0] != "random" and "model.name" in reading.settings:
+    if reading.value("model.weights") != "random" and "model.name" in reading.settings:
         reading.default("finetune.method", "full", f"{file}: pretrained weights, no peft_config")
     if "expansion" in reading.facts and (hidden := reading.settings.get("model.hidden")):
         ratio, origin = reading.facts["expansion"]
@@ -326,15 +238,13 @@ def read_foundry(reading: Reading, values: Mapping[str, Any], file: str) -> None
         reading.set("model.ffn", int(ratio * hidden[0]), f"{origin} x {hidden[1]}")
     if "fsdp_config" in values and "zero" not in reading.facts:
         reading.fact("zero", 3, f"{file}: fsdp_config (Composer's default: FULL_SHARD)")
-    replicate, origin = reading.facts.get("replicate", (1, ""))
     if "shard degree" in reading.facts:
         reading.fact("shard", *reading.facts["shard degree"])
-    elif replicate > 1 and (ranks := reading.known("ranks")):
-        reading.fact("shard", max(1, ranks // replicate), origin)
+    else:
+        reading.replicate(*reading.facts.get("replicate", (1, "")))
     defaults = {"training.precision": "bf16", "training.clip": None, "training.lr_schedule.final": 0.0}
     defaults |= {"training.seed": 17, "training.optimizer.lr": 1e-3, "data.held_out": 0.0}
-    for path, value in defaults.items():
-        reading.default(path, value, f"{file} (LLM-Foundry's default)")
+    reading.default_all(defaults, f"{file} (LLM-Foundry's default)")
 
 
 def _put_in(value: Any, known: Mapping[str, Any], origin: str) -> Any:
@@ -392,8 +302,6 @@ def _optimizer(reading: Reading, file: str) -> None:
         if not lr:
             reading.give_up(where, "decoupled_adamw's decay cannot be converted, because the learning rate is 0")
             return
-        decay, where = (
-            float(f"{decay / lr:.6g}"),
-            (f"{where}, divided by {why}: decoupled_adamw does not multiply decay by the learning rate"),
-        )
+        decay = float(f"{decay / lr:.6g}")
+        where = f"{where}, divided by {why}: decoupled_adamw does not multiply decay by the learning rate"
     reading.set("training.optimizer.weight_decay", decay, where)

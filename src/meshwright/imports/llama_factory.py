@@ -3,24 +3,17 @@
 from collections.abc import Mapping
 from typing import Any
 
-from meshwright.imports.accelerate_fp8 import RULES as FP8_RULES
-from meshwright.imports.accelerate_fp8 import settle_fp8
+from meshwright.imports.accelerate_yaml import FP8_RULES, settle_fp8
 from meshwright.imports.hf_arguments import RULES as HF_RULES
-from meshwright.imports.hf_arguments import deepspeed_first, take_defaults, take_length
-from meshwright.imports.intervals import settle_intervals
-from meshwright.imports.reading import Reading, Rule, check_count, check_number, nothing, when
+from meshwright.imports.hf_arguments import deepspeed_first, settle_intervals, take_defaults, take_length
+from meshwright.imports.reading import Reading, Rule, check_count, check_number
+from meshwright.imports.rules import choice, dotted, fact, ignored, nothing, only, when
 from meshwright.spec.errors import UserError
 
 MARKS = ("finetuning_type", "cutoff_len", "dataset_dir", "stage")
 TEMPLATES = {"llama3": "llama3", "qwen": "qwen", "mistral": "mistral", "chatml": "chatml"}
 TABLE = "dataset_info.json"
-SPOKEN = {
-    "role_tag": "role",
-    "content_tag": "content",
-    "user_tag": "user",
-    "assistant_tag": "assistant",
-    "system_tag": "system",
-}
+SPOKEN = {f"{name}_tag": name for name in ("role", "content", "user", "assistant", "system")}
 RECORDS: Mapping[str, Mapping[str, Any]] = {
     "alpaca": {"formatting": "alpaca"},
     "sharegpt": {"formatting": "sharegpt"},
@@ -34,21 +27,10 @@ RECORDS: Mapping[str, Mapping[str, Any]] = {
     "text": {"formatting": "alpaca", "columns": {"prompt": "text"}},
 }
 """A source's format -> its description in dataset_info.json."""
-OF_ADAPTERS = tuple(
-    f"finetune.{key}"
-    for key in (
-        *("rank", "alpha", "dropout", "targets", "train", "dora", "rslora", "b_lr_ratio", "base"),
-        *("double_quantization", "start_from"),
-    )
+OF_ADAPTERS = dotted(
+    {"finetune": "rank alpha dropout targets train dora rslora b_lr_ratio base double_quantization start_from"}
 )
 """Settings of adapters, which full fine-tuning does not have."""
-
-
-def _stage(reading: Reading, value: Any, origin: str) -> None:
-    if value == "dpo":
-        reading.fact("preferences", True, origin)
-    elif value not in ("sft", "pt"):
-        reading.give_up(origin, "supported: pt, sft, dpo")
 
 
 def _method(reading: Reading, value: Any, origin: str) -> None:
@@ -77,10 +59,6 @@ def _targets(reading: Reading, value: Any, origin: str) -> None:
     reading.set("finetune.targets", "all-linear" if value == "all" else _listed(value), origin)
 
 
-def _dataset(reading: Reading, value: Any, origin: str) -> None:
-    reading.fact("datasets", _listed(value), origin)
-
-
 def _chances(reading: Reading, value: Any, origin: str) -> None:
     """A chance of an example for each data set, as words or numbers."""
     chances = [float(part) for part in _listed(value)] if isinstance(value, str) else list(value)
@@ -104,22 +82,30 @@ def _adapter(reading: Reading, value: Any, origin: str) -> None:
         reading.set("finetune.start_from", value, origin)
 
 
+def _stage(reading: Reading, value: Any, origin: str) -> None:
+    if value == "dpo":
+        reading.fact("preferences", True, origin)
+    elif value not in ("sft", "pt"):
+        reading.give_up(origin, "supported: pt, sft, dpo")
+
+
 def _all_bf16(reading: Reading, value: Any, origin: str) -> None:
     """Weights, gradients and moments in bf16, rounded to the nearest."""
     if value is True:
-        for path, setting in {
-            "training.precision": "bf16",
-            "training.reduce_dtype": "bf16",
-            "training.master_dtype": "bf16",
-            "training.optimizer.rounding": "nearest",
-            "training.optimizer.state_dtype": "bf16",
-        }.items():
-            reading.set(path, setting, origin)
+        reading.set_all({"training.precision": "bf16", "training.reduce_dtype": "bf16"}, origin)
+        reading.in_bf16(origin)
 
 
-def _fp8(reading: Reading, value: Any, origin: str) -> None:
+def _neat(reading: Reading, value: Any, origin: str) -> None:
     if value is True:
-        reading.fact("fp8", True, origin)
+        reading.set_all({"data.packing": "best_fit", "data.separate_documents": True}, origin)
+
+
+def _template(reading: Reading, value: Any, origin: str) -> None:
+    if value in TEMPLATES:
+        reading.set("data.chat.template", TEMPLATES[value], origin)
+    else:
+        reading.give_up(origin, "the tokenizer's template is used")
 
 
 def _settle_fp8(reading: Reading) -> None:
@@ -135,41 +121,11 @@ def _settle_fp8(reading: Reading) -> None:
     settle_fp8(reading, origin)
 
 
-def _bits(reading: Reading, value: Any, origin: str) -> None:
-    if value in (4, 8):
-        reading.set("finetune.base", "nf4" if value == 4 else "int8", origin)
-    else:
-        reading.give_up(origin, "supported: 4, 8")
-
-
-def _template(reading: Reading, value: Any, origin: str) -> None:
-    if value in TEMPLATES:
-        reading.set("data.chat.template", TEMPLATES[value], origin)
-    else:
-        reading.give_up(origin, "the tokenizer's template is used")
-
-
-def _neat(reading: Reading, value: Any, origin: str) -> None:
-    if value is True:
-        reading.set("data.packing", "best_fit", origin)
-        reading.set("data.separate_documents", True, origin)
-
-
 def _share(reading: Reading, value: Any, origin: str) -> None:
     if value < 1:
         reading.set("data.held_out", value, origin)
     else:
         reading.give_up(origin, "data.held_out is a fraction, not a count")
-
-
-def _train_on_prompt(reading: Reading, value: Any, origin: str) -> None:
-    if value is True:
-        reading.set("data.chat.train_on", "all", origin)
-
-
-def _last_turn(reading: Reading, value: Any, origin: str) -> None:
-    if value is True:
-        reading.set("data.chat.train_on", "last", origin)
 
 
 LEFT_TO_US = (
@@ -184,13 +140,11 @@ RULES: Mapping[str, Rule] = {
     "model_name_or_path": "model.name",
     "adapter_name_or_path": _adapter,
     "pure_bf16": _all_bf16,
-    "fp8": _fp8,
+    "fp8": when(fact("fp8"), True),
     **{f"fp8_{key}": FP8_RULES[key] for key in ("backend", "enable_fsdp_float8_all_gather")},
     "shift_attn": nothing("shifted sparse attention (LongLoRA) is not supported; every token attends to all before it"),
     "resize_vocab": nothing("the model keeps its vocabulary"),
-    "quantization_method": lambda reading, value, origin: (
-        None if value in ("bnb", "bitsandbytes") else reading.give_up(origin, "supported: bnb (nf4, int8)")
-    ),
+    "quantization_method": choice(ignored, {"bnb": None, "bitsandbytes": None}, "bnb (nf4, int8)"),
     "interleave_probs": _chances,
     "mix_strategy": _mixed,
     "stage": _stage,
@@ -204,30 +158,26 @@ RULES: Mapping[str, Rule] = {
     "use_dora": when("finetune.dora", True),
     "use_rslora": when("finetune.rslora", True),
     "loraplus_lr_ratio": "finetune.b_lr_ratio",
-    "quantization_bit": _bits,
+    "quantization_bit": choice("finetune.base", {4: "nf4", 8: "int8"}, "4, 8"),
     "double_quantization": "finetune.double_quantization",
     "pref_beta": "training.preference.beta",
-    "pref_loss": lambda reading, value, origin: (
-        None if value == "sigmoid" else reading.give_up(origin, "supported: sigmoid (DPO)")
-    ),
+    "pref_loss": only("sigmoid", "supported: sigmoid (DPO)"),
     "dpo_label_smoothing": "training.preference.label_smoothing",
     "pref_ftx": nothing("the loss has no supervised term"),
-    "dataset": _dataset,
-    "dataset_dir": lambda reading, value, origin: reading.fact("dataset folder", value, origin),
+    "dataset": lambda reading, value, origin: reading.fact("datasets", _listed(value), origin),
+    "dataset_dir": fact("dataset folder"),
     "eval_dataset": nothing("evaluation data is a fraction of the training data; set data.held_out"),
     "template": _template,
     "cutoff_len": "data.sequence_length",
     "max_samples": nothing("all data is read"),
-    "packing": lambda reading, value, origin: reading.fact("packing", value, origin),
+    "packing": fact("packing"),
     "train_from_scratch": when("model.weights", "random"),
     "disable_shuffling": when("data.order", "given"),
-    "disable_gradient_checkpointing": lambda reading, value, origin: (
-        reading.set("training.recompute", "none", origin) if value is True else None
-    ),
+    "disable_gradient_checkpointing": when("training.recompute", "none"),
     "neat_packing": _neat,
     "val_size": _share,
-    "train_on_prompt": _train_on_prompt,
-    "mask_history": _last_turn,
+    "train_on_prompt": when("data.chat.train_on", "all"),
+    "mask_history": when("data.chat.train_on", "last"),
     "rope_scaling": nothing("the model's config.json sets it"),
     "use_galore": nothing("GaLore is not supported"),
     "use_badam": nothing("BAdam is not supported"),
@@ -260,20 +210,18 @@ def read_llama_factory(reading: Reading, values: Mapping[str, Any], file: str) -
         reading.set("finetune.method", "lora", f"{file} (LLaMA-Factory's default)")
     _settle_method(reading, file)
     default = f"{file} (LLaMA-Factory's default)"
-    if reading.settings.get("finetune.method", ("", ""))[0] == "lora":
+    if reading.value("finetune.method") == "lora":
         rank, origin = reading.settings.get("finetune.rank", (8, default))
         check_count(rank, origin)
         reading.default("finetune.rank", rank, origin)
         reading.default("finetune.alpha", 2 * rank, default)
     _packing(reading, values, default)
-    defaults = {"data.sequence_length": 2048, "data.held_out": 0.0, "training.recompute": "full"}
-    for path, value in defaults.items():
-        reading.default(path, value, default)
+    reading.default_all({"data.sequence_length": 2048, "data.held_out": 0.0, "training.recompute": "full"}, default)
 
 
 def _settle_method(reading: Reading, file: str) -> None:
     """The layers of `freeze`, two by default; LoRA's settings have no effect on other methods."""
-    method = reading.settings.get("finetune.method", ("", ""))[0]
+    method = reading.value("finetune.method")
     layers = reading.facts.get("freeze layers", (2, f"{file} (LLaMA-Factory's default: freeze_trainable_layers=2)"))
     if "freeze" in reading.facts and layers[0] is not None:
         reading.set("finetune.last_layers", *layers)
@@ -281,7 +229,7 @@ def _settle_method(reading: Reading, file: str) -> None:
             f"{reading.facts['freeze'][1]}: the last norm and an untied head train in a recipe, too; list the layers "
             "in finetune.train instead if they should not"
         )
-    elif "freeze" not in reading.facts and layers[0] is not None and "freeze layers" in reading.facts:
+    elif layers[0] is not None and "freeze layers" in reading.facts and "freeze" not in reading.facts:
         reading.give_up(layers[1], "it has no effect without finetuning_type=freeze")
     if method != "lora":
         for path in [path for path in reading.settings if path in OF_ADAPTERS]:

@@ -4,9 +4,10 @@ import re
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from meshwright.imports.megatron_combined import LISTS, SWITCHES, Form, combine, model_defaults, model_ranks
+from meshwright.imports.megatron_combined import LISTS, SWITCHES, Form, combine, model_defaults
 from meshwright.imports.megatron_combined import RULES as COMBINED_RULES
-from meshwright.imports.reading import Reading, Rule, check_count, check_number, fact, nothing, positive, when, words
+from meshwright.imports.reading import Reading, Rule, check_number
+from meshwright.imports.rules import always, choice, fact, ignored, nothing, only, positive, when, words
 from meshwright.imports.schedules import schedule_words
 from meshwright.imports.shell import read_flags
 from meshwright.spec.errors import UserError
@@ -73,34 +74,14 @@ def _is_number(word: str) -> bool:
         return False
 
 
-def _recompute(reading: Reading, value: Any, origin: str) -> None:
-    if value in ("full", "selective"):
-        reading.set("training.recompute", value, origin)
-    else:
-        reading.give_up(origin, "supported: full, selective")
-
-
 def _split(reading: Reading, value: Any, origin: str) -> None:
     shares = [float(share) for share in str(value).split(",")]
     reading.set("data.held_out", round(sum(shares[1:]) / sum(shares), 6), origin)
 
 
-def _scaled(reading: Reading, value: Any, origin: str) -> None:
-    if value is True:
-        reading.fact("rope scaled", True, origin)
-
-
 def _virtual(reading: Reading, value: Any, origin: str) -> None:
     if value > 1:
-        reading.set("layout.schedule", "interleaved-1f1b", origin)
-        reading.set("layout.stages_per_rank", value, origin)
-
-
-def _sharding(reading: Reading, value: Any, origin: str) -> None:
-    if value in STAGES:
-        reading.fact("sharding", STAGES[value], origin)
-    else:
-        reading.give_up(origin, f"supported: {', '.join(STAGES)}")
+        reading.set_all({"layout.schedule": "interleaved-1f1b", "layout.stages_per_rank": value}, origin)
 
 
 def _last_step(path: str) -> Rule:
@@ -123,17 +104,17 @@ RULES: Mapping[str, Rule] = {
     "hidden-size": "model.hidden",
     "num-attention-heads": "model.num_heads",
     "num-query-groups": "model.num_kv_heads",
-    "group-query-attention": lambda reading, value, origin: None,
+    "group-query-attention": ignored,
     "ffn-hidden-size": "model.ffn",
     "kv-channels": "model.head_dim",
     "max-position-embeddings": "model.max_positions",
     "seq-length": "data.sequence_length",
     "rotary-base": "model.rope_theta",
-    "use-rope-scaling": _scaled,
+    "use-rope-scaling": when(fact("rope scaled"), True),
     "rope-scaling-factor": fact("rope factor"),
-    "qk-layernorm": lambda reading, value, origin: reading.fact("qk norm", True, origin),
-    "add-qkv-bias": lambda reading, value, origin: reading.fact("qkv bias", True, origin),
-    "openai-gelu": lambda reading, value, origin: None,  # gpt2's own
+    "qk-layernorm": always(fact("qk norm"), True),
+    "add-qkv-bias": always(fact("qkv bias"), True),
+    "openai-gelu": ignored,  # gpt2's own
     "padded-vocab-size": "model.vocab",
     "vocab-size": "model.vocab",
     "norm-epsilon": "model.norm_eps",
@@ -145,9 +126,9 @@ RULES: Mapping[str, Rule] = {
     "swiglu": fact("swiglu"),
     "normalization": fact("normalization"),
     "position-embedding-type": fact("positions"),
-    "use-rotary-position-embeddings": lambda reading, value, origin: reading.fact("positions", "rope", origin),
+    "use-rotary-position-embeddings": always(fact("positions"), "rope"),
     "untie-embeddings-and-output-weights": when("model.tied_embeddings", False),
-    "disable-bias-linear": lambda reading, value, origin: None,
+    "disable-bias-linear": ignored,
     "micro-batch-size": "training.micro_batch",
     "global-batch-size": "training.global_batch",
     "rampup-batch-size": nothing("batch size ramp-up is not supported"),
@@ -157,9 +138,7 @@ RULES: Mapping[str, Rule] = {
     "min-lr": fact("min_lr"),
     "lr-decay-style": schedule_words({"cosine": "cosine", "linear": "linear", "constant": "constant", "wsd": "wsd"}),
     "lr-wsd-decay-iters": "training.lr_schedule.decay",
-    "lr-wsd-decay-style": lambda reading, value, origin: (
-        None if value == "linear" else reading.give_up(origin, "wsd always decays linearly")
-    ),
+    "lr-wsd-decay-style": only("linear", "wsd always decays linearly"),
     "lr-warmup-iters": "training.lr_schedule.warmup",
     "lr-warmup-fraction": fact("warmup_ratio"),
     "lr-decay-iters": fact("decay steps"),
@@ -178,19 +157,17 @@ RULES: Mapping[str, Rule] = {
     "num-layers-per-virtual-pipeline-stage": nothing("set layout.schedule=interleaved-1f1b and layout.stages_per_rank"),
     "context-parallel-size": "layout.cp",
     "expert-model-parallel-size": "layout.ep",
-    "sequence-parallel": lambda reading, value, origin: None,  # always with tp
-    "use-distributed-optimizer": lambda reading, value, origin: reading.fact("zero", 1, origin),
+    "sequence-parallel": ignored,  # always with tp
+    "use-distributed-optimizer": always(fact("zero"), 1),
     "use-megatron-fsdp": fact("Megatron-FSDP"),
-    "data-parallel-sharding-strategy": _sharding,
+    "data-parallel-sharding-strategy": choice(fact("sharding"), STAGES),
     "num-distributed-optimizer-instances": fact("instances"),
-    "accumulate-allreduce-grads-in-fp32": lambda reading, value, origin: reading.set(
-        "training.reduce_dtype", "fp32", origin
-    ),
-    "grad-reduce-in-bf16": lambda reading, value, origin: reading.set("training.reduce_dtype", "bf16", origin),
+    "accumulate-allreduce-grads-in-fp32": always("training.reduce_dtype", "fp32"),
+    "grad-reduce-in-bf16": always("training.reduce_dtype", "bf16"),
     "deterministic-mode": when("training.deterministic", True),
-    "use-torch-fsdp2": lambda reading, value, origin: reading.fact("zero", 3, origin),
+    "use-torch-fsdp2": always(fact("zero"), 3),
     "recompute-activations": when("training.recompute", "selective"),
-    "recompute-granularity": _recompute,
+    "recompute-granularity": choice("training.recompute", {"full": "full", "selective": "selective"}),
     "recompute-modules": nothing(
         "selective recomputation keeps matrix products and attention, and recomputes the rest"
     ),
@@ -203,8 +180,8 @@ RULES: Mapping[str, Rule] = {
     "eval-interval": _last_step("training.evaluation.every"),
     "eval-iters": "training.evaluation.batches",
     "load": nothing("`meshwright train --resume` continues from the newest checkpoint"),
-    "tensorboard-dir": lambda reading, value, origin: reading.set("trackers", ["tensorboard"], origin),
-    "wandb-project": lambda reading, value, origin: reading.set("trackers", ["wandb"], origin),
+    "tensorboard-dir": always("trackers", ["tensorboard"]),
+    "wandb-project": always("trackers", ["wandb"]),
     "hidden-dropout": nothing("models have no dropout"),
     "attention-dropout": nothing("models have no dropout"),
     "reset-attention-mask": when("data.separate_documents", True),
@@ -264,15 +241,17 @@ def settle(reading: Reading, given: Collection[str], file: str, form: Form) -> N
         _family(reading, given, file)
     if form.defaults:
         model_defaults(reading, given, file, form)
-    rope_scaling(reading)
+    if reading.known("rope scaled"):
+        factor, where = reading.facts.get("rope factor", (8.0, reading.facts["rope scaled"][1]))
+        check_number(factor, where)
+        reading.set("model.rope_scaling", {"factor": float(factor)}, where)
     if ranks := reading.known("ranks of a node"):
         nodes, where = reading.facts.get("nodes", (1, "one node"))
         reading.fact("ranks", ranks * nodes, f"{reading.facts['ranks of a node'][1]}; {where}")
-    replicas(reading)
+    reading.replicate(*reading.facts.get("instances", (1, "")))
     combine(reading, file, form)
     if form.whole:
-        for path, value in DEFAULTS.items():
-            reading.default(path, value, said)
+        reading.default_all(DEFAULTS, said)
         if "lr-decay-style" not in given:
             reading.default("training.lr_schedule.name", "linear", said)
     if "eval-interval" in given:
@@ -283,29 +262,13 @@ def settle(reading: Reading, given: Collection[str], file: str, form: Form) -> N
 def _schedule_and_optimizer(reading: Reading, given: Collection[str], file: str, form: Form) -> None:
     """Name what Megatron's schedule and optimizer do by default, but ours do not."""
     settings = reading.settings
-    if settings.get("training.lr_schedule.name", ("", ""))[0] == "wsd" and "lr-wsd-decay-style" not in given:
+    if reading.value("training.lr_schedule.name") == "wsd" and "lr-wsd-decay-style" not in given:
         reading.give_up(f"{file} (no {form.key('lr-wsd-decay-style')}: exponential)", "wsd always decays linearly")
-    if settings.get("training.optimizer.name", ("", ""))[0] == "muon":
+    if reading.value("training.optimizer.name") == "muon":
         reading.notes.append(
             f"{settings['training.optimizer.name'][1]}: Megatron's Muon takes {form.key('lr')} and scales its update "
             "otherwise; set training.optimizer.muon_lr"
         )
-
-
-def rope_scaling(reading: Reading) -> None:
-    """llama3's scaling, where a flag asks for it."""
-    if reading.known("rope scaled"):
-        factor, where = reading.facts.get("rope factor", (8.0, reading.facts["rope scaled"][1]))
-        check_number(factor, where)
-        reading.set("model.rope_scaling", {"factor": float(factor)}, where)
-
-
-def replicas(reading: Reading) -> None:
-    """How many ranks share the optimizer's state, where there are several instances of it."""
-    instances, where = reading.facts.get("instances", (1, ""))
-    check_count(instances, where)
-    if instances > 1 and (ranks := reading.known("ranks")):
-        reading.fact("shard", max(1, ranks // (model_ranks(reading) * instances)), where)
 
 
 def _family(reading: Reading, given: Collection[str], file: str) -> None:
@@ -330,3 +293,63 @@ def _family(reading: Reading, given: Collection[str], file: str) -> None:
     told = ("swiglu", "positions", "normalization", "qk norm", "qkv bias")
     origins = [reading.facts[name][1] for name in told if name in reading.facts]
     reading.set("model.family", kind, "; ".join(origins) or f"{file} (no flag sets another activation)")
+
+
+MODEL_ARGS = "MODEL_ARGS"
+TRAINS = "pretraining"
+NO_PART = "it has no part in training"
+TEST_RULES: Mapping[str, Rule] = {
+    "ENV_VARS": nothing("set the variables of the processes where they are started"),
+    "MODE": ignored,  # `read_model_config` reads it
+    "BASE_MODEL_ARGS": ignored,  # others merge it
+    "BEFORE_SCRIPT": nothing(f"no file is executed, and {NO_PART}"),
+    "AFTER_SCRIPT": nothing(f"no file is executed, and {NO_PART}"),
+    **dict.fromkeys(
+        ("TEST_TYPE", "TEST_EVALUATION", "METRICS", "THROUGHPUT_TEST_PARAMS", "MODEL_ENV_VARS"), nothing(NO_PART)
+    ),
+    "LAUNCHER": nothing("Meshwright, torchrun or Slurm starts the processes (docs/clusters.md)"),
+}
+
+
+def is_model_config(values: Mapping[str, Any]) -> bool:
+    """Whether these are the keys of a test of Megatron-LM."""
+    return MODEL_ARGS in values
+
+
+def read_model_config(reading: Reading, values: Mapping[str, Any], file: str) -> None:
+    """Read the flags of a test's first run.
+
+    Raises `UserError` if it trains nothing, or gives keys of a NeMo recipe instead of flags.
+    """
+    mode = values.get("MODE") or TRAINS
+    if mode != TRAINS:
+        raise UserError(f"{file}: MODE={mode}: no training with Megatron-LM's flags; supported: {TRAINS}")
+    given = values[MODEL_ARGS]
+    if not isinstance(given, Mapping) or not given:
+        raise UserError(f"{file}: {MODEL_ARGS}={given}: must be a mapping of flags, as in {{--num-layers: 12}}")
+    if others := [key for key in given if not key.startswith("--")]:
+        raise UserError(
+            f"{file}: {MODEL_ARGS}: {others[0]} changes a NeMo recipe in Python, which is not read; supported are "
+            "Megatron-LM's flags, as in --num-layers"
+        )
+    later = nothing(f"of a later run of the test; {MODEL_ARGS} is imported")
+    rules = {**TEST_RULES, **{key: later for key in values if key.startswith(f"{MODEL_ARGS}_")}}
+    reading.take({key: value for key, value in values.items() if key != MODEL_ARGS}, rules, file)
+    flags = {key[2:]: _as_passed(value) for key, value in given.items() if value is not None and value != ""}
+    for flag in [flag for flag, value in flags.items() if value is False]:
+        del flags[flag]
+        reading.give_up(f"{file}: {flag}=False", "their runner writes `false` behind the flag; it is taken as absent")
+    for flag in [flag for flag in flags.keys() & SWITCHES if flags[flag] is not True]:
+        raise UserError(f"{file}: {flag}={flags[flag]}: the flag has no value; supported: true")
+    read_megatron(reading, flags, file)
+
+
+def _as_passed(value: Any) -> Any:
+    """A value as the shell passes it: a list's words, with or without quotes around its brackets."""
+    if isinstance(value, list):
+        return " ".join(str(word) for word in value)
+    if isinstance(value, str) and value[:1] + value[-1:] == "[]":
+        return value[1:-1].strip()
+    if isinstance(value, Mapping):
+        return str(value)
+    return True if value == "true" else value

@@ -7,7 +7,8 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from meshwright.imports.reading import Reading, Rule, check_count, fact
+from meshwright.imports.reading import Reading, Rule, check_count
+from meshwright.imports.rules import fact
 from meshwright.spec.errors import UserError
 
 SWITCHES = frozenset(
@@ -275,16 +276,6 @@ def _share_of_the_decay(reading: Reading, batch: int | None) -> None:
         reading.set("training.lr_schedule.warmup", round(ratio * decay[0]), f"{where}; {decay[1]}")
 
 
-def model_ranks(reading: Reading) -> int:
-    """The ranks that share one replica of the model."""
-    split = 1
-    for axis in ("tp", "pp", "cp"):
-        if f"layout.{axis}" in reading.settings:
-            check_count(*reading.settings[f"layout.{axis}"])
-            split *= reading.settings[f"layout.{axis}"][0]
-    return split
-
-
 def _global_batch(reading: Reading) -> tuple[int | None, str]:
     """Sequences of a step: given, or one micro batch of every data-parallel rank."""
     settings = reading.settings
@@ -295,7 +286,7 @@ def _global_batch(reading: Reading) -> tuple[int | None, str]:
     if micro is None or ranks is None:
         return None, ""
     check_count(*micro)
-    return (micro[0] * max(1, ranks[0] // model_ranks(reading))), f"{micro[1]}; {ranks[1]}; no --global-batch-size"
+    return (micro[0] * max(1, ranks[0] // reading.model_ranks())), f"{micro[1]}; {ranks[1]}; no --global-batch-size"
 
 
 def recomputation(reading: Reading) -> None:

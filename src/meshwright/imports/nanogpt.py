@@ -1,10 +1,12 @@
 """nanoGPT's configuration files: Python assignments, read and never run."""
 
 import ast
+import operator
 from collections.abc import Mapping
 from typing import Any
 
-from meshwright.imports.reading import Reading, Rule, fact, nothing, positive, when, words
+from meshwright.imports.reading import Reading, Rule
+from meshwright.imports.rules import fact, if_any, nothing, positive, when, words
 from meshwright.spec.errors import UserError
 
 SIZES = ("n_layer", "n_head", "n_embd", "bias", "vocab_size")
@@ -85,8 +87,7 @@ def _saves(reading: Reading, value: Any, origin: str) -> None:
 
 
 def _evaluations(reading: Reading, value: Any, origin: str) -> None:
-    reading.set("training.evaluation.every", value, origin)
-    reading.set("checkpoint.every", value, origin)
+    reading.set_all({"training.evaluation.every": value, "checkpoint.every": value}, origin)
 
 
 def _batches(reading: Reading, value: Any, origin: str) -> None:
@@ -94,21 +95,11 @@ def _batches(reading: Reading, value: Any, origin: str) -> None:
     reading.notes.append(f"{origin}: nanoGPT's batches of evaluation are of batch_size sequences, a recipe's global")
 
 
-def _floor(reading: Reading, value: Any, origin: str) -> None:
-    reading.fact("min_lr", value, origin)
-
-
 def _decay(reading: Reading, value: Any, origin: str) -> None:
     if value:
         reading.set("training.lr_schedule.name", "cosine", origin)
     else:  # then there is no warm-up either
-        reading.set("training.lr_schedule.name", "constant", origin)
-        reading.set("training.lr_schedule.warmup", 0, origin)
-
-
-def _trackers(reading: Reading, value: Any, origin: str) -> None:
-    if value:
-        reading.set("trackers", ["wandb"], origin)
+        reading.set_all({"training.lr_schedule.name": "constant", "training.lr_schedule.warmup": 0}, origin)
 
 
 RULES: Mapping[str, Rule] = {
@@ -130,7 +121,7 @@ RULES: Mapping[str, Rule] = {
     "decay_lr": _decay,
     "warmup_iters": "training.lr_schedule.warmup",
     "lr_decay_iters": fact("decay steps"),
-    "min_lr": _floor,
+    "min_lr": fact("min_lr"),
     "dtype": words("training.precision", {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}),
     "compile": when("training.compile", True),
     "out_dir": "run_dir",
@@ -140,7 +131,7 @@ RULES: Mapping[str, Rule] = {
     "init_from": _start,
     "dataset": _data,
     "device": words("device", {"cpu": "cpu", "cuda": "cuda"}),
-    "wandb_log": _trackers,
+    "wandb_log": if_any("trackers", ["wandb"]),
     "eval_only": nothing("nanoGPT only evaluates with it; this recipe trains: to evaluate, use `meshwright eval`"),
     **dict.fromkeys(
         ("wandb_project", "wandb_run_name", "log_interval", "backend"),
@@ -149,6 +140,7 @@ RULES: Mapping[str, Rule] = {
 }
 
 
+ARITHMETIC = {ast.Mult: operator.mul, ast.Add: operator.add, ast.Sub: operator.sub, ast.Div: operator.truediv}
 LARGEST = 2**63
 """Of a number, without its sign."""
 
@@ -184,10 +176,10 @@ def _constant(node: ast.expr, known: Mapping[str, Any]) -> Any:
     """The value of an expression. Raises what arithmetic raises."""
     if isinstance(node, ast.Name) and node.id in known:
         return known[node.id]
-    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult | ast.Add | ast.Sub | ast.Div):
+    if isinstance(node, ast.BinOp) and type(node.op) in ARITHMETIC:
         left, right = _constant(node.left, known), _constant(node.right, known)
         if isinstance(left, int | float) and isinstance(right, int | float):
-            result = _reckoned(node.op, left, right)
+            result = ARITHMETIC[type(node.op)](left, right)
             if not abs(result) < LARGEST:  # a few lines of squares fill any memory
                 raise ArithmeticError("the number is too large")
             return result
@@ -199,14 +191,6 @@ def _constant(node: ast.expr, known: Mapping[str, Any]) -> Any:
     if isinstance(value, int | float) and not abs(value) < LARGEST:
         raise ArithmeticError("the number is too large")
     return value
-
-
-def _reckoned(operator: ast.operator, left: float, right: float) -> float:
-    if isinstance(operator, ast.Mult):
-        return left * right
-    if isinstance(operator, ast.Add):
-        return left + right
-    return left - right if isinstance(operator, ast.Sub) else left / right
 
 
 SCRATCH = "nanoGPT's model from scratch"

@@ -3,59 +3,14 @@
 from collections.abc import Mapping
 from typing import Any
 
-from meshwright.imports.reading import (
-    Reading,
-    Rule,
-    check_count,
-    check_number,
-    degree,
-    fact,
-    flat,
-    nothing,
-    positive,
-    when,
-)
+from meshwright.imports.reading import Reading, Rule, check_count, check_number, flat
+from meshwright.imports.rules import above_zero, apply, choice, degree, dotted, fact, nothing, only, positive, when
 from meshwright.spec.errors import UserError
 
 DTYPES = {"bfloat16": "bf16", "float32": "fp32"}
 SHAPES = {"linear": "linear", "cosine": "cosine"}
 OURS = "it does not affect training, or Meshwright decides it"
 SIZE = "model.model_config."
-
-
-def _pipeline(reading: Reading, value: Any, origin: str) -> None:
-    if value in ("1f1b", "afab"):
-        reading.fact("schedule", value, origin)
-    else:
-        reading.give_up(origin, "supported: 1f1b, afab")
-
-
-def _dtype(reading: Reading, value: Any, origin: str) -> None:
-    if value in DTYPES:
-        reading.set("training.precision", DTYPES[value], origin)
-    else:
-        reading.give_up(origin, f"supported: {', '.join(DTYPES)}")
-
-
-def _biases(reading: Reading, value: Any, origin: str) -> None:
-    if value is True:
-        reading.fact("biases", True, origin)
-
-
-def _window(reading: Reading, value: Any, origin: str) -> None:
-    reading.set("model.sliding_window", value, origin)
-
-
-def _activation(reading: Reading, value: Any, origin: str) -> None:
-    if value != "silu":
-        reading.give_up(origin, "supported: silu (SwiGLU)")
-
-
-def _optimizer(reading: Reading, value: Any, origin: str) -> None:
-    if value == "adamW":
-        reading.set("training.optimizer.name", "adamw", origin)
-    else:
-        reading.give_up(origin, "supported: adamW")
 
 
 def _zero(reading: Reading, value: Any, origin: str) -> None:
@@ -67,13 +22,7 @@ def _excluded(reading: Reading, value: Any, origin: str) -> None:
     if value:
         reading.fact("excluded", True, origin)
         if not any("norm" in str(pattern) for pattern in value):
-            reading.give_up(
-                origin, ("weight decay always applies to matrices and embeddings, never to norms and biases")
-            )
-
-
-def _warmup_style(reading: Reading, value: Any, origin: str) -> None:
-    reading.fact("warmup style", value, origin)
+            reading.give_up(origin, "weight decay always applies to matrices and embeddings, never to norms and biases")
 
 
 def _stages(reading: Reading, value: Any, origin: str) -> None:
@@ -81,18 +30,14 @@ def _stages(reading: Reading, value: Any, origin: str) -> None:
     first, *later = sorted(value, key=lambda stage: stage["start_training_step"])
     where = origin.split("=")[0]
     for stage in later:
-        reading.give_up(
-            f"{where}: {stage}",
-            ("a recipe has one data stage; train the next one in its own run, with checkpoint.start_from"),
-        )
+        why = "a recipe has one data stage; train the next one in its own run, with checkpoint.start_from"
+        reading.give_up(f"{where}: {stage}", why)
     data = first["data"]
     for key, said in flat({key: inner for key, inner in data.items() if key != "dataset"}).items():
         if key not in ("seed", "num_loading_workers"):
             reading.give_up(f"{where}: data.{key}={said}", "unknown, or without a counterpart")
-    if first.get("sequence_length"):
-        reading.give_up(
-            f"{where}: sequence_length={first['sequence_length']}", ("data.sequence_length holds for all steps")
-        )
+    if length := first.get("sequence_length"):
+        reading.give_up(f"{where}: sequence_length={length}", "data.sequence_length holds for all steps")
     if data.get("dataset"):
         _dataset(reading, data["dataset"], where)
     else:
@@ -126,24 +71,21 @@ def _dataset(reading: Reading, value: Mapping[str, Any], where: str) -> None:
     reading.set("data.sources", sources, f"{where} hf_dataset_or_datasets={names}")
 
 
-def _listed(section: str, keys: str) -> tuple[str, ...]:
-    return tuple(f"{section}.{key}" for key in keys.split())
-
-
-WITHOUT_EFFECT = (
-    *_listed("general", "project run step consumed_train_samples benchmark_csv_path ignore_sanity_checks"),
-    *_listed("parallelism", "tp_mode tp_linear_async_communication tp_recompute_allgather"),
-    *_listed("checkpoints", "checkpoints_path_is_shared_file_system save_initial_state save_final_state"),
-    *_listed("checkpoints", "load_lr_scheduler load_optimizer"),
-    *_listed("logging", "iteration_step_info_interval log_level log_level_replica"),
-    *_listed("metrics_logging", "log_level log_detail_interval"),
-    *_listed("tokens", "limit_test_batches limit_val_batches"),
-    *_listed("tokenizer", "tokenizer_revision tokenizer_max_length"),
-    *_listed("model.model_config", "bos_token_id eos_token_id pad_token_id initializer_range pretraining_tp use_cache"),
-    *_listed("model.model_config", "_attn_implementation _fused_rms_norm _fused_rotary_emb _use_qkv_packed"),
-    *_listed("model.model_config", "is_llama_config is_qwen2_config log_attn_probs z_loss_coefficient"),
-    *("model.ddp_bucket_cap_mb", "optimizer.optimizer_factory.torch_adam_is_fused"),
-)
+WITHOUT_EFFECT = {
+    "general": "project run step consumed_train_samples benchmark_csv_path ignore_sanity_checks",
+    "parallelism": "tp_mode tp_linear_async_communication tp_recompute_allgather",
+    "checkpoints": "checkpoints_path_is_shared_file_system save_initial_state save_final_state load_lr_scheduler "
+    "load_optimizer",
+    "logging": "iteration_step_info_interval log_level log_level_replica",
+    "metrics_logging": "log_level log_detail_interval",
+    "tokens": "limit_test_batches limit_val_batches",
+    "tokenizer": "tokenizer_revision tokenizer_max_length",
+    "model.model_config": "bos_token_id eos_token_id pad_token_id initializer_range pretraining_tp use_cache "
+    "_attn_implementation _fused_rms_norm _fused_rotary_emb _use_qkv_packed is_llama_config is_qwen2_config "
+    "log_attn_probs z_loss_coefficient",
+    "model": "ddp_bucket_cap_mb",
+    "optimizer.optimizer_factory": "torch_adam_is_fused",
+}
 
 RULES: Mapping[str, Rule] = {
     "general.seed": "training.seed",
@@ -152,14 +94,12 @@ RULES: Mapping[str, Rule] = {
     "parallelism.pp": degree("layout.pp"),
     "parallelism.context_parallel_size": degree("layout.cp"),
     "parallelism.expert_parallel_size": degree("layout.ep"),
-    "parallelism.pp_engine": _pipeline,
+    "parallelism.pp_engine": choice(fact("schedule"), {"1f1b": "1f1b", "afab": "afab"}),
     "parallelism.recompute_layer": when("training.recompute", "full"),
-    "model.dtype": _dtype,
+    "model.dtype": choice("training.precision", DTYPES),
     "model.init_method.std": "model.init_std",
-    "model.init_method.scaling_method": lambda reading, value, origin: (
-        None
-        if str(value).upper() == "NUM_LAYERS"
-        else reading.give_up(origin, ("weights are initialized as by NUM_LAYERS"))
+    "model.init_method.scaling_method": lambda reading, value, origin: apply(
+        only("NUM_LAYERS", "weights are initialized as by NUM_LAYERS"), reading, str(value).upper(), origin
     ),
     "model.init_method.use_mup": nothing("muP is not supported"),
     "model.init_method.path": nothing(
@@ -176,14 +116,14 @@ RULES: Mapping[str, Rule] = {
     f"{SIZE}rms_norm_eps": "model.norm_eps",
     f"{SIZE}rope_theta": "model.rope_theta",
     f"{SIZE}tie_word_embeddings": "model.tied_embeddings",
-    f"{SIZE}attention_bias": _biases,
-    f"{SIZE}hidden_act": _activation,
+    f"{SIZE}attention_bias": when(fact("biases"), True),
+    f"{SIZE}hidden_act": only("silu", "supported: silu (SwiGLU)"),
     f"{SIZE}rope_scaling": nothing("Nanotron's models ignore it"),
     f"{SIZE}rope_interleaved": nothing("rope rotates halves of a head, not pairs: equivalent from random weights"),
     f"{SIZE}rope_seq_len_interpolation_factor": nothing("position interpolation is not supported"),
     f"{SIZE}no_rope_layer": nothing("every layer uses rope"),
     f"{SIZE}z_loss_enabled": nothing("z-loss is not supported"),
-    f"{SIZE}sliding_window_size": _window,
+    f"{SIZE}sliding_window_size": "model.sliding_window",
     f"{SIZE}flex_attention_mask": nothing("set data.separate_documents or model.sliding_window"),
     f"{SIZE}_use_doc_masking": when("data.separate_documents", True),
     f"{SIZE}is_starcoder2_config": nothing("no model family has these layers; give --model"),
@@ -192,10 +132,8 @@ RULES: Mapping[str, Rule] = {
     "tokens.train_steps": "training.steps",
     "tokens.micro_batch_size": "training.micro_batch",
     "tokens.batch_accumulation_per_replica": fact("accumulation"),
-    "tokens.val_check_interval": lambda reading, value, origin: (
-        reading.set("training.evaluation.every", value, origin) if value > 0 else None
-    ),
-    "optimizer.optimizer_factory.name": _optimizer,
+    "tokens.val_check_interval": above_zero("training.evaluation.every"),
+    "optimizer.optimizer_factory.name": choice("training.optimizer.name", {"adamW": "adamw"}),
     "optimizer.optimizer_factory.adam_beta1": fact("beta1"),
     "optimizer.optimizer_factory.adam_beta2": fact("beta2"),
     "optimizer.optimizer_factory.adam_eps": "training.optimizer.eps",
@@ -206,7 +144,7 @@ RULES: Mapping[str, Rule] = {
     "optimizer.accumulate_grad_in_fp32": fact("wide"),
     "optimizer.learning_rate_scheduler.learning_rate": "training.optimizer.lr",
     "optimizer.learning_rate_scheduler.lr_warmup_steps": "training.lr_schedule.warmup",
-    "optimizer.learning_rate_scheduler.lr_warmup_style": _warmup_style,
+    "optimizer.learning_rate_scheduler.lr_warmup_style": fact("warmup style"),
     "optimizer.learning_rate_scheduler.lr_decay_style": fact("shape"),
     "optimizer.learning_rate_scheduler.lr_decay_steps": fact("falls over"),
     "optimizer.learning_rate_scheduler.lr_decay_starting_step": fact("falls from"),
@@ -215,7 +153,7 @@ RULES: Mapping[str, Rule] = {
     "checkpoints.checkpoints_path": "run_dir",
     "checkpoints.checkpoint_interval": fact("saves"),
     "checkpoints.resume_checkpoint_path": nothing("`meshwright train --resume` continues from the newest checkpoint"),
-    **dict.fromkeys(WITHOUT_EFFECT, nothing(OURS)),
+    **dict.fromkeys(dotted(WITHOUT_EFFECT), nothing(OURS)),
 }
 
 BESIDE = ("lighteval", "profiler", "s3_upload")
@@ -252,8 +190,7 @@ def read_nanotron(reading: Reading, values: Mapping[str, Any], file: str) -> Non
     for key in [key for key in shown if key.startswith(f"{SIZE}moe_config.")]:
         reading.give_up(f"{file}: {key}={shown.pop(key)}", "set the experts under model")
     reading.take(shown, RULES, file)
-    for path, value in DEFAULTS.items():
-        reading.default(path, value, default)
+    reading.default_all(DEFAULTS, default)
     if "model.name" not in reading.settings:
         reading.set("model.family", *_family(reading, file))
     _ranks(reading, default)
@@ -286,11 +223,9 @@ def _family(reading: Reading, file: str) -> tuple[str, str]:
 def _ranks(reading: Reading, default: str) -> None:
     replicas, where = reading.facts.get("replicas", (1, default))
     check_count(replicas, where)
-    ranks, origins = replicas, [where]
-    for axis in ("tp", "pp", "cp"):
-        degree, origin = reading.settings.get(f"layout.{axis}", (1, ""))
-        ranks, origins = ranks * degree, [*origins, *([origin] if origin else [])]
-    reading.fact("ranks", ranks, "; ".join(origins))
+    layout = [f"layout.{axis}" for axis in ("tp", "pp", "cp")]
+    origins = [where, *(reading.settings[path][1] for path in layout if path in reading.settings)]
+    reading.fact("ranks", replicas * reading.model_ranks(), "; ".join(origins))
     if "layout.pp" in reading.settings:
         name, where = reading.facts.get("schedule", ("afab", default))
         reading.set("layout.schedule", name, where)
@@ -301,7 +236,7 @@ def _vocabulary(reading: Reading) -> None:
     vocab, where = reading.settings.get("model.vocab", (None, ""))
     multiple, origin = reading.facts.get("multiple", (1, ""))
     check_count(multiple, origin)
-    multiple *= reading.settings.get("layout.tp", (1, ""))[0]
+    multiple *= reading.value("layout.tp", 1)
     if isinstance(vocab, int) and vocab > 0 and vocab % multiple:
         padded = -(-vocab // multiple) * multiple
         reading.settings["model.vocab"] = padded, f"{where}, padded to a multiple of {multiple}"
@@ -309,13 +244,11 @@ def _vocabulary(reading: Reading) -> None:
 
 def _dtypes(reading: Reading, default: str) -> None:
     """Without accumulation in fp32, everything has the model's dtype."""
-    precision = reading.settings.get("training.precision", ("bf16", ""))[0]
     wide, where = reading.facts.get("wide", (True, default))
-    if precision != "bf16" or wide is True:
+    if reading.value("training.precision", "bf16") != "bf16" or wide is True:
         return
-    for path in ("training.reduce_dtype", "training.master_dtype", "training.optimizer.state_dtype"):
-        reading.set(path, "bf16", where)
-    reading.set("training.optimizer.rounding", "nearest", where)
+    reading.set("training.reduce_dtype", "bf16", where)
+    reading.in_bf16(where)
 
 
 def _rates(reading: Reading, default: str) -> None:
@@ -348,9 +281,8 @@ def _rates(reading: Reading, default: str) -> None:
     elif shape in SHAPES and start <= warmup:
         reading.set("training.lr_schedule.name", SHAPES[shape], kind)
     else:
-        reading.give_up(
-            kind, ("only linear or cosine decay from the end of warm-up, or linear decay at the end, is supported")
-        )
+        why = "only linear or cosine decay from the end of warm-up, or linear decay at the end, is supported"
+        reading.give_up(kind, why)
 
 
 def _decay(reading: Reading) -> None:

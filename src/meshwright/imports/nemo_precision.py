@@ -3,7 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
-from meshwright.imports.reading import Reading, Rule, apply, nothing
+from meshwright.imports.reading import Reading, Rule
+from meshwright.imports.rules import apply, ignored, nothing, only, when
 from meshwright.spec.errors import UserError
 
 PATH, REDUCED = "training.precision", "training.reduce_dtype"
@@ -95,11 +96,6 @@ def named_for_all(reading: Reading, value: Any, origin: str) -> None:
         reading.notes.append(f"{origin}: gradients are reduced in fp16; a recipe reduces them in fp32")
 
 
-def mixed(name: str) -> Rule:
-    """A switch for a precision."""
-    return lambda reading, value, origin: reading.set(PATH, name, origin) if value is True else None
-
-
 def reduced(reading: Reading, value: Any, origin: str) -> None:
     """Whether gradients are reduced in fp32."""
     reading.set(REDUCED, "fp32" if value else "bf16", origin)
@@ -126,15 +122,6 @@ def _overruled(name: str, usual: Any) -> Rule:
     return rule
 
 
-def _wgrad(reading: Reading, value: Any, origin: str) -> None:
-    if value is False:
-        reading.fact("fp8 weight gradients", True, origin)
-
-
-def _unused(reading: Reading, value: Any, origin: str) -> None:
-    """A key without effect."""
-
-
 def _old_format(reading: Reading, value: Any, origin: str) -> None:
     """NeMo's switch, beside which two others name the format; Megatron-Bridge names it here."""
     if value is not True:
@@ -144,10 +131,12 @@ def _old_format(reading: Reading, value: Any, origin: str) -> None:
 SECTION_RULES: Mapping[str, Rule] = {
     **{f"{SECTION}.{key}": _stated(name, usual) for key, (name, usual) in PRODUCTS.items()},
     f"{SECTION}.fp8_recipe": _stated("fp8 recipe", "tensorwise"),
-    f"{SECTION}.fp8_wgrad": _wgrad,
-    f"{SECTION}.bf16": mixed("bf16"),
-    f"{SECTION}.fp16": mixed("fp16"),
-    f"{SECTION}.fp32": mixed("fp32"),
+    f"{SECTION}.fp8_wgrad": lambda reading, value, origin: (
+        reading.fact("fp8 weight gradients", True, origin) if value is False else None
+    ),
+    f"{SECTION}.bf16": when(PATH, "bf16"),
+    f"{SECTION}.fp16": when(PATH, "fp16"),
+    f"{SECTION}.fp32": when(PATH, "fp32"),
     f"{SECTION}.grad_reduce_in_fp32": reduced,
     **{f"{SECTION}.{key}": nothing(why) for key, why in BOTH.items()},
     **dict.fromkeys(
@@ -165,13 +154,13 @@ SECTION_RULES: Mapping[str, Rule] = {
 MODEL_RULES: Mapping[str, Rule] = {
     **{f"model.{key}": _stated(name, usual) for key, (name, usual) in PRODUCTS.items()},
     "model.fp8": _old_format,
-    "model.fp8_e4m3": lambda reading, value, origin: None,  # `old_formats` reads these two
-    "model.fp8_hybrid": lambda reading, value, origin: None,
-    "model.fp8_wgrad": _wgrad,
-    **{f"model.{key}": nothing(why) for key, why in BOTH.items() if key != "fp8_interval"},
-    "model.fp8_interval": lambda reading, value, origin: (
-        None if value == 1 else reading.give_up(origin, "scales are computed at every step")
+    "model.fp8_e4m3": ignored,  # `old_formats` reads these two
+    "model.fp8_hybrid": ignored,
+    "model.fp8_wgrad": lambda reading, value, origin: (
+        reading.fact("fp8 weight gradients", True, origin) if value is False else None
     ),
+    **{f"model.{key}": nothing(why) for key, why in BOTH.items() if key != "fp8_interval"},
+    "model.fp8_interval": only(1, "scales are computed at every step"),
 }
 
 
@@ -183,7 +172,7 @@ def precision_rules(values: Mapping[str, Any]) -> dict[str, Rule]:
     ours = nothing("fp16's loss scale is dynamic, with fixed constants")
     in_fp16 = any(values.get(f"{part}.fp16") is True for part in (SECTION, "optimizer", "model"))
     return rules | {
-        f"{part}.{key}": ours if in_fp16 else _unused for part in (SECTION, "optimizer") for key in LOSS_SCALE
+        f"{part}.{key}": ours if in_fp16 else ignored for part in (SECTION, "optimizer") for key in LOSS_SCALE
     }
 
 

@@ -1,7 +1,8 @@
 """`Reading`: the result of reading other systems' files: our settings, each with its origin, and keys without a
 counterpart."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,12 +11,29 @@ from meshwright.spec.errors import UserError
 SHOWN = 200
 """Characters of a value that an origin shows."""
 COUNTS = ("ranks", "nodes", "ranks of a node", "accumulation", "accumulation of all ranks", "shard")
-COUNTS += ("dp_shard_size", "dp_replicate_size")
+COUNTS += ("dp_shard_size", "dp_replicate_size", "replicate", "instances")
 NUMBERS = ("beta1", "beta2", "warmup_ratio", "min_lr", "decay steps", "samples", "epochs", "decay_ratio")
 """Facts that enter computations."""
+NARROW = {
+    "training.master_dtype": "bf16",
+    "training.optimizer.state_dtype": "bf16",
+    "training.optimizer.rounding": "nearest",
+}
+"""Settings of weights and moments that have no copy in fp32."""
 
 Rule = str | Callable[["Reading", Any, str], None]
 """The rule for a key: the path of our setting, which gets the value; or a function of (reading, value, origin)."""
+
+
+@contextmanager
+def refusing(text: str) -> Iterator[None]:
+    """Raise `UserError` with this text where a value is of a kind that its key never has."""
+    try:
+        yield
+    except UserError:
+        raise
+    except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
+        raise UserError(text) from error
 
 
 @dataclass
@@ -56,6 +74,15 @@ class Reading:
         elif origin not in where:
             known[name] = value, f"{where}; {origin}" if where else origin
 
+    def set_all(self, settings: Mapping[str, Any], origin: str) -> None:
+        """Record several settings of one origin."""
+        for path, value in settings.items():
+            self.set(path, value, origin)
+
+    def value(self, path: str, default: Any = None) -> Any:
+        """A setting's value."""
+        return self.settings.get(path, (default, ""))[0]
+
     def known(self, name: str, default: Any = None) -> Any:
         """A fact's value."""
         return self.facts.get(name, (default, ""))[0]
@@ -63,6 +90,29 @@ class Reading:
     def default(self, path: str, value: Any, origin: str) -> None:
         """Record a default of the other system, if it differs from a recipe's."""
         self.defaults.setdefault(path, (value, origin))
+
+    def default_all(self, settings: Mapping[str, Any], origin: str) -> None:
+        """Record several defaults of one origin."""
+        for path, value in settings.items():
+            self.default(path, value, origin)
+
+    def model_ranks(self) -> int:
+        """The ranks that share one replica of the model."""
+        split = 1
+        for axis in ("tp", "pp", "cp"):
+            size, origin = self.settings.get(f"layout.{axis}", (1, ""))
+            check_count(size, origin)
+            split *= size
+        return split
+
+    def replicate(self, copies: int, origin: str) -> None:
+        """Shard over the ranks that are left for each of several copies, where the number of ranks is known."""
+        if copies > 1 and (ranks := self.known("ranks")):
+            self.fact("shard", max(1, ranks // (self.model_ranks() * copies)), origin)
+
+    def in_bf16(self, origin: str) -> None:
+        """Keep weights and moments in bf16, rounded to the nearest."""
+        self.set_all(NARROW, origin)
 
     def already_so(self) -> list[str]:
         """Keys without effect: switched off, true for every recipe, or repeating another key."""
@@ -93,15 +143,8 @@ class Reading:
             elif isinstance(rule, str):
                 self.set(rule, value, origin)
             else:
-                self._apply(rule, value, origin)
-
-    def _apply(self, rule: Callable[["Reading", Any, str], None], value: Any, origin: str) -> None:
-        try:
-            rule(self, value, origin)
-        except UserError:
-            raise
-        except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
-            raise UserError(f"{origin}: this value is not allowed") from error
+                with refusing(f"{origin}: this value is not allowed"):
+                    rule(self, value, origin)
 
 
 @dataclass(frozen=True)
@@ -114,14 +157,6 @@ class EvenAuto:
         self.rule(reading, value, origin)
 
 
-def apply(rule: Rule, reading: Reading, value: Any, origin: str) -> None:
-    """Apply a rule to a value."""
-    if isinstance(rule, str):
-        reading.set(rule, value, origin)
-    else:
-        rule(reading, value, origin)
-
-
 def check_count(value: Any, origin: str) -> None:
     """Raise `UserError` if a value is not a whole number above 0."""
     if not isinstance(value, int) or isinstance(value, bool) or not 0 < value < 2**53:
@@ -132,62 +167,6 @@ def check_number(value: Any, origin: str) -> None:
     """Raise `UserError` if a value is not a finite number."""
     if not isinstance(value, int | float) or isinstance(value, bool) or not abs(value) < 2**53:
         raise UserError(f"{origin}: must be a number")
-
-
-def fact(name: str) -> Rule:
-    """Keeps the value as a fact."""
-    return lambda reading, value, origin: reading.fact(name, value, origin)
-
-
-def nothing(why: str) -> Rule:
-    """No counterpart, for a reason; reported unless the value switches it off."""
-    return EvenAuto(lambda reading, value, origin: reading.give_up(origin, why) if value else None)
-
-
-def sections(rules: Mapping[str, Rule]) -> dict[str, Rule]:
-    """Rules for the sections of dotted keys where they are empty."""
-    names = {key[:place] for key in rules for place, letter in enumerate(key) if letter == "."}
-    return {name: nothing("a section of settings") for name in sorted(names)}
-
-
-def positive(path: str) -> Rule:
-    """The setting gets the value if it is above 0, else null."""
-    return lambda reading, value, origin: reading.set(path, value if value and value > 0 else None, origin)
-
-
-def degree(path: str, also: Mapping[str, Any] | None = None) -> Rule:
-    """The setting gets a degree above 1, the default of every layout, and other settings what comes with it."""
-
-    def rule(reading: Reading, value: Any, origin: str) -> None:
-        check_count(value, origin)
-        if value > 1:
-            for name, setting in {path: value, **(also or {})}.items():
-                reading.set(name, setting, origin)
-
-    return rule
-
-
-def unless_none(path: str) -> Rule:
-    """The setting gets the value, unless it is the text "None", which some systems read as Python does."""
-    return lambda reading, value, origin: None if value in ("None", "none") else reading.set(path, value, origin)
-
-
-def when(path: str, result: Any) -> Rule:
-    """The setting becomes `result` where the value is true."""
-    return lambda reading, value, origin: reading.set(path, result, origin) if value is True else None
-
-
-def words(path: str, known: Mapping[str, Any]) -> Rule:
-    """The setting by a table of words; other words have no counterpart."""
-
-    def rule(reading: Reading, value: Any, origin: str) -> None:
-        word = str(value).lower().replace("-", "_")
-        if word in known:
-            reading.set(path, known[word], origin)
-        else:
-            reading.give_up(origin, f"supported: {', '.join(sorted(known))}")
-
-    return rule
 
 
 def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

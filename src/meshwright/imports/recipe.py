@@ -1,6 +1,7 @@
 """Conversion of other systems' files to one recipe, with the origin of every line in a comment."""
 
 import json
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -8,12 +9,10 @@ from typing import Any
 from meshwright.imports.accelerate_yaml import is_accelerate, read_accelerate
 from meshwright.imports.automodel import is_automodel, read_automodel
 from meshwright.imports.axolotl import is_axolotl, read_axolotl
-from meshwright.imports.checking import check_recipe
 from meshwright.imports.deepspeed import is_deepspeed, read_deepspeed
 from meshwright.imports.deepspeed_schedules import settle_what_no_file_gives
 from meshwright.imports.foundry import is_foundry, read_foundry
-from meshwright.imports.hf_arguments import is_hf_arguments, read_hf_arguments
-from meshwright.imports.intervals import settle_shares
+from meshwright.imports.hf_arguments import is_hf_arguments, read_hf_arguments, settle_shares
 from meshwright.imports.llama_factory import (
     is_dataset_info,
     is_llama_factory,
@@ -21,19 +20,19 @@ from meshwright.imports.llama_factory import (
     read_dataset_info,
     read_llama_factory,
 )
-from meshwright.imports.megatron import is_flags, read_script
-from meshwright.imports.megatron_tests import is_model_config, read_model_config
+from meshwright.imports.megatron import is_flags, is_model_config, read_model_config, read_script
 from meshwright.imports.nanogpt import read_assignments, read_nanogpt
 from meshwright.imports.nanotron import is_nanotron, read_nanotron
 from meshwright.imports.nemo import is_nemo, read_nemo
 from meshwright.imports.opening import read_data, read_text
 from meshwright.imports.program import is_program, read_program
-from meshwright.imports.reading import Reading, check_count, check_number
+from meshwright.imports.reading import Reading, check_count, check_number, refusing
 from meshwright.imports.schedules import settle_lost_schedule
 from meshwright.imports.titan_python import is_titan_python
 from meshwright.imports.torchtitan import is_torchtitan, read_torchtitan, read_torchtitan_python
 from meshwright.spec.document import write_yaml
 from meshwright.spec.errors import UserError
+from meshwright.spec.recipe import RecipeError, parse_spec
 from meshwright.spec.run import Run
 from meshwright.terminal import printable
 
@@ -80,7 +79,8 @@ def import_files(paths: Sequence[Path], *, ranks: int | None = None, model: str 
     for read, content, name in sorted(
         (_opened(path) for path in paths), key=lambda file: file[0] is not read_deepspeed
     ):
-        read(reading, content, name)
+        with refusing(f"{name}: cannot be read: a value is of a kind that its key never has"):
+            read(reading, content, name)
     _finish(reading)
     for path, (value, origin) in reading.defaults.items():
         if path not in reading.settings:
@@ -282,3 +282,33 @@ def _one_line(text: str) -> str:
 
 def _flow(value: Any) -> str:
     return json.dumps(value) if isinstance(value, list | dict) else write_yaml([value]).strip()[1:-1]
+
+
+SOURCE = "the imported recipe"
+PLACE = re.compile(rf"{SOURCE}:\d+: (?:([a-z_][\w.]*): )?(.*)", flags=re.DOTALL)
+
+
+def check_recipe(text: str, settings: Mapping[str, tuple[Any, str]], files: str) -> None:
+    """Raise `UserError` with every error of an imported recipe, each with the origin of the setting."""
+    try:
+        parse_spec(text, Run, source=SOURCE)
+    except RecipeError as error:
+        raise UserError("\n".join(_cited(problem, settings, files) for problem in error.problems)) from error
+
+
+def _cited(problem: str, settings: Mapping[str, tuple[Any, str]], files: str) -> str:
+    found = PLACE.fullmatch(problem)
+    if found is None:
+        return problem
+    setting, message = found[1] or "", found[2]
+    origins = [origin for path, (_, origin) in settings.items() if _concerns(path, setting, message)]
+    said = f"{setting}: {message}" if setting else message
+    return f"{'; '.join(dict.fromkeys(origins)) or files}: {said}"
+
+
+def _concerns(path: str, setting: str, message: str) -> bool:
+    """Whether an error about a setting, or its section, is about the setting at `path`."""
+    if f"{setting}.".startswith(f"{path}."):
+        return True
+    inside = path.removeprefix(f"{setting}.") if path.startswith(f"{setting}.") else ""
+    return bool(inside) and re.search(rf"(?<![\w.]){re.escape(inside)}(?![\w.])", message) is not None

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from meshwright.imports.reading import Reading, Rule
+from meshwright.imports.rules import apply
 from meshwright.spec.training import LrScheduleSpec
 
 NAME = "training.lr_schedule.name"
@@ -11,17 +12,22 @@ LOST = "a schedule without a counterpart"
 """The fact that a file has such a schedule; its value is why it is not imported."""
 
 
-def schedule_words(known: Mapping[str, str]) -> Rule:
-    """The schedule by a table of words."""
+def schedule_choice(known: Mapping[str, str], supported: str = "") -> Rule:
+    """The schedule by a table of names."""
 
     def rule(reading: Reading, value: Any, origin: str) -> None:
-        word = str(value).lower().replace("-", "_")
-        if word in known:
-            reading.set(NAME, known[word], origin)
+        if value in known:
+            reading.set(NAME, known[value], origin)
         else:
-            lose_schedule(reading, origin, f"supported: {', '.join(sorted(known))}")
+            lose_schedule(reading, origin, f"supported: {supported or ', '.join(known)}")
 
     return rule
+
+
+def schedule_words(known: Mapping[str, str]) -> Rule:
+    """The schedule by a table of words, which may be in capitals."""
+    by_word = schedule_choice(known, ", ".join(sorted(known)))
+    return lambda reading, value, origin: apply(by_word, reading, str(value).lower().replace("-", "_"), origin)
 
 
 def lose_schedule(reading: Reading, origin: str, why: str) -> None:

@@ -3,7 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
-from meshwright.imports.reading import Reading, Rule, check_count, fact, flat, nothing, positive, when, words
+from meshwright.imports.reading import Reading, Rule, check_count, flat
+from meshwright.imports.rules import above_zero, choice, dotted, fact, ignored, nothing, only, positive, when, words
 from meshwright.imports.schedules import schedule_words
 from meshwright.imports.titan_python import read_titan_python
 from meshwright.spec.errors import UserError
@@ -73,18 +74,6 @@ def _pipeline(reading: Reading, value: Any, origin: str) -> None:
         reading.give_up(origin, f"supported: {', '.join(SCHEDULES)}")
 
 
-def _recompute(reading: Reading, value: Any, origin: str) -> None:
-    if value in ("none", "full", "selective"):
-        reading.set("training.recompute", value, origin)
-    else:
-        reading.give_up(origin, "supported: none, selective, full")
-
-
-def _selective(reading: Reading, value: Any, origin: str) -> None:
-    if value != "op":
-        reading.give_up(origin, "set training.recompute to {full: LAYERS} instead")
-
-
 def _data(reading: Reading, value: Any, origin: str) -> None:
     known = {"c4": {"path": "hub:allenai/c4", "subset": "en"}}
     if value in known:
@@ -106,10 +95,6 @@ def _stages(reading: Reading, value: Any, origin: str) -> None:
     reading.set("layout.stage_layers", layers, origin)
 
 
-def _path(reading: Reading, value: Any, origin: str) -> None:
-    reading.set("data.sources", [{"path": value}], origin)
-
-
 def _converters(reading: Reading, value: Any, origin: str) -> None:
     for name in value if isinstance(value, list) else [value]:
         if "mx" in str(name):
@@ -120,22 +105,20 @@ def _converters(reading: Reading, value: Any, origin: str) -> None:
             reading.give_up(origin, "supported: float8, mx")
 
 
-LEFT_TO_US = (
-    *("job.description", "job.print_args", "job.print_config", "job.use_for_integration_test", "job.config_file"),
-    *("metrics.log_freq", "metrics.disable_color_printing", "metrics.save_tb_folder", "metrics.rank_0_only"),
-    *("metrics.enable_color_printing", "metrics.save_for_all_ranks", "training.gc_freq", "training.gc_debug"),
-    *("optimizer.fused", "optimizer.foreach", "optimizer.implementation", "optimizer.early_step_in_backward"),
-    *("parallelism.enable_async_tensor_parallel", "parallelism.enable_compiled_autograd", "job.custom_config_module"),
-    *(
-        "parallelism.disable_loss_parallel",
-        "parallelism.enable_loss_parallel",
-    ),
-    *("experimental.custom_import", "experimental.custom_args_module", "model.print_after_conversion"),
-    *("checkpoint.last_save_model_only", "checkpoint.last_save_model_weights_only", "checkpoint.export_dtype"),
-    *("checkpoint.folder", "checkpoint.create_seed_checkpoint", "checkpoint.exclude_from_loading", "comm.mode"),
-    *("comm.init_timeout_seconds", "comm.train_timeout_seconds", "comm.trace_buf_size", "compile.components"),
-    *("activation_checkpoint.early_stop", "activation_checkpoint.per_op_sac_force_recompute_mm_shapes_by_fqns"),
-)
+LEFT_TO_US = {
+    "job": "description print_args print_config use_for_integration_test config_file custom_config_module",
+    "metrics": "log_freq disable_color_printing save_tb_folder rank_0_only enable_color_printing save_for_all_ranks",
+    "training": "gc_freq gc_debug",
+    "optimizer": "fused foreach implementation early_step_in_backward",
+    "parallelism": "enable_async_tensor_parallel enable_compiled_autograd disable_loss_parallel enable_loss_parallel",
+    "experimental": "custom_import custom_args_module",
+    "model": "print_after_conversion",
+    "checkpoint": "last_save_model_only last_save_model_weights_only export_dtype folder create_seed_checkpoint "
+    "exclude_from_loading",
+    "comm": "mode init_timeout_seconds train_timeout_seconds trace_buf_size",
+    "compile": "components",
+    "activation_checkpoint": "early_stop per_op_sac_force_recompute_mm_shapes_by_fqns",
+}
 
 PYTHON: Mapping[str, Rule] = {
     "dump_folder": "run_dir",
@@ -144,7 +127,7 @@ PYTHON: Mapping[str, Rule] = {
     "model.attn_backend": when("data.separate_documents", True),
     "model.tp_gemm_backend": nothing("PyTorch multiplies"),
     "model.scaling_factor": fact("rope factor"),
-    "optimizer.undecayed": lambda reading, value, origin: None,  # never are
+    "optimizer.undecayed": ignored,  # never are
     "dataset.dataset": fact("data set"),
     "dataset.dataset_path": fact("data path"),
     "dataset.table": _table,
@@ -155,7 +138,7 @@ PYTHON: Mapping[str, Rule] = {
     "training.disable_cuda_graphs": nothing("CUDA graphs are not supported"),
     "lr_scheduler.total_steps": fact("decay end"),
     "parallelism.module_fqns_per_model_part": _stages,
-    "parallelism.enable_sequence_parallel": lambda reading, value, origin: None,  # always with tp
+    "parallelism.enable_sequence_parallel": ignored,  # always with tp
     "parallelism.context_parallel_load_balancer": nothing("sequences are always distributed evenly"),
     "parallelism.spmd_backend": nothing("Meshwright decides it"),
     "checkpoint.initial_load_in_hf": fact("starts from Hugging Face"),
@@ -189,15 +172,13 @@ RULES: Mapping[str, Rule] = {
     "lr_scheduler.min_lr_factor": "training.lr_schedule.final",
     "training.local_batch_size": "training.micro_batch",
     "training.batch_size": "training.micro_batch",
-    "training.global_batch_size": lambda reading, value, origin: (
-        reading.set("training.global_batch", value, origin) if value > 0 else None
-    ),
+    "training.global_batch_size": above_zero("training.global_batch"),
     "training.seq_len": "data.sequence_length",
     "training.warmup_steps": "training.lr_schedule.warmup",
     "training.max_norm": positive("training.clip"),
     "training.steps": "training.steps",
     "training.dataset": _data,
-    "training.dataset_path": _path,
+    "training.dataset_path": lambda reading, value, origin: reading.set("data.sources", [{"path": value}], origin),
     "training.seed": "training.seed",
     "training.deterministic": when("training.deterministic", True),
     "training.compile": when("training.compile", True),
@@ -228,26 +209,24 @@ RULES: Mapping[str, Rule] = {
     "checkpoint.enable": fact("saves"),
     "checkpoint.enable_checkpoint": fact("saves"),
     "checkpoint.interval": fact("save interval"),
-    "checkpoint.interval_type": lambda reading, value, origin: (
-        None if value == "steps" else reading.give_up(origin, "intervals are in steps")
-    ),
-    "checkpoint.keep_latest_k": lambda reading, value, origin: (
-        reading.set("checkpoint.keep_last", value, origin) if value > 0 else None
-    ),
+    "checkpoint.interval_type": only("steps", "intervals are in steps"),
+    "checkpoint.keep_latest_k": above_zero("checkpoint.keep_last"),
     "checkpoint.async_mode": lambda reading, value, origin: reading.set(
         "checkpoint.asynchronous", value != "disabled", origin
     ),
     "checkpoint.initial_load_path": "checkpoint.start_from",
     "checkpoint.model_weights_only": nothing("checkpoint.start_from loads only weights"),
-    "activation_checkpoint.mode": _recompute,
-    "activation_checkpoint.selective_ac_option": _selective,
+    "activation_checkpoint.mode": choice(
+        "training.recompute", {"none": "none", "selective": "selective", "full": "full"}
+    ),
+    "activation_checkpoint.selective_ac_option": only("op", "set training.recompute to {full: LAYERS} instead"),
     "validation.enable": nothing("evaluation is always on; set data.held_out and training.evaluation"),
     "validation.freq": "training.evaluation.every",
     "validation.steps": "training.evaluation.batches",
     "metrics.enable_tensorboard": fact("tensorboard"),
     "metrics.enable_wandb": fact("wandb"),
     "float8.enable_float8_linear": when("training.precision", "fp8"),
-    **dict.fromkeys(LEFT_TO_US, nothing("it does not affect training, or Meshwright decides it")),
+    **dict.fromkeys(dotted(LEFT_TO_US), nothing("it does not affect training, or Meshwright decides it")),
 }
 
 
@@ -342,9 +321,8 @@ def _model(reading: Reading) -> None:
         if str(flavor) in SCALED and factor != 32.0:
             reading.set("model.rope_scaling", {"factor": factor}, f"{said}: torchtitan's factor is {factor}")
     elif name is not None and not found:
-        reading.give_up(
-            f"{origin}; {why}" if why else origin, ("this size is defined in torchtitan's code; give --model")
-        )
+        said = f"{origin}; {why}" if why else origin
+        reading.give_up(said, "this size is defined in torchtitan's code; give --model")
 
 
 def _decay(reading: Reading) -> None:
@@ -373,16 +351,13 @@ def _decay(reading: Reading) -> None:
 def _ranks(reading: Reading, file: str) -> None:
     """Of how many ranks: where every degree is given, their product; FSDP is over all that no other axis takes."""
     replicate, origin = reading.facts.get("replicate", (1, ""))
-    split = 1
-    for axis in ("tp", "pp", "cp"):
-        split *= reading.settings.get(f"layout.{axis}", (1, ""))[0]
     shard, where = reading.facts.get("shard", (None, f"{file} (torchtitan's default: data_parallel_shard_degree=-1)"))
     if shard is None:  # all that are left
-        if reading.facts.get("ranks") and replicate > 1:
-            left = reading.known("ranks") // (split * replicate)
-            reading.fact("shard", max(1, left), origin)
+        reading.replicate(replicate, origin)
     else:
-        reading.fact("ranks", replicate * shard * split, "; ".join(part for part in (origin, where) if part))
+        reading.fact(
+            "ranks", replicate * shard * reading.model_ranks(), "; ".join(part for part in (origin, where) if part)
+        )
     if (shard is None or shard > 1) and "zero" not in reading.facts:
         stages = reading.settings.get("layout.pp", (1, ""))[0]  # in a pipeline, weights stay gathered by default
         reading.fact("zero", 2 if stages > 1 else 3, reading.facts.get("all shard", (None, where))[1])
