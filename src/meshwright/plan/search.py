@@ -37,8 +37,7 @@ class Variant:
 
     base: Job
     limits: Limits
-    runs: Callable[[Job], bool] | None = None
-    """Whether the engine can run a layout."""
+    cache: Cache = field(default_factory=dict, init=False)
 
     def family(self, layout: LayoutSpec) -> str:
         """The strategy that a layout is compared as; all of a change are one."""
@@ -91,13 +90,13 @@ class _Best:
         rival = self.running.get((False, plain))
         return least > limit or (rival is not None and least > rival.cost)
 
-    def add(self, name: str, candidate: Candidate, runs: Callable[[Job], bool] | None) -> None:
-        """Rank a layout that fits or is tight; `runs`: as in `Variant`."""
+    def add(self, name: str, candidate: Candidate, runs: Callable[[Job], bool]) -> None:
+        """Rank a layout that fits or is tight; `runs`: as in `Limits`."""
         if name not in self.strategies or _rank(candidate) < _rank(self.strategies[name]):
             self.strategies[name] = candidate
         key = candidate.verdict == "tight", candidate.complexity
         rival = self.running.get(key)
-        if (rival is None or _rank(candidate) < _rank(rival)) and (runs is None or runs(candidate.job)):
+        if (rival is None or _rank(candidate) < _rank(rival)) and runs(candidate.job):
             self.running[key] = candidate
         self.ranked.append(candidate)
         self.ranked.sort(key=_rank)
@@ -124,17 +123,19 @@ def search(
     *,
     top: int = 10,
     limits: Limits | None = None,
-    runs: Callable[[Job], bool] | None = None,
     prune: bool = True,
     beside: Sequence[Variant] = (),
 ) -> Found:
     """The `top` best layouts of `base`'s model and batch on all of the cluster's devices, each strategy's best, and the
     one to choose; the layouts of the variants `beside` it compete.
 
-    Every layout uses the least recomputation that fits, because more only costs time. `runs` says whether the engine
-    can run a layout; the chosen layout is one that it can. `prune=False` evaluates every layout, for comparison.
+    Every layout uses the least recomputation that fits, because more only costs time. `prune=False` evaluates every
+    layout, for comparison.
     """
-    variants = [_Open.of(variant) for variant in (Variant(base, limits or Limits(), runs), *beside)]
+    variants = [
+        Variant(replace(variant.base, recompute="none") if variant.limits.recompute else variant.base, variant.limits)
+        for variant in (Variant(base, limits or Limits()), *beside)
+    ]
     bounded = [(*entry, variant) for variant in variants for entry in _bounded(variant, cluster)]
     bounded.sort(key=lambda entry: entry[0])
     best, looked_at = _Best(top), 0
@@ -161,7 +162,7 @@ def search(
                 best.smallest[name] = (memory.total, job, variant)
             continue
         time = StepModel(job, cluster, cache=cache).predict()
-        best.add(name, Candidate(job, cluster, limits.margin, memory, time, limits.change), variant.runs)
+        best.add(name, Candidate(job, cluster, limits.margin, memory, time, limits.change), limits.runs)
     strategies = dict(best.strategies)
     for name, (_, job, variant) in best.smallest.items():
         lost = evaluate(job, cluster, variant.limits.margin)
@@ -169,20 +170,7 @@ def search(
     return Found(tuple(best.ranked), strategies, best.chosen(), best.fastest(), looked_at, len(bounded))
 
 
-@dataclass(frozen=True)
-class _Open(Variant):
-    """A variant while it is searched."""
-
-    cache: Cache = field(default_factory=dict)
-
-    @classmethod
-    def of(cls, variant: Variant) -> "_Open":
-        """The variant, without recomputation where that is open."""
-        base = replace(variant.base, recompute="none") if variant.limits.recompute else variant.base
-        return cls(base, variant.limits, variant.runs)
-
-
-def _bounded(variant: _Open, cluster: ClusterSpec) -> list[tuple[float, LayoutSpec, int]]:
+def _bounded(variant: Variant, cluster: ClusterSpec) -> list[tuple[float, LayoutSpec, int]]:
     """(lower bound in seconds, layout, microbatch) for every legal layout and microbatch of a variant."""
     base, cache = variant.base, variant.cache
     microbatch: dict[tuple[int, ...], float] = {}

@@ -1,6 +1,5 @@
 """What-ifs: the effect of options that the recipe does not use or that this engine lacks."""
 
-from collections.abc import Callable
 from dataclasses import replace
 
 from meshwright.plan.candidate import Candidate, evaluate
@@ -39,10 +38,10 @@ def in_bf16(candidate: Candidate) -> dict[str, float] | None:
     return {"step_time": seconds, "saved": 1 - seconds / candidate.time.total}
 
 
-def on_disk(base: Job, cluster: ClusterSpec, limits: Limits, runs: Callable[[Job], bool]) -> Candidate | None:
+def on_disk(base: Job, cluster: ClusterSpec, limits: Limits) -> Candidate | None:
     """The layout that would be chosen with the optimizer's state on the nodes' disks, and parameters too if it does not
     fit otherwise; None if none fits even so."""
     for name in ("disk", "disk_parameters"):
-        if found := search(base, cluster, top=1, limits=replace(limits, change=CHANGES[name]), runs=runs).chosen:
+        if found := search(base, cluster, top=1, limits=replace(limits, change=CHANGES[name])).chosen:
             return found
     return None
