@@ -21,7 +21,7 @@ from meshwright.plan.account import explain_field
 from meshwright.plan.blueprint import Block, Blueprint, Matrix, blueprint
 from meshwright.plan.candidate import Candidate, complexity, evaluate, family_name
 from meshwright.plan.engine import engine_job, layout_check, passes, refusal
-from meshwright.plan.explain import bandwidth, binding, relief, why_not
+from meshwright.plan.explain import bandwidth, binding, in_fp8, relief, why_not
 from meshwright.plan.flops import flops_per_token
 from meshwright.plan.hardware import device_cluster, local_cluster, resolve_cluster
 from meshwright.plan.job import MESHWRIGHT, Job
@@ -33,7 +33,6 @@ from meshwright.plan.recipe import choice_reason, plan_recipe, planned_run
 from meshwright.plan.recompute import Enough
 from meshwright.plan.search import recomputing_least, search
 from meshwright.plan.step_time import StepModel
-from meshwright.plan.what_if import in_fp8
 from meshwright.spec.cluster import ClusterSpec, CollectiveCost, Measured
 from meshwright.spec.data import DataSpec
 from meshwright.spec.layout import LayoutSpec

@@ -11,9 +11,9 @@ from typing import Any
 from meshwright.imports.edits import Edit, edits_of, record_of
 from meshwright.imports.opening import read_data
 from meshwright.imports.reading import Reading, flat
-from meshwright.spec.batch_size import DEFAULT_GLOBAL_BATCH
 from meshwright.spec.data import DataSpec
 from meshwright.spec.errors import UserError
+from meshwright.spec.run import DEFAULT_GLOBAL_BATCH
 from meshwright.spec.training import TrainingSpec
 
 RECORD = "# Its lines as they were written, by which `meshwright import` finds edited ones:\n"

@@ -64,18 +64,15 @@ def _all_logits(job: Job, stage: int, weights: float, gradients: float, groups: 
         # Two layers' weights, one used and one arriving, and a layer's gradient on its way out.
         transit = 2 * job.stack.weight_bytes * max(layer, ends / 2)
         transit += (job.stack.weight_bytes + job.stack.reduce_bytes) * layer
+    # Logits of all tokens and their gradient, and the last norm's tensors.
+    logits = 2 * job.stream_bytes + job.tokens * job.model.vocab / job.layout.tp * job.stack.logit_bytes
     return Moment(
         weights=weights,
         activations=saved,
-        logits=all_logits_bytes(job) if stage == job.head_rank else 0.0,
+        logits=logits if stage == job.head_rank else 0.0,
         transit=transit,
         gradients=gradients,
     )
-
-
-def all_logits_bytes(job: Job) -> float:
-    """Logits of all tokens and their gradient, and the last norm's tensors."""
-    return 2 * job.stream_bytes + job.tokens * job.model.vocab / job.layout.tp * job.stack.logit_bytes
 
 
 def _decoded(job: Job, block: Block) -> float:

@@ -15,7 +15,6 @@ from meshwright.plan.layouts import Limits
 from meshwright.plan.machine import find_machine
 from meshwright.plan.report import Plan, make_plan, plan_facts
 from meshwright.plan.search import ALIKE
-from meshwright.spec.batch_size import sequences_per_step
 from meshwright.spec.cluster import ClusterSpec
 from meshwright.spec.errors import UserError
 from meshwright.spec.layout import LayoutSpec
@@ -42,7 +41,7 @@ def plan_recipe(
     if not isinstance(where, ClusterSpec):
         where = resolve_cluster(where or run.cluster, base_dir=base_dir, machine=find_machine(run.device))
     spec = resolve_model(run.model, base_dir=base_dir, vocab=run.data.tokenizer_vocab)
-    model, batch, processor = blueprint(spec), sequences_per_step(run), Processor.of(where)
+    model, batch, processor = blueprint(spec), run.sequences_per_step(), Processor.of(where)
     size = 1 if run.training.micro_batch == "auto" else run.training.micro_batch
     # Any layout of several ranks: the search replaces it, and one rank alone keeps other copies (plan/engine.py).
     several = LayoutSpec(dp_replicate=2) if where.devices > 1 else LayoutSpec()

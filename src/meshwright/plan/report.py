@@ -7,12 +7,22 @@ from typing import Any
 from meshwright.plan.candidate import Candidate, evaluate
 from meshwright.plan.changes import LAST_RESORT, Change
 from meshwright.plan.engine import Case, LayoutCheck, passes, refusal
-from meshwright.plan.explain import bandwidth, binding, describe_candidate, no_layout, relief, why_not
+from meshwright.plan.explain import (
+    bandwidth,
+    binding,
+    compiled_gain,
+    describe_candidate,
+    in_bf16,
+    in_fp8,
+    no_layout,
+    on_disk,
+    relief,
+    why_not,
+)
 from meshwright.plan.interval import NOMINAL, Interval
 from meshwright.plan.job import Job
 from meshwright.plan.methods import method_facts
 from meshwright.plan.search import Found, Variant, search
-from meshwright.plan.what_if import in_bf16, in_fp8, on_disk
 from meshwright.spec.errors import UserError
 from meshwright.spec.recompute import plain_recompute
 
@@ -166,17 +176,6 @@ def plan_facts(plan: Plan) -> dict[str, Any]:
     if plan.given and plan.given.verdict != "fits":
         facts["relief"] = relief(plan.given.job, plan.given.cluster, case.limits.margin)
     return facts
-
-
-def compiled_gain(candidate: Candidate) -> float | None:
-    """The fraction of the step that `training.compile` would save; None if it is on, or unavailable."""
-    job = candidate.job
-    if job.stack.fused or (
-        job.layout.pp > 1 and job.layout.schedule in ("interleaved-zero-bubble", "zbv", "dualpipev")
-    ):
-        return None
-    fused = evaluate(replace(job, stack=replace(job.stack, fused=True)), candidate.cluster, candidate.margin)
-    return 1 - fused.time.total / candidate.time.total
 
 
 def candidate_facts(plan: Plan, candidate: Candidate) -> dict[str, Any]:

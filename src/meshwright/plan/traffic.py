@@ -131,7 +131,7 @@ def _coded_weights(rank: _Rank) -> frozenset[str]:
     """Weights that are gathered in fp8, whose largest values ranks agree on."""
     if rank.layout.quantized_weights != "fp8":
         return frozenset()
-    layers = low_precision_layers(parameter_table(rank.model), rank.resolved.run.training)
+    layers = low_precision_layers(parameter_table(rank.model), rank.training)
     return frozenset(f"{layer}.weight" for layer in layers)
 
 
@@ -264,11 +264,6 @@ def _balance(rank: _Rank) -> int:
     return rank.rounds * forward * rank.resolved.micro_batch * rank.model.num_experts * 8
 
 
-def _rounds_experts_at_random(rank: _Rank) -> bool:
-    training, table = rank.resolved.run.training, parameter_table(rank.model)
-    return training.rounds_at_random and any(".experts." in name for name in low_precision_layers(table, training))
-
-
 def _experts(rank: _Rank) -> Traffic:
     """Every token's row to each of its experts and back, and their gradients; first the numbers of rows."""
     layout, model = rank.layout, rank.model
@@ -278,7 +273,8 @@ def _experts(rank: _Rank) -> Traffic:
     exchanges = 4 * rank.moe(rank.layers) + 2 * rank.moe(rank.whole_again)
     counts = rank.moe(rank.layers) + rank.moe(rank.again)
     told = counts * model.num_experts * 8
-    if _rounds_experts_at_random(rank):  # the numbers of the rows' tokens, by which they are rounded
+    layers = low_precision_layers(parameter_table(model), rank.training) if rank.training.rounds_at_random else ()
+    if any(".experts." in name for name in layers):  # the numbers of the rows' tokens, by which they are rounded
         told += (rank.moe(rank.layers) + rank.moe(rank.whole_again)) * rank.tokens_between * model.experts_per_token * 8
     return Traffic({("all-to-all", "ep"): rank.rounds * (exchanges * rows + told)})
 

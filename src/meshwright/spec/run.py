@@ -17,6 +17,9 @@ from meshwright.spec.plugins import PluginSpec, known_plugins
 from meshwright.spec.recompute import Policy, RecomputeSpec, layer_policies
 from meshwright.spec.training import TrainingSpec
 
+DEFAULT_GLOBAL_BATCH = 64
+"""Sequences per step if a recipe gives no batch size."""
+
 
 class Run(Spec):
     """A recipe: the model, its data, the training, and the layout of ranks."""
@@ -46,6 +49,18 @@ class Run(Spec):
     meshwright.trackers."""
     callbacks: tuple[PluginSpec, ...] = ()
     """Callbacks of the run: shipped ones by name, or entry points of the group meshwright.callbacks."""
+
+    def sequences_per_step(self) -> int:
+        """Sequences per optimizer step over all ranks. Raises `UserError` if the tokens do not fill whole sequences."""
+        tokens, length = self.training.global_batch_tokens, self.data.sequence_length
+        if tokens is None:
+            return self.training.global_batch or DEFAULT_GLOBAL_BATCH
+        if tokens % length:
+            raise UserError(
+                f"training.global_batch_tokens={tokens} is not a multiple of data.sequence_length={length}; "
+                f"the nearest multiple is {max(1, round(tokens / length)) * length}"
+            )
+        return tokens // length
 
     @model_validator(mode="after")
     def _has_something_to_go_back_to(self) -> "Run":

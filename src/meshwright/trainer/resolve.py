@@ -18,7 +18,6 @@ from meshwright.plan.recompute import least_recompute
 from meshwright.plan.stages import balanced_stages, layer_costs
 from meshwright.plan.step_time import StepModel
 from meshwright.spec.actions import ScheduleError
-from meshwright.spec.batch_size import sequences_per_step
 from meshwright.spec.errors import UserError
 from meshwright.spec.fit import batch_misfits, context_method, foreign_misfits, sample_misfits, tensor_notes
 from meshwright.spec.layout import LayoutSpec
@@ -55,7 +54,7 @@ def resolve_run(run: Run, *, base_dir: Path, machine: Machine | None = None) -> 
             f"data.sequence_length={run.data.sequence_length} is longer than the model's {model.max_positions} "
             f"positions; use data.sequence_length={model.max_positions} or raise model.max_positions"
         )
-    global_batch, ranks = sequences_per_step(run), run.layout.data_parallel
+    global_batch, ranks = run.sequences_per_step(), run.layout.data_parallel
     misfits = layout_check(run, model, machine.kind)(run.layout) or batch_misfits(run.layout, global_batch)
     misfits = [*misfits, *sample_misfits(run.training, model)]
     if model.foreign is not None:
