@@ -30,8 +30,7 @@ from meshwright.plan.machine import Machine
 from meshwright.plan.memory import stage_memory
 from meshwright.plan.page import CHARACTERS
 from meshwright.plan.recipe import choice_reason, plan_recipe, planned_run
-from meshwright.plan.recompute import Enough
-from meshwright.plan.search import recomputing_least, search
+from meshwright.plan.search import Enough, recomputing_least, search
 from meshwright.plan.step_time import StepModel
 from meshwright.spec.cluster import ClusterSpec, CollectiveCost, Measured
 from meshwright.spec.data import DataSpec

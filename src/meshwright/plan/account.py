@@ -16,7 +16,7 @@ GB = 1e9
 def explain_field(plan: Plan, field: str) -> str:
     """The derivation of one figure, for the recipe's own layout, else the chosen one; if nothing fits, for the one that
     needs least memory. Raises `UserError` with the known fields, or if there is no layout."""
-    shown, about = plan.chosen or (plan.found.ranked[0] if plan.found.ranked else None), ""
+    shown, about = plan.best, ""
     if plan.given:
         about = "the recipe's own layout is " if shown else "nothing fits; the recipe's own layout is "
         shown = plan.given

@@ -121,12 +121,12 @@ def method_fields(finetune: FinetuneSpec | None, model: Blueprint) -> dict[str, 
 
 def engine_stack(training: TrainingSpec, *, alone: bool, processor: Processor = GPU) -> Stack:
     """The cost per parameter under a recipe's precision and optimizer; `alone`: without a mesh."""
-    dtypes, on_gpu = training.dtypes, processor.kind == "cuda"
+    dtypes, recipe, on_gpu = training.dtypes, training.product_recipe, processor.kind == "cuda"
     return replace(
         MESHWRIGHT if on_gpu else ON_CPU,
         fused=training.compile,
         coded_inputs=_coded_inputs(training),
-        emulated=_emulated(training, kernels=on_gpu and processor.fp8),
+        emulated=recipe is not None and not (on_gpu and processor.fp8 and recipe in KERNELS),
         attention="unfused" if training.attention == "math" else MESHWRIGHT.attention,
         gradient_bytes=dtypes.gradient.bytes,
         reduce_bytes=dtypes.reduce.bytes,
@@ -141,12 +141,6 @@ def _coded_inputs(training: TrainingSpec) -> Literal["none", "inner", "all"]:
     if not training.keeps_codes or training.low_precision.keep:
         return "none"
     return "inner" if training.product_recipe == DELAYED else "all"
-
-
-def _emulated(training: TrainingSpec, *, kernels: bool) -> bool:
-    """Whether products in low precision are emulated; `kernels`: whether the device has those for fp8."""
-    recipe = training.product_recipe
-    return recipe is not None and not (kernels and recipe in KERNELS)
 
 
 def _moment_bytes(training: TrainingSpec) -> float:

@@ -135,8 +135,10 @@ def device_cluster(
     per_node = min(per_node or (4 if rack else 8), devices)
     workstation = short in WORKSTATION or short.startswith("RTX")
     network = gpu_gb_s or (node_gb_s / per_node if node_gb_s else None)
-    if network is None:
-        network = WORKSTATION_NETWORK_GB_S / per_node if workstation else _network(short)
+    if network is None and workstation:
+        network = WORKSTATION_NETWORK_GB_S / per_node
+    elif network is None:
+        network = next((rate for name, rate in NETWORK_GB_S.items() if short.startswith(name)), MODERN_NETWORK_GB_S)
     peak = figure("bf16_dense_tflops")
     # A product in fp32 uses no tensor cores: PyTorch's default excludes TF32.
     tflops = {"fp32": figure("fp32_tflops", peak / 16), "fp16": peak, "bf16": peak, "fp64": peak / 16}
@@ -224,10 +226,6 @@ def _achieved(row: dict[str, str], sibling: dict[str, str], precision: str, peak
 def multiplies_fp8(machine: Machine) -> bool:
     """Whether a machine's GPUs have matrix products in fp8; assumed of a GPU that the table does not list."""
     return machine.kind == "cuda" and (not is_known(machine.name) or "fp8" in device_cluster(machine.name, 1).tflops)
-
-
-def _network(short: str) -> float:
-    return next((rate for name, rate in NETWORK_GB_S.items() if short.startswith(name)), MODERN_NETWORK_GB_S)
 
 
 def _words(name: str) -> tuple[str, int | None, str | None]:

@@ -28,9 +28,6 @@ Groups = tuple[tuple[Policy, Kinds], ...]
 
 ONE_RANK = LayoutSpec()
 
-RANK = 16
-"""Default rank of adapters."""
-
 QUANTIZED = 0.5 + 0.127 / 8
 """Bytes of a weight in four bits, with its share of the doubly quantized scales (Dettmers et al., "QLoRA", 2023)."""
 
@@ -271,7 +268,7 @@ class Job:
         return _cut_before_head(self.model.num_layers, stages, head / costs[0])
 
 
-def adapter_parameters(model: Blueprint, rank: int = RANK) -> int:
+def adapter_parameters(model: Blueprint, rank: int) -> int:
     """Parameters of adapters beside every matrix of attention and dense feed-forward layers (Hu et al., 2021)."""
     return sum(rank * (matrix.out + matrix.into) for block in model.blocks for matrix in adapted(block, rank))
 

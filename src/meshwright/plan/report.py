@@ -1,7 +1,7 @@
 """A plan's contents as plain data."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from meshwright.plan.candidate import Candidate, evaluate
@@ -52,6 +52,11 @@ class Plan:
         return self.found.chosen
 
     @property
+    def best(self) -> Candidate | None:
+        """The chosen layout, else the fastest; None if none fits."""
+        return self.chosen or (self.found.ranked[0] if self.found.ranked else None)
+
+    @property
     def problem(self) -> str | None:
         """Why nothing was chosen; None if something was, or where memory is missing, which the strategies report."""
         if self.chosen:
@@ -76,7 +81,7 @@ class Plan:
         """Why a strategy's best layout is not the chosen one."""
         if candidate.verdict != "does not fit" and self.refusal(candidate):
             return "refused: this version cannot run it"
-        return why_not(candidate, self.chosen or (self.found.ranked[0] if self.found.ranked else None))
+        return why_not(candidate, self.best)
 
     def run_seconds(self, candidate: Candidate) -> Interval:
         """Seconds of the whole run."""
@@ -138,8 +143,7 @@ def _variant(case: Case, change: Change) -> Variant:
 
 def plan_facts(plan: Plan) -> dict[str, Any]:
     """The plan as JSON: bytes, seconds, and the interval of each; the shape of `plan --json` and `plan.json`."""
-    case = plan.case
-    best = plan.chosen or (plan.found.ranked[0] if plan.found.ranked else None)
+    case, best = plan.case, plan.best
     facts: dict[str, Any] = {
         "cluster": case.cluster.model_dump(mode="json", exclude_defaults=True),
         "interval": NOMINAL,
@@ -193,21 +197,17 @@ def candidate_facts(plan: Plan, candidate: Candidate) -> dict[str, Any]:
         "accumulation": candidate.job.microbatches,
         "recompute": plain_recompute(candidate.job.recompute),
         "memory": {kind: round(size) for kind, size in candidate.memory.kinds().items()},
-        "memory_total": _range(candidate.memory_bytes),
+        "memory_total": asdict(candidate.memory_bytes),
         "memory_available": candidate.capacity,
         "host_memory": candidate.memory.host,
         "disk": candidate.memory.disk,
-        "step_time": _range(candidate.seconds),
+        "step_time": asdict(candidate.seconds),
         "step_parts": {name: getattr(time, name) for name in STEP_PARTS},
         "tokens_per_second_per_device": candidate.tokens_per_second,
         "mfu": candidate.mfu,
-        "run_seconds": _range(plan.run_seconds(candidate)),
-        "run_cost": _range(cost) if cost else None,
+        "run_seconds": asdict(plan.run_seconds(candidate)),
+        "run_cost": asdict(cost) if cost else None,
     }
-
-
-def _range(interval: Interval) -> dict[str, float]:
-    return {"value": interval.value, "low": interval.low, "high": interval.high}
 
 
 def _order(entry: tuple[str, Candidate]) -> tuple[bool, float]:

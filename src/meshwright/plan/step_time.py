@@ -7,7 +7,7 @@ from meshwright.plan.activations import pass_activations
 from meshwright.plan.blueprint import Block
 from meshwright.plan.comm import Group, Wires, axis_group
 from meshwright.plan.constants import FITTED, Constants
-from meshwright.plan.held import held_parameters
+from meshwright.plan.held import block_parameters, held_parameters
 from meshwright.plan.job import Groups, Job
 from meshwright.plan.pipeline import Timeline, pipeline_seconds
 from meshwright.plan.roofline import Device, Pass
@@ -122,7 +122,8 @@ class StepModel:
         expert = self._expert(block, axis_group(self.cluster, layout.ep, 1))
         waiting = self.device.waiting(block, busy + (tensor + expert))
         compute = busy + waiting
-        again = {policy: self._recompute(policy, block, compute.forward + tensor.forward) for policy in POLICIES}
+        forward = compute.forward + tensor.forward
+        again: dict[Policy, float] = {policy: self._recompute(policy, block, forward) for policy in POLICIES}
         return BlockParts(compute, waiting.both, again, tensor, expert, compute + tensor + context + expert)
 
     def microbatch(self) -> float:
@@ -251,8 +252,7 @@ class StepModel:
             return None
         model = job.model
         blocks = sum(
-            count * (block.on_rank(job.layout.tp, model.num_kv_heads) + block.experts / job.layout.ep)
-            for block, count in zip(model.kinds, model.kind_counts, strict=True)
+            count * block_parameters(job, block) for block, count in zip(model.kinds, model.kind_counts, strict=True)
         )
         numel = (blocks + model.embedding * (1 if model.tied else 2) / job.layout.tp) / model.num_layers
         gather = self.wires.all_gather(self.shard, numel * gathered_bytes(job)) if job.layout.zero_stage == 3 else 0.0

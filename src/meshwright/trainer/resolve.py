@@ -14,7 +14,7 @@ from meshwright.plan.layouts import Limits
 from meshwright.plan.machine import Machine, find_machine
 from meshwright.plan.memory import predict_memory
 from meshwright.plan.recipe import choice_reason, plan_recipe, planned_run
-from meshwright.plan.recompute import least_recompute
+from meshwright.plan.search import least_recompute
 from meshwright.plan.stages import balanced_stages, layer_costs
 from meshwright.plan.step_time import StepModel
 from meshwright.spec.actions import ScheduleError
