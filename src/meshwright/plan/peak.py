@@ -143,9 +143,8 @@ class _Engine:
         job, hidden = self.job, self.job.model.hidden
         saved = saved_activations(job, self.stage, self.one_pass, at_loss=True) + self._messages()
         transit = self.gathered * self.ends + self.gathered_layer
-        if (
-            0 < job.layout.zero_stage < 3 and job.shards > 1 and job.microbatches == 1
-        ):  # later ones find all weights gathered
+        # Microbatches after the first find all weights gathered.
+        if 0 < job.layout.zero_stage < 3 and job.shards > 1 and job.microbatches == 1:
             transit = job.stack.weight_bytes * self.layer
         tokens, stride = ceil(job.tokens), ceil(self.vocab / 64) * 64
         states = self.width * hidden * tokens  # of which the loss's gradient is kept

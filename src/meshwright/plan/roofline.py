@@ -141,9 +141,7 @@ class Device:
     def _experts(self, matrix: Matrix, tokens: float) -> Pass:
         """Grouped products over this rank's experts, the busiest rank's load."""
         job, constants = self.job, self.constants
-        share = (
-            job.layout.tp if job.layout.ep == 1 else 1
-        )  # without expert parallelism, tensor parallelism splits the experts
+        share = job.layout.tp if job.layout.ep == 1 else 1  # tensor parallelism splits experts that ep does not
         routed = tokens * job.model.top_k * constants.imbalance / (1 if job.layout.ep == 1 else job.layout.tp)
         rows = routed * job.layout.ep / matrix.experts
         rate = self.linear_rate * constants.expert_matmul

@@ -207,7 +207,7 @@ def _measurement_doubts(run: PublishedRun, stated: float | None, rate: float | N
     tokens = job.global_batch * job.sequence / job.layout.world_size
     if stated and rate and not 1 / APART < run.seconds * rate / tokens < APART:
         yield "tokens_per_s_per_gpu", f"{tokens / run.seconds:.4g} by step_time_s, which is taken"
-    peak = (cluster.peak(job.precision)) * 1e12
+    peak = cluster.peak(job.precision) * 1e12
     utilisation = tokens * job.model.model_flops(job.sequence) / run.seconds / peak
     if utilisation > IMPOSSIBLE:
         column = "step_time_s" if stated else "tokens_per_s_per_gpu" if rate else "tflops_per_gpu"

@@ -35,20 +35,7 @@ VOCABULARIES = {
 }
 """Vocabularies by family; if no name helps, 51200, Megatron's padded GPT-2 vocabulary."""
 
-GATED = (
-    "llama",
-    "qwen",
-    "mistral",
-    "mixtral",
-    "gemma",
-    "deepseek",
-    "yi-",
-    "kimi",
-    "grok",
-    "dbrx",
-    "gpt-oss",
-    "internlm",
-)
+GATED = re.compile("llama|qwen|mistral|mixtral|gemma|deepseek|yi-|kimi|grok|dbrx|gpt-oss|internlm")
 """Families whose feed-forward layers are gated."""
 
 GPT_SHAPE = 196608
@@ -164,7 +151,7 @@ def published_model(read: Completion) -> Blueprint:
     if params:
         built = [whole.build(gated=gated, tied=tied) for gated in (False, True) for tied in (True, False)]
         return min(built, key=lambda plan: abs(plan.num_parameters - params * 1e9))
-    plain = not sparse and size["ffn"] == 4 * size["hidden"] and not any(key in name for key in GATED)
+    plain = not sparse and size["ffn"] == 4 * size["hidden"] and not GATED.search(name)
     return whole.build(gated=not plain, tied=plain)
 
 

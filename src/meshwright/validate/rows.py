@@ -257,4 +257,4 @@ def _from_utilisation(read: Completion, job: Job, cluster: ClusterSpec) -> float
     share = read.number("mfu")
     if share is None:
         return None
-    return (share / 100 if share > 1 else share) * (cluster.peak(job.precision))
+    return (share / 100 if share > 1 else share) * cluster.peak(job.precision)
