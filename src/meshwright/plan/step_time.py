@@ -229,11 +229,12 @@ class StepModel:
         payload = pairs / job.layout.tp * self.device.width
         ring = self.wires.all_gather(group, payload) + (job.layout.cp - 2) * self.wires.link_s
         behind = self.device.attention(job.tokens).scaled(self.constants.overlap)
-        shown = []
-        for wire, time in ((ring, behind.forward), (2 * ring, behind.backward)):
-            hidden = min(wire, time)
-            shown.append(wire - hidden + self.constants.contention * hidden)
-        return Pass(*shown)
+        return Pass(self._exposed(ring, behind.forward), self._exposed(2 * ring, behind.backward))
+
+    def _exposed(self, wire: float, time: float) -> float:
+        """Seconds of `wire` that `time` seconds of computation do not hide, and the slow-down of that computation."""
+        hidden = min(wire, time)
+        return wire - hidden + self.constants.contention * hidden
 
     def _expert(self, block: Block, group: Group) -> Pass:
         """Tokens travel to their experts and back, in both passes."""
@@ -265,17 +266,12 @@ class StepModel:
         return gather, reduce
 
     def _hide_gathering(self, sharded: tuple[float, float] | None, layers: int, f: float, b: float) -> Pass:
-        """The part of ZeRO-3's traffic that a stage's computation does not hide, and the slow-down of that
-        computation."""
+        """ZeRO-3's exposed traffic beside a stage's computation."""
         if sharded is None:
             return Pass(0.0, 0.0)
         gather, reduce = sharded
-        constants = self.constants
-        shown = []
-        for time, wire in ((f, layers * gather), (b, layers * (gather + reduce))):
-            hidden = min(wire, constants.overlap * time) if self.job.stack.overlap_gradients else 0.0
-            shown.append(wire - hidden + constants.contention * hidden)
-        return Pass(*shown)
+        overlap = self.constants.overlap if self.job.stack.overlap_gradients else 0.0
+        return Pass(self._exposed(layers * gather, overlap * f), self._exposed(layers * (gather + reduce), overlap * b))
 
     def _offloading(self, stage: int, forward: float, backward: float) -> Pass:
         """The part of activations' way to the host and back that a stage's computation does not hide."""
@@ -296,8 +292,7 @@ class StepModel:
 
     def _gradients(self, backward: float) -> float:
         """Exposed seconds of the data-parallel exchange once a step."""
-        job, constants = self.job, self.constants
-        held = sum(held_parameters(job, 0))
+        job, held = self.job, sum(held_parameters(self.job, 0))
         if job.frozen:
             return 0.0
         if job.layout.zero_stage >= 3:
@@ -315,8 +310,7 @@ class StepModel:
             wire += self.wires.all_reduce(self.replicate, held * job.stack.reduce_bytes / job.shards)
         if not job.stack.overlap_gradients:
             return wire
-        hidden = min(wire, constants.overlap * backward)
-        return wire - hidden + constants.contention * hidden
+        return self._exposed(wire, self.constants.overlap * backward)
 
     def _reduce(self, numel: float) -> float:
         """Seconds of one reduction of gradients to the ranks that keep them; quantized ones go there directly,
