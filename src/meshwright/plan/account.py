@@ -14,8 +14,8 @@ GB = 1e9
 
 
 def explain_field(plan: Plan, field: str) -> str:
-    """The derivation of one figure, for the recipe's own layout, else the chosen one; if nothing fits, for the one that
-    needs least memory. Raises `UserError` with the known fields, or if there is no layout."""
+    """The derivation of one figure: of the recipe's own layout, else of the chosen one; if nothing fits, of the layout
+    that needs least memory. Raises `UserError` with the known fields, or if there is no layout."""
     shown, about = plan.best, ""
     if plan.given:
         about = "the recipe's own layout is " if shown else "nothing fits; the recipe's own layout is "

@@ -87,7 +87,7 @@ def _remedy(resolved: ResolvedRun, found: Candidate, enough: Callable[[Candidate
 
 
 def _of_preset(found: Candidate, name: str) -> Candidate | None:
-    """The same run of a published size, recomputing as little as fits; None if it cannot be split so."""
+    """The same run of a published size, with the least recomputation that fits; None if its layers are too few."""
     try:
         model = blueprint(resolve_model(PRESETS[name], base_dir=Path()))
     except UserError:

@@ -16,6 +16,8 @@ CHARACTERS = 56
 """Width of a line of text, in the widest of usual fonts."""
 LEGEND = 4
 """Names in a row of a legend."""
+IN_FP8 = "With training.precision=fp8"
+IN_BF16 = "The low precision is emulated on this device, in fp32; with training.precision=bf16"
 MOST_RANKS, MOST_STAGES = 64, 16
 """Limits of a rank map and a timeline."""
 
@@ -37,7 +39,7 @@ def plan_page(facts: dict[str, Any]) -> str:
     parts = [
         f"<h1>{escape(cluster['name'])}</h1><p>Chosen: <b>{escape(chosen['strategy'])}</b>, {escape(chosen['text'])}. "
         f"{chosen['step_time']['value']:.3g} s a step, {chosen['mfu']:.0%} MFU; "
-        f"binding: {escape(facts['binding'])}.{_in_fp8(facts['fp8'])}{_in_bf16(facts['emulated'])}</p>",
+        f"binding: {escape(facts['binding'])}.{_in(facts['fp8'], IN_FP8)}{_in(facts['emulated'], IN_BF16)}</p>",
         "<h2>Memory per device, GB; the line marks its capacity</h2>",
         _bars(memory, chosen["memory_available"] / 1e9),
         "<h2>Seconds per step by cause</h2>",
@@ -52,19 +54,9 @@ def plan_page(facts: dict[str, Any]) -> str:
     return HEAD + "\n".join(parts) + "</body></html>\n"
 
 
-def _in_fp8(fp8: dict[str, float] | None) -> str:
-    if fp8 is None:
-        return ""
-    return f" With training.precision=fp8: {fp8['step_time']:.3g} s a step, {fp8['saved']:.0%} less."
-
-
-def _in_bf16(plain: dict[str, float] | None) -> str:
-    if plain is None:
-        return ""
-    return (
-        " The low precision is emulated on this device, in fp32; with training.precision=bf16: "
-        f"{plain['step_time']:.3g} s a step, {plain['saved']:.0%} less."
-    )
+def _in(other: dict[str, float] | None, words: str) -> str:
+    """A sentence on the same layout in another precision; empty if it is not worth one."""
+    return f" {words}: {other['step_time']:.3g} s a step, {other['saved']:.0%} less." if other else ""
 
 
 def _bars(rows: Sequence[tuple[str, dict[str, float]]], limit: float | None) -> str:

@@ -134,7 +134,7 @@ class Device:
 
     def _adapter(self, rows: float, out: float, into: float) -> Pass:
         """A low-rank adapter has little arithmetic, but reads its matrix's input, and its result is written and added;
-        likewise its gradients."""
+        its gradients cost the same traffic."""
         each = rows * self.width * self.fusion / self.bandwidth
         return Pass(each * (into + 4 * out), each * (4 * into + 2 * out))
 

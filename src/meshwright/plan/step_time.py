@@ -19,7 +19,7 @@ from meshwright.spec.recompute import POLICIES, Policy
 HOST_LINK = 20e9
 """Bytes per second between a device and pinned host memory, one way: the rate of copies over PCIe 4.0 x16."""
 DISK_GB_S = 1.6
-"""Bytes per second of a device, each way, where all devices of a node use NVMe disks at once (Rajbhandari et al.,
+"""Bytes per second of a device, each way, if all devices of a node use NVMe disks at once (Rajbhandari et al.,
 "ZeRO-Infinity", 2021, figure 2b)."""
 OFFLOAD_BYTES = 16
 """Bytes of a parameter's gradient, weight and moments that the host reads and writes in a step."""

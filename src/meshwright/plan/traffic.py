@@ -132,7 +132,7 @@ def _coded_weights(rank: _Rank) -> frozenset[str]:
 
 def _weights(rank: _Rank) -> Traffic:
     """FSDP2: weights gathered and gradients reduced over `shard`, then over `replicate`; experts' over ranks of their
-    own, where `ep` or `tp` has several."""
+    own if `ep` or `tp` has several."""
     layout, traffic, apart = rank.layout, Traffic(), rank.layout.ep * rank.layout.tp > 1
     coded = _coded_weights(rank)
     for row in rank.rows:
