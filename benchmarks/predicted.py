@@ -33,7 +33,7 @@ from meshwright.parallel import Meshes, build_meshes
 from meshwright.parallel.ledger import Ledger
 from meshwright.plan.blueprint import blueprint
 from meshwright.plan.candidate import Candidate, evaluate
-from meshwright.plan.engine import engine_job
+from meshwright.plan.engine import Processor, engine_job
 from meshwright.plan.hardware import local_cluster
 from meshwright.plan.machine import Machine, find_machine
 from meshwright.spec.cluster import ClusterSpec
@@ -257,7 +257,7 @@ def predict(resolved: ResolvedRun, cluster: ClusterSpec, kind: str) -> Candidate
         blueprint(resolved.model),
         global_batch=resolved.global_batch,
         micro_batch=resolved.micro_batch,
-        device="cuda" if kind == "cuda" else "cpu",
+        processor=Processor("cuda" if kind == "cuda" else "cpu"),
     )
     return evaluate(job, cluster)
 

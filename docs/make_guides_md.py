@@ -319,8 +319,8 @@ def _finetune_claims() -> Iterator[str]:
     ratios = {
         "DDP on 4": evaluate(replace(one.with_layout(dp_replicate=4), global_batch=64), four),
         "FSDP2 on 4": evaluate(replace(one.with_layout(dp_shard=4, zero=3), global_batch=64), four),
-        "LoRA": evaluate(by_method(one, METHODS[1]), cluster("1xa100-80g")),
-        "QLoRA": evaluate(by_method(one, METHODS[2]), cluster("1xa100-80g")),
+        "LoRA": evaluate(by_method(one, METHODS["lora"]), cluster("1xa100-80g")),
+        "QLoRA": evaluate(by_method(one, METHODS["qlora"]), cluster("1xa100-80g")),
     }
     speeds = {
         name: found.tokens_per_second * found.cluster.devices / single.tokens_per_second
@@ -337,7 +337,7 @@ def _finetune_claims() -> Iterator[str]:
     for name in ("llama-3.2-1b", "llama-3.2-3b", "llama-3-8b"):
         job = Job(model=model(name), sequence=512, global_batch=1, micro_batch=1, recompute="full")
         sizes.append(
-            f"{name} " + ", ".join(f"{m.name} {predict_memory(by_method(job, m)).total / GB:.1f}" for m in METHODS)
+            f"{name} " + ", ".join(f"{m} {predict_memory(by_method(job, METHODS[m])).total / GB:.1f}" for m in METHODS)
         )
     yield _line(
         "an 8 GB card: LoRA, a 4 GB card: QLoRA",
@@ -353,7 +353,7 @@ def _finetune_claims() -> Iterator[str]:
         recompute="full",
         layout=LayoutSpec(dp_shard=8, zero=3),
     )
-    found = evaluate(by_method(job, METHODS[1]), cluster("8xa100-80g"))
+    found = evaluate(by_method(job, METHODS["lora"]), cluster("8xa100-80g"))
     minutes = 15000 * 3 * 2048 / (found.tokens_per_second * 8) / 60
     yield _line(
         "Falcon-180B, LoRA on 8 x A100-80GB: 15k samples, 3 epochs of 2048 tokens in 153 minutes",

@@ -12,7 +12,7 @@ from meshwright.optim.clip import global_gradient_norm, scale_gradients
 from meshwright.optim.muon import Muon, orthogonalise
 from meshwright.optim.schedule import lr_factor
 from meshwright.plan.blueprint import blueprint
-from meshwright.plan.engine import engine_job
+from meshwright.plan.engine import Processor, engine_job
 from meshwright.plan.memory import predict_memory
 from meshwright.spec.layout import LayoutSpec
 from meshwright.spec.training import LrScheduleSpec, OptimizerSpec, TrainingSpec
@@ -133,7 +133,9 @@ def test_ranks_keep_between_steps_what_the_table_predicts(ranks: RankPool, name:
     """Weights and AdamW's two moments; if rows do not divide evenly, ranks keep different numbers."""
     layout = STRATEGIES[name]
     run = tiny_run(layout, precision="fp32")
-    job = engine_job(run.run, blueprint(run.model), global_batch=run.global_batch, micro_batch=1, device="cpu")
+    job = engine_job(
+        run.run, blueprint(run.model), global_batch=run.global_batch, micro_batch=1, processor=Processor("cpu")
+    )
     predicted = predict_memory(
         job.with_layout(offload="none")
     )  # stored on the device or, if offloaded, in another place

@@ -87,13 +87,13 @@ def test_a_change_is_searched_as_if_it_were_alone(recipe: Path) -> None:
     run = load_recipe(recipe)
     changes = asked_changes("activations,8bit_states,int8_weights,fp8")
     plan, facts = plan_recipe(run, base_dir=recipe.parent, consider=changes)
-    plain = search(plan.base, plan.cluster, top=1)
+    plain = search(plan.case.base, plan.case.cluster, top=1)
     assert plan.found.legal > plain.legal
     for change in changes:
-        limits = replace(plan.limits, change=change)
+        limits = replace(plan.case.limits, change=change)
         best = plan.found.strategies[f"with {change.name}"]
         base = replace(best.job, recompute="none", micro_batch=1)
-        alone = search(base, plan.cluster, top=1, limits=limits)
+        alone = search(base, plan.case.cluster, top=1, limits=limits)
         assert min(one.time.total for one in alone.strategies.values()) == pytest.approx(best.time.total)
         assert best.change == change
     assert facts["strategies"]["with fp8"]["step_time"]["low"] < facts["strategies"]["with fp8"]["step_time"]["value"]
@@ -106,13 +106,13 @@ def test_a_change_is_searched_as_if_it_were_alone(recipe: Path) -> None:
 
 def test_pruning_with_changes_is_brute_force(recipe: Path) -> None:
     plan, _ = plan_recipe(load_recipe(recipe), base_dir=recipe.parent)
-    cluster = plan.cluster.model_copy(update={"memory_gb": 8.0})
+    cluster = plan.case.cluster.model_copy(update={"memory_gb": 8.0})
     beside = [
-        Variant(plan.base, replace(plan.limits, change=named(name)))
+        Variant(plan.case.base, replace(plan.case.limits, change=named(name)))
         for name in ("activations", "optimizer", "int4_gradients")
     ]
-    fast = search(plan.base, cluster, top=3, beside=beside)
-    slow = search(plan.base, cluster, top=3, beside=beside, prune=False)
+    fast = search(plan.case.base, cluster, top=3, beside=beside)
+    slow = search(plan.case.base, cluster, top=3, beside=beside, prune=False)
     assert fast.ranked == slow.ranked
     assert (fast.chosen, fast.fastest, fast.strategies) == (slow.chosen, slow.fastest, slow.strategies)
     assert fast.looked_at < slow.looked_at == slow.legal
@@ -163,7 +163,7 @@ def test_where_nothing_fits_an_exact_change_is_taken_and_said(recipe: Path) -> N
     written = planned_run(run, plan)
     assert written.layout.offload != "none"
     assert (written.training.precision, written.training.optimizer) == (run.training.precision, run.training.optimizer)
-    plain = search(plan.base, plan.cluster, top=1)
+    plain = search(plan.case.base, plan.case.cluster, top=1)
     assert not plain.ranked
 
 

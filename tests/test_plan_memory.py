@@ -131,7 +131,7 @@ def test_stages_are_cut_where_the_engine_cuts_them(preset: str) -> None:
 def test_a_blueprint_counts_every_parameter_of_the_table(name: str) -> None:
     spec = resolve_model(PRESETS[name], base_dir=Path())
     table = parameter_table(spec)
-    model = blueprint(spec, table)
+    model = blueprint(spec)
     assert model.num_parameters == sum(row.numel for row in table)
     assert model.num_layers == spec.num_layers
 

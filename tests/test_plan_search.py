@@ -20,8 +20,8 @@ from meshwright.plan import search as search_module
 from meshwright.plan.account import explain_field
 from meshwright.plan.blueprint import Block, Blueprint, Matrix, blueprint
 from meshwright.plan.candidate import Candidate, complexity, evaluate, family_name
-from meshwright.plan.engine import engine_job, layout_check, refusal, runs_today
-from meshwright.plan.explain import bandwidth, binding, relief, why_not
+from meshwright.plan.engine import engine_job, layout_check, passes, refusal
+from meshwright.plan.explain import bandwidth, binding, in_fp8, relief, why_not
 from meshwright.plan.flops import flops_per_token
 from meshwright.plan.hardware import device_cluster, local_cluster, resolve_cluster
 from meshwright.plan.job import MESHWRIGHT, Job
@@ -30,10 +30,8 @@ from meshwright.plan.machine import Machine
 from meshwright.plan.memory import stage_memory
 from meshwright.plan.page import CHARACTERS
 from meshwright.plan.recipe import choice_reason, plan_recipe, planned_run
-from meshwright.plan.recompute import Enough
-from meshwright.plan.search import recomputing_least, search
+from meshwright.plan.search import Enough, recomputing_least, search
 from meshwright.plan.step_time import StepModel
-from meshwright.plan.what_if import in_fp8
 from meshwright.spec.cluster import ClusterSpec, CollectiveCost, Measured
 from meshwright.spec.data import DataSpec
 from meshwright.spec.layout import LayoutSpec
@@ -123,10 +121,10 @@ def test_the_pruned_search_is_brute_force(monkeypatch: pytest.MonkeyPatch) -> No
     for seed in range(80):
         job, cluster, limits = instance(seed)
         runs = (lambda job: job.layout.tp == 1) if seed % 3 else lambda job: True
-        fast = search(job, cluster, top=3, limits=limits, runs=runs)
+        fast = search(job, cluster, top=3, limits=replace(limits, runs=runs))
         with monkeypatch.context() as patch:
             patch.setattr(search_module, "least_recompute", every_recomputation)
-            slow = search(job, cluster, top=10**6, limits=limits, runs=runs, prune=False)
+            slow = search(job, cluster, top=10**6, limits=replace(limits, runs=runs), prune=False)
         assert [candidate.job for candidate in fast.ranked] == [candidate.job for candidate in slow.ranked[:3]], seed
         expected = simplest(slow.ranked, runs)
         assert fast.chosen == slow.chosen == expected, seed
@@ -317,8 +315,8 @@ def test_what_the_engine_cannot_run_is_said() -> None:
     )
     check = layout_check(Run(model=ModelFields(name="llama-3-8b"), data=DataSpec(sequence_length=8192)), spec)
     assert refusal(job, check) is None
-    assert runs_today(job.with_layout(dp_shard=4, tp=2), check)
-    assert not runs_today(job.with_layout(dp_shard=1, tp=64, zero=0), check)
+    assert passes(check)(job.with_layout(dp_shard=4, tp=2))
+    assert not passes(check)(job.with_layout(dp_shard=1, tp=64, zero=0))
     misfit = refusal(job.with_layout(dp_shard=1, tp=64, zero=0), check)
     assert misfit is not None
     assert "32 query heads cannot be split evenly over 64 ranks" in misfit
@@ -351,9 +349,9 @@ def test_what_fine_tuning_counts_and_explains(recipe: Path, method: str) -> None
     run = load_recipe(recipe, ["model=llama-3-8b", "data.sequence_length=1024", tuned])
     plan, facts = plan_recipe(run, base_dir=recipe.parent, cluster="1xrtx3090")
     assert plan.chosen
-    assert plan.chosen.job.flops_per_token == flops_per_token(plan.spec, 1024, run.finetune)
+    assert plan.chosen.job.flops_per_token == flops_per_token(plan.case.spec, 1024, run.finetune)
     rate = plan.chosen.tokens_per_second * plan.chosen.job.flops_per_token / 1e12
-    assert facts["chosen"]["mfu"] == pytest.approx(rate / plan.cluster.tflops["bf16"])
+    assert facts["chosen"]["mfu"] == pytest.approx(rate / plan.case.cluster.tflops["bf16"])
     assert "4 FLOP per frozen parameter in use" in explain_field(plan, "mfu")
     memory = explain_field(plan, "memory")
     assert ("0.516 bytes per parameter of blocks" in memory) == (method == "qlora")
@@ -403,7 +401,7 @@ def test_some_layers_recompute_where_that_suffices(recipe: Path) -> None:
     (recipe.parent / "plan.yaml").write_text(dump_recipe(planned_run(run, plan)))
     chosen = load_recipe(recipe.parent / "plan.yaml")
     assert facts["chosen"]["recompute"] == plain_recompute(chosen.training.recompute)
-    machine = Machine("cuda", "H100", 8, round(plan.cluster.memory_gb * 1e9))
+    machine = Machine("cuda", "H100", 8, round(plan.case.cluster.memory_gb * 1e9))
     resolved = resolve_run(chosen, base_dir=recipe.parent, machine=machine)
     assert len(resolved.recompute) == 80
     assert len(set(resolved.recompute)) > 1
@@ -616,7 +614,7 @@ def test_what_plan_chooses_check_accepts(recipe: Path, words: str) -> None:
     run = load_recipe(recipe, ["training.global_batch=12", "data.sequence_length=1024", *words.split("|")])
     plan, facts = plan_recipe(run, base_dir=recipe.parent)
     chosen = planned_run(run, plan)
-    machine = Machine("cuda", "H100", 8, round(plan.cluster.memory_gb * 1e9))
+    machine = Machine("cuda", "H100", 8, round(plan.case.cluster.memory_gb * 1e9))
     assert resolve_run(chosen, base_dir=recipe.parent, machine=machine).micro_batch == facts["chosen"]["micro_batch"]
     if words == "finetune={method: qlora}":
         assert "set double_quantization=false" in facts["strategies"]["TP"]["missing"]
@@ -642,7 +640,7 @@ def test_whatever_the_search_calls_runnable_is_not_refused(recipe: Path, words: 
     base = engine_job(run, blueprint(spec), global_batch=4, micro_batch=1, layout=LayoutSpec(dp_replicate=2))
     found = layouts(base, device_cluster("h100", 4), Limits(micro_batch=False))
     everything = [replace(base, layout=layout, micro_batch=micro) for layout, micro in found]
-    runnable = [job for job in everything if runs_today(job, check)]
+    runnable = [job for job in everything if passes(check)(job)]
     for job in runnable:
         resolved = resolve_run(run.model_copy(update={"layout": job.layout}), base_dir=recipe.parent, machine=machine)
         assert resolved.accumulation == job.microbatches

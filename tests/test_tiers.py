@@ -16,7 +16,7 @@ from meshwright.checkpoint.writer import CheckpointWriter
 from meshwright.models.slots import Wrapped
 from meshwright.optim.plugged import Plugged
 from meshwright.plan.blueprint import blueprint
-from meshwright.plan.engine import engine_job, layout_check
+from meshwright.plan.engine import Processor, engine_job, layout_check
 from meshwright.plan.memory import predict_memory
 from meshwright.rehearse.rank import rehearse_rank
 from meshwright.spec.checkpoint import CheckpointSpec
@@ -472,7 +472,7 @@ def test_the_planner_and_a_rehearsal_agree(
         blueprint(resolved.model),
         global_batch=resolved.global_batch,
         micro_batch=resolved.micro_batch,
-        device="cpu",
+        processor=Processor("cpu"),
     )
     predicted = predict_memory(job)
     assert report["peak"] == pytest.approx(predicted.allocated, rel=0.05)

@@ -2,10 +2,9 @@
 
 from meshwright.families.adapters import Adapter, count_trained, find_adapters, finetuned_table
 from meshwright.families.hf_config import model_from_hf_config, model_to_hf_config
-from meshwright.families.hf_tensors import HfTensor, hf_tensors
+from meshwright.families.hf_tensors import hf_tensors
 from meshwright.families.low_precision import (
     describe_low_precision,
-    keeps_codes,
     low_precision_layers,
     low_precision_misfits,
     low_precision_state,
@@ -18,7 +17,6 @@ __all__ = [
     "FAMILIES",
     "PRESETS",
     "Adapter",
-    "HfTensor",
     "active_parameters",
     "count_trained",
     "describe_low_precision",
@@ -26,7 +24,6 @@ __all__ = [
     "find_adapters",
     "finetuned_table",
     "hf_tensors",
-    "keeps_codes",
     "low_precision_layers",
     "low_precision_misfits",
     "low_precision_state",

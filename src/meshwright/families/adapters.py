@@ -148,22 +148,21 @@ def module_of(row: Parameter) -> str:
 def _lora(model: ModelSpec, finetune: LoraSpec, weights: dict[str, Parameter]) -> tuple[Adapter, ...]:
     ranks = _by_pattern(model, finetune.ranks, weights, "finetune.ranks")
     alphas = _by_pattern(model, finetune.alphas, weights, "finetune.alphas")
-    adapters = []
-    for module, weight in weights.items():
+
+    def adapter(module: str, weight: Parameter) -> Adapter:
         rank, alpha = int(ranks.get(module, finetune.rank)), alphas.get(module, finetune.alpha)
-        adapters.append(
-            Adapter(
-                module=module,
-                weight=weight,
-                rank=rank,
-                alpha=alpha,
-                scale=alpha / (sqrt(rank) if finetune.rslora else rank),
-                dropout=finetune.dropout,
-                dora=finetune.dora,
-                b_lr_ratio=finetune.b_lr_ratio,
-            )
+        return Adapter(
+            module=module,
+            weight=weight,
+            rank=rank,
+            alpha=alpha,
+            scale=alpha / (sqrt(rank) if finetune.rslora else rank),
+            dropout=finetune.dropout,
+            dora=finetune.dora,
+            b_lr_ratio=finetune.b_lr_ratio,
         )
-    return tuple(adapters)
+
+    return tuple(adapter(module, weight) for module, weight in weights.items())
 
 
 def _is_inner(row: Parameter) -> bool:
@@ -246,8 +245,8 @@ def _matching(
 ) -> list[str]:
     """The modules that a pattern matches, by our name or Hugging Face's, in order. If it matches nothing, the error
     suggests modules that are `able` (default all)."""
-    places = hf_tensors(model)
-    names = {module_of(row): (module_of(row), _hf_module(places[row.name].key)) for row in parameter_table(model)}
+    theirs = {name: tensor.key.rpartition(".")[0] for name, tensor in hf_tensors(model).items()}
+    names = {module_of(row): (module_of(row), theirs[row.name]) for row in parameter_table(model)}
     found: set[str] = set()
     problems = []
     for pattern in patterns:
@@ -262,10 +261,6 @@ def _matching(
     if problems:
         raise UserError(f"{setting}: {'; '.join(problems)}")
     return [module for module in names if module in found]
-
-
-def _hf_module(key: str) -> str:
-    return key.rpartition(".")[0]
 
 
 def _matches(name: str, pattern: str) -> bool:

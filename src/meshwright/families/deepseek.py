@@ -2,8 +2,9 @@
 experts with a shared one, load balanced by a bias instead of a loss.
 """
 
-from meshwright.families.family import Family, gated_ffn
-from meshwright.families.llama import HF_ABSENT, HF_FIELDS, HF_MODULES, SWITCHES, sized
+from dataclasses import replace
+
+from meshwright.families.llama import HF_ABSENT, HF_FIELDS, LLAMA, sized
 from meshwright.families.qwen import HF_EXPERTS
 from meshwright.spec.model import ModelFields, RopeScaling
 
@@ -24,9 +25,10 @@ ATTENTION = {"wq": "q_proj", "wq_a": "q_a_proj", "q_norm": "q_a_layernorm", "wq_
 }
 SHARED = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
 
-DEEPSEEK_V3 = Family(
+DEEPSEEK_V3 = replace(
+    LLAMA,
     name="deepseek_v3",
-    switches={**SWITCHES, "router_scores": "sigmoid", "router_bias": True},
+    switches={**LLAMA.switches, "router_scores": "sigmoid", "router_bias": True},
     defaults={
         "max_positions": 4096,
         "norm_eps": 1e-6,
@@ -47,7 +49,6 @@ DEEPSEEK_V3 = Family(
         "rope_head_dim": 64,
         "v_head_dim": 128,
     },
-    default_ffn=gated_ffn,
     unavailable=frozenset({"num_kv_heads", "head_dim", "sliding_window"}),
     presets={
         "moonlight-16b-a3b": sized(
@@ -103,7 +104,7 @@ DEEPSEEK_V3 = Family(
         "v_head_dim": 128,
     },
     hf_accepts={
-        "hidden_act": ("silu", "swish"),
+        **LLAMA.hf_accepts,
         "attention_bias": (False,),
         "rope_interleave": (True,),
         "scoring_func": ("sigmoid",),
@@ -111,7 +112,7 @@ DEEPSEEK_V3 = Family(
         "moe_layer_freq": (1,),
     },
     hf_modules={
-        **HF_MODULES,
+        **LLAMA.hf_modules,
         **HF_EXPERTS,
         **{
             f"layers.{{i}}.attention.{ours}": f"model.layers.{{i}}.self_attn.{name}" for ours, name in ATTENTION.items()
@@ -122,7 +123,5 @@ DEEPSEEK_V3 = Family(
         },
         "layers.{i}.feed_forward.router.bias": "model.layers.{i}.mlp.gate.e_score_correction_bias",
     },
-    hf_prefix="model.",
     hf_more_layers=True,
-    hf_ignored=(".rotary_emb.inv_freq",),
 )

@@ -25,11 +25,6 @@ def gated_ffn(hidden: int) -> int:
     return -(-(8 * hidden // 3) // GATED_MULTIPLE) * GATED_MULTIPLE
 
 
-def four_times(hidden: int) -> int:
-    """Default width of GPT-2's feed-forward layer."""
-    return 4 * hidden
-
-
 @dataclass(frozen=True, kw_only=True)
 class Family:
     """One architecture as data, so that a family of known layers is one file and one row in the registry."""

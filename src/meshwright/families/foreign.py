@@ -128,7 +128,11 @@ def foreign_table(foreign: ForeignModel, vocab: int) -> tuple[Parameter, ...]:
             return ("experts", "out", "in")
         if len(shape) == 2 and name.endswith(ROUTERS) and experts.get(name.rsplit(".", 2)[0]) == shape[0]:
             return ("experts", "in")
-        return _dims(name, shape, foreign.blocks, vocab)
+        if len(shape) != 2:
+            return ("embed", *["other"] * (len(shape) - 1))
+        if name.startswith(f"{foreign.blocks}."):
+            return ("out", "in")
+        return ("vocab" if shape[0] == vocab else "positions", "embed")
 
     return tuple(
         Parameter(name=name, dims=dims(name, shape), shape=shape, init="zeros") for name, shape in foreign.tensors
@@ -169,14 +173,6 @@ def _stacked(
             rest[f"{experts}.{stack}"] = (len(numbers), len(names) * rows, columns)
             stacks[f"{experts}.{stack}"] = names
     return rest, dict(sorted(stacks.items()))
-
-
-def _dims(name: str, shape: tuple[int, ...], blocks: str, vocab: int) -> tuple[str, ...]:
-    if len(shape) != 2:
-        return ("embed", *["other"] * (len(shape) - 1))
-    if name.startswith(f"{blocks}."):
-        return ("out", "in")
-    return ("vocab" if shape[0] == vocab else "positions", "embed")
 
 
 def _blocks(tensors: Mapping[str, Any], num_layers: int, where: str) -> str:

@@ -1,6 +1,6 @@
 """GPT-2 (Radford et al., "Language Models are Unsupervised Multitask Learners", 2019)."""
 
-from meshwright.families.family import EXPERT_FIELDS, Family, four_times
+from meshwright.families.family import EXPERT_FIELDS, Family
 from meshwright.spec.model import ModelFields
 
 
@@ -26,7 +26,7 @@ GPT2 = Family(
         "ffn_bias": True,
     },
     defaults={"max_positions": 1024, "norm_eps": 1e-5, "tied_embeddings": True, "init_std": 0.02},
-    default_ffn=four_times,
+    default_ffn=lambda hidden: 4 * hidden,
     unavailable=EXPERT_FIELDS | {"num_kv_heads", "head_dim", "rope_theta", "rope_scaling", "sliding_window"},
     presets={
         "gpt2": _size(768, 12, 12),

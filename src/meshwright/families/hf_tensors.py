@@ -1,6 +1,7 @@
 """The location of each parameter in a Hugging Face checkpoint."""
 
 import re
+from collections import Counter
 from dataclasses import dataclass
 
 from meshwright.families.family import Family
@@ -44,17 +45,15 @@ def hf_tensors(spec: ModelSpec) -> dict[str, HfTensor]:
     if spec.family not in FAMILIES:  # a user's own; adapters use its names
         return {row.name: _of_foreign(row, None, ()) for row in table}
     family = FAMILIES[spec.family]
-    keys = {parameter.name: _hf_key(family, parameter.name) for parameter in table}
-    offsets: dict[str, int] = {}
-    rows: dict[str, int] = {}  # per stored tensor: parameters that share it are stacked in table order
+    rows: Counter[str] = Counter()  # per stored tensor: parameters that share it are stacked in table order
+    starts = []
     for parameter in table:
-        key = keys[parameter.name]
-        offsets[parameter.name] = rows.get(key, 0)
-        rows[key] = offsets[parameter.name] + parameter.shape[0]
+        key = _hf_key(family, parameter.name)
+        starts.append((parameter, key, rows[key]))
+        rows[key] += parameter.shape[0]
 
     places = {}
-    for parameter in table:
-        key = keys[parameter.name]
+    for parameter, key, offset in starts:
         if "{e}" in key:
             experts, *shape = parameter.shape
             places[parameter.name] = HfTensor(key=key, shape=tuple(shape), experts=experts)
@@ -66,7 +65,7 @@ def hf_tensors(spec: ModelSpec) -> dict[str, HfTensor]:
             key=key,
             shape=shape[::-1] if transposed else shape,
             transposed=transposed,
-            offset=offsets[parameter.name],
+            offset=offset,
         )
     return places
 

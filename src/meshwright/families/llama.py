@@ -1,11 +1,9 @@
-"""Llama 2, 3, 3.1, 3.2 (Touvron et al., 2023; Dubey et al., "The Llama 3 Herd of Models", 2024), and the
-parts shared by similar families.
+"""Llama 2, 3, 3.1, 3.2 (Touvron et al., 2023; Dubey et al., "The Llama 3 Herd of Models", 2024), the
+base of similar families.
 """
 
 from meshwright.families.family import EXPERT_FIELDS, Family, gated_ffn
 from meshwright.spec.model import ModelFields, RopeScaling
-
-SWITCHES = {"norm": "rmsnorm", "activation": "swiglu", "positions": "rope"}
 
 HF_FIELDS = {
     "hidden": "hidden_size",
@@ -30,23 +28,6 @@ HF_ABSENT = {
     "rope_theta": 10000.0,
 }
 
-HF_MODULES = {
-    "tok_embeddings": "model.embed_tokens",
-    "layers.{i}.attention_norm": "model.layers.{i}.input_layernorm",
-    "layers.{i}.attention.wq": "model.layers.{i}.self_attn.q_proj",
-    "layers.{i}.attention.wk": "model.layers.{i}.self_attn.k_proj",
-    "layers.{i}.attention.wv": "model.layers.{i}.self_attn.v_proj",
-    "layers.{i}.attention.wo": "model.layers.{i}.self_attn.o_proj",
-    "layers.{i}.attention.q_norm": "model.layers.{i}.self_attn.q_norm",
-    "layers.{i}.attention.k_norm": "model.layers.{i}.self_attn.k_norm",
-    "layers.{i}.feed_forward_norm": "model.layers.{i}.post_attention_layernorm",
-    "layers.{i}.feed_forward.w1": "model.layers.{i}.mlp.gate_proj",
-    "layers.{i}.feed_forward.w2": "model.layers.{i}.mlp.down_proj",
-    "layers.{i}.feed_forward.w3": "model.layers.{i}.mlp.up_proj",
-    "norm": "model.norm",
-    "output": "lm_head",
-}
-
 LLAMA_2 = ModelFields(family="llama", vocab=32000, max_positions=4096, rope_theta=10000.0)
 LLAMA_3 = ModelFields(family="llama", vocab=128256, max_positions=8192, rope_theta=500000.0, num_kv_heads=8)
 LLAMA_3_1 = LLAMA_3.model_copy(update={"max_positions": 131072, "rope_scaling": RopeScaling(factor=8.0)})
@@ -55,25 +36,15 @@ LLAMA_3_2 = LLAMA_3.model_copy(
 )
 
 
-def sized(
-    base: ModelFields,
-    hidden: int,
-    num_layers: int,
-    num_heads: int,
-    ffn: int,
-    num_kv_heads: int | None = None,
-    **more,
-) -> ModelFields:
+def sized(base: ModelFields, hidden: int, num_layers: int, num_heads: int, ffn: int, **more) -> ModelFields:
     """A published size: the values of its generation, and its own."""
     sizes = {"hidden": hidden, "num_layers": num_layers, "num_heads": num_heads, "ffn": ffn, **more}
-    if num_kv_heads is not None:
-        sizes["num_kv_heads"] = num_kv_heads
     return base.model_copy(update=sizes)
 
 
 LLAMA = Family(
     name="llama",
-    switches=SWITCHES,
+    switches={"norm": "rmsnorm", "activation": "swiglu", "positions": "rope"},
     defaults={"max_positions": 8192, "norm_eps": 1e-5, "rope_theta": 10000.0},
     default_ffn=gated_ffn,
     unavailable=EXPERT_FIELDS | {"sliding_window"},
@@ -98,7 +69,22 @@ LLAMA = Family(
     },
     hf_absent={**HF_ABSENT, "attention_bias": False, "mlp_bias": False},
     hf_accepts={"hidden_act": ("silu", "swish")},
-    hf_modules=HF_MODULES,
+    hf_modules={
+        "tok_embeddings": "model.embed_tokens",
+        "layers.{i}.attention_norm": "model.layers.{i}.input_layernorm",
+        "layers.{i}.attention.wq": "model.layers.{i}.self_attn.q_proj",
+        "layers.{i}.attention.wk": "model.layers.{i}.self_attn.k_proj",
+        "layers.{i}.attention.wv": "model.layers.{i}.self_attn.v_proj",
+        "layers.{i}.attention.wo": "model.layers.{i}.self_attn.o_proj",
+        "layers.{i}.attention.q_norm": "model.layers.{i}.self_attn.q_norm",
+        "layers.{i}.attention.k_norm": "model.layers.{i}.self_attn.k_norm",
+        "layers.{i}.feed_forward_norm": "model.layers.{i}.post_attention_layernorm",
+        "layers.{i}.feed_forward.w1": "model.layers.{i}.mlp.gate_proj",
+        "layers.{i}.feed_forward.w2": "model.layers.{i}.mlp.down_proj",
+        "layers.{i}.feed_forward.w3": "model.layers.{i}.mlp.up_proj",
+        "norm": "model.norm",
+        "output": "lm_head",
+    },
     hf_prefix="model.",
     hf_ignored=(".rotary_emb.inv_freq",),
 )

@@ -3,10 +3,10 @@
 `models/own.py` has the class that users subclass; this file, without torch, checks its table.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import lru_cache
-from typing import Any, Protocol
+from typing import Any
 
 from meshwright.families.family import Family
 from meshwright.families.registry import FAMILIES
@@ -18,21 +18,8 @@ ENDS = ("layers", "tok_embeddings", "pos_embeddings", "norm", "output")
 """The modules of a model, as pipeline stages share them."""
 
 
-class OwnModel(Protocol):
-    """The properties of a user's model that are known without torch."""
-
-    base: str
-    """Family that provides its default sizes and switches."""
-    switches: Mapping[str, Any]
-    """The switches that differ from the family's."""
-
-    def table(self, spec: ModelSpec) -> Iterable[Parameter]:
-        """Every parameter, in the order of `named_parameters()`."""
-        ...
-
-
 def own_model(name: str) -> Any:
-    """The user's model named as a family (an `OwnModel`); raises `UserError` if it does not exist."""
+    """The user's model named as a family (see `models/own.py`); raises `UserError` if it does not exist."""
     return _made(load_plugin("models", name), name)
 
 

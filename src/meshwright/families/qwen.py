@@ -2,26 +2,22 @@
 queries and keys instead; Yang et al., 2025).
 """
 
-from meshwright.families.family import Family, gated_ffn
-from meshwright.families.llama import HF_ABSENT, HF_FIELDS, HF_MODULES, SWITCHES, sized
+from dataclasses import replace
+
+from meshwright.families.family import EXPERT_FIELDS
+from meshwright.families.llama import HF_ABSENT, HF_FIELDS, LLAMA, sized
 from meshwright.spec.model import ModelFields
 
 QWEN_2 = ModelFields(family="qwen2", vocab=151936, max_positions=131072)
 QWEN_2_LARGE = QWEN_2.model_copy(update={"vocab": 152064})
 QWEN_3 = ModelFields(family="qwen3", vocab=151936, max_positions=40960, head_dim=128, num_kv_heads=8)
 
-QWEN_ABSENT = {
-    "num_key_value_heads": 32,
-    "sliding_window": 4096,
-    "use_sliding_window": False,
-    "max_window_layers": 28,
-}
-
-QWEN2 = Family(
+QWEN2 = replace(
+    LLAMA,
     name="qwen2",
-    switches={**SWITCHES, "qkv_bias": True},
+    switches={**LLAMA.switches, "qkv_bias": True},
     defaults={"max_positions": 32768, "norm_eps": 1e-6, "rope_theta": 1000000.0},
-    default_ffn=gated_ffn,
+    unavailable=EXPERT_FIELDS,
     presets={
         "qwen2-0.5b": sized(QWEN_2, 896, 24, 14, 4864, num_kv_heads=2, tied_embeddings=True),
         "qwen2-1.5b": sized(QWEN_2, 1536, 28, 12, 8960, num_kv_heads=2, tied_embeddings=True),
@@ -37,19 +33,20 @@ QWEN2 = Family(
     },
     hf_architecture="Qwen2ForCausalLM",
     hf_fields={**HF_FIELDS, "sliding_window": "sliding_window"},
-    hf_absent={**HF_ABSENT, **QWEN_ABSENT},
+    hf_absent={
+        **HF_ABSENT,
+        "num_key_value_heads": 32,
+        "sliding_window": 4096,
+        "use_sliding_window": False,
+        "max_window_layers": 28,
+    },
     hf_window="by_layer",
-    hf_accepts={"hidden_act": ("silu", "swish")},
-    hf_modules=HF_MODULES,
-    hf_prefix="model.",
-    hf_ignored=(".rotary_emb.inv_freq",),
 )
 
-QWEN3 = Family(
+QWEN3 = replace(
+    QWEN2,
     name="qwen3",
-    switches={**SWITCHES, "qk_norm": True},
-    defaults={"max_positions": 32768, "norm_eps": 1e-6, "rope_theta": 1000000.0},
-    default_ffn=gated_ffn,
+    switches={**LLAMA.switches, "qk_norm": True},
     presets={
         "qwen3-0.6b": sized(QWEN_3, 1024, 28, 16, 3072, tied_embeddings=True),
         "qwen3-1.7b": sized(QWEN_3, 2048, 28, 16, 6144, tied_embeddings=True),
@@ -59,18 +56,8 @@ QWEN3 = Family(
         "qwen3-32b": sized(QWEN_3, 5120, 64, 64, 25600),
     },
     hf_architecture="Qwen3ForCausalLM",
-    hf_fields={
-        **HF_FIELDS,
-        "sliding_window": "sliding_window",
-        "qkv_bias": "attention_bias",
-        "output_bias": "attention_bias",
-    },
-    hf_absent={**HF_ABSENT, **QWEN_ABSENT, "head_dim": 128, "attention_bias": False},
-    hf_window="by_layer",
-    hf_accepts={"hidden_act": ("silu", "swish")},
-    hf_modules=HF_MODULES,
-    hf_prefix="model.",
-    hf_ignored=(".rotary_emb.inv_freq",),
+    hf_fields={**QWEN2.hf_fields, "qkv_bias": "attention_bias", "output_bias": "attention_bias"},
+    hf_absent={**QWEN2.hf_absent, "head_dim": 128, "attention_bias": False},
 )
 
 QWEN_3_MOE = QWEN_3.model_copy(
@@ -84,9 +71,9 @@ HF_EXPERTS = {
     "layers.{i}.feed_forward.experts.w3": "model.layers.{i}.mlp.experts.{e}.up_proj",
 }
 
-QWEN3_MOE = Family(
+QWEN3_MOE = replace(
+    QWEN3,
     name="qwen3_moe",
-    switches=QWEN3.switches,
     defaults={
         **QWEN3.defaults,
         "num_experts": 128,
@@ -94,7 +81,6 @@ QWEN3_MOE = Family(
         "router_normalised": True,
         "balance_loss": 0.001,
     },
-    default_ffn=gated_ffn,
     unavailable=frozenset(),
     presets={
         "qwen3-30b-a3b": sized(QWEN_3_MOE, 2048, 48, 32, 6144, expert_ffn=768),
@@ -122,7 +108,5 @@ QWEN3_MOE = Family(
     },
     hf_window="switched",
     hf_accepts={**QWEN3.hf_accepts, "decoder_sparse_step": (1,), "mlp_only_layers": ([], None)},
-    hf_modules={**HF_MODULES, **HF_EXPERTS},
-    hf_prefix="model.",
-    hf_ignored=(".rotary_emb.inv_freq",),
+    hf_modules={**QWEN3.hf_modules, **HF_EXPERTS},
 )

@@ -4,8 +4,7 @@ from meshwright.families.deepseek import DEEPSEEK_V3
 from meshwright.families.family import Family
 from meshwright.families.gpt2 import GPT2
 from meshwright.families.llama import LLAMA
-from meshwright.families.mistral import MISTRAL
-from meshwright.families.mixtral import MIXTRAL
+from meshwright.families.mistral import MISTRAL, MIXTRAL
 from meshwright.families.qwen import QWEN2, QWEN3, QWEN3_MOE
 from meshwright.spec.errors import UserError
 from meshwright.spec.model import ModelFields, ModelSpec

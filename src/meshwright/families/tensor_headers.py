@@ -76,11 +76,8 @@ def _check_cover(file: Path, spans: Mapping[str, tuple[int, int]], available: in
     place = 0
     for name, (begin, end) in sorted(spans.items(), key=lambda item: tuple(item[1])):
         if begin != place:
-            how = (
-                ("overlaps the previous tensor")
-                if begin < place
-                else f"leaves {begin - place:,} bytes before it unused"
-            )
+            unused = f"leaves {begin - place:,} bytes before it unused"
+            how = "overlaps the previous tensor" if begin < place else unused
             raise UserError(f"{file} is damaged: tensor {name} {how}")
         place = end
     if place != available:

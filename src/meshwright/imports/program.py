@@ -13,9 +13,9 @@ from typing import Any
 
 from meshwright.imports.opening import read_data
 from meshwright.imports.reading import Reading, flat
-from meshwright.spec.batch_size import DEFAULT_GLOBAL_BATCH
 from meshwright.spec.data import DataSpec
 from meshwright.spec.errors import UserError
+from meshwright.spec.run import DEFAULT_GLOBAL_BATCH
 from meshwright.spec.training import TrainingSpec
 
 DIGITS = re.compile(r"[0-9a-f]{4}")

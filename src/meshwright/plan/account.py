@@ -14,9 +14,9 @@ GB = 1e9
 
 
 def explain_field(plan: Plan, field: str) -> str:
-    """The derivation of one figure, for the recipe's own layout, else the chosen one; if nothing fits, for the one that
-    needs least memory. Raises `UserError` with the known fields, or if there is no layout."""
-    shown, about = plan.chosen or (plan.found.ranked[0] if plan.found.ranked else None), ""
+    """The derivation of one figure: of the recipe's own layout, else of the chosen one; if nothing fits, of the layout
+    that needs least memory. Raises `UserError` with the known fields, or if there is no layout."""
+    shown, about = plan.best, ""
     if plan.given:
         about = "the recipe's own layout is " if shown else "nothing fits; the recipe's own layout is "
         shown = plan.given
@@ -69,7 +69,7 @@ def _explain_memory(plan: Plan, chosen: Candidate) -> list[str]:
     lines.append(
         f"  {'total':<14}{use.total / GB:>8.2f} GB  ({total.low / GB:.1f} to {total.high / GB:.1f}), stage {use.stage}"
     )
-    lines.append(f"  {'available':<14}{chosen.capacity / GB:>8.2f} GB  of which {plan.margin:.0%} must stay free")
+    lines.append(f"  {'available':<14}{chosen.capacity / GB:>8.2f} GB  of which {chosen.margin:.0%} must stay free")
     return lines
 
 
@@ -115,7 +115,7 @@ def _explain_time(plan: Plan, chosen: Candidate) -> list[str]:
 
 
 def _explain_mfu(plan: Plan, chosen: Candidate) -> list[str]:
-    job, cluster = chosen.job, plan.cluster
+    job, cluster = chosen.job, plan.case.cluster
     peak = cluster.peak(job.precision)
     flops = job.flops_per_token
     each = (
@@ -131,10 +131,10 @@ def _explain_mfu(plan: Plan, chosen: Candidate) -> list[str]:
 
 def _explain_cost(plan: Plan, chosen: Candidate) -> list[str]:
     seconds, cost = plan.run_seconds(chosen), plan.cost(chosen)
-    lines = [f"  {plan.steps} steps x {chosen.time.total:.4g} s = {seconds.value / 3600:.4g} hours"]
+    lines = [f"  {plan.case.run.training.steps} steps x {chosen.time.total:.4g} s = {seconds.value / 3600:.4g} hours"]
     if cost is None:
         return [*lines, "  the price is unknown: set price_per_hour in a cluster file"]
-    devices, price = plan.cluster.devices, plan.cluster.price_per_hour
+    devices, price = plan.case.cluster.devices, plan.case.cluster.price_per_hour
     return [
         *lines,
         f"  x {devices} devices x {price:g} an hour = {cost.value:,.0f} ({cost.low:,.0f} to {cost.high:,.0f})",
@@ -145,7 +145,7 @@ def _explain_search(plan: Plan, shown: Candidate) -> list[str]:
     found = plan.found
     reason = choice_reason(plan) if plan.chosen else why_not(shown, None)
     return [
-        f"  {found.legal} legal layouts of {plan.cluster.devices} devices; memory and time predicted for "
+        f"  {found.legal} legal layouts of {plan.case.cluster.devices} devices; memory and time predicted for "
         f"{found.looked_at}, the others cannot win",
         f"  {reason}",
         *_considered(plan),

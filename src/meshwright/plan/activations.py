@@ -175,8 +175,8 @@ def _product_results(job: Job, block: Block) -> float:
 
 
 def _beside(job: Job, block: Block, policy: Policy) -> float:
-    """Tensors of adapters: a single process's cast of A, at least until the forward pass ends; A x, where products are
-    saved; and scaled B and the dropped-out x with its mask, where everything is saved."""
+    """Bytes of adapters' tensors: a single process's cast of A, at least until the forward pass ends; A x, if products
+    are saved; scaled B and the dropped-out x with its mask, if everything is saved."""
     if not job.adapter_rank:
         return 0.0
     matrices, rank = adapted(block, job.adapter_rank), job.adapter_rank
@@ -191,12 +191,12 @@ def _beside(job: Job, block: Block, policy: Policy) -> float:
 
 
 def _normed(job: Job) -> float:
-    """Both norms' outputs, which matrix products read; of all tensor-parallel ranks, where they stay gathered."""
+    """Bytes of both norms' outputs, which matrix products read; of all tensor-parallel ranks if they stay gathered."""
     return 2 * (_whole(job) if job.stack.keeps_gathered and job.layout.tp > 1 else job.stream_bytes)
 
 
 def _whole(job: Job) -> float:
-    """The residual stream of all tensor-parallel ranks, where they share it."""
+    """Bytes of the residual stream of all tensor-parallel ranks; 0 if they do not share it."""
     return job.tokens * job.model.hidden * job.width if job.layout.tp > 1 and job.sequence_parallel else 0.0
 
 

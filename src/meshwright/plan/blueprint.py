@@ -151,10 +151,10 @@ class Blueprint:
         return 6.0 * self.active_parameters + 3 * self.num_layers * self.attention_flops(sequence, causal=False)
 
 
-def blueprint(spec: ModelSpec, table: Iterable[Parameter] | None = None) -> Blueprint:
+def blueprint(spec: ModelSpec) -> Blueprint:
     """The blueprint of a model that meshwright can build."""
     return condense(
-        _named_as_ours(spec, table if table is not None else parameter_table(spec)),
+        _named_as_ours(spec),
         hidden=spec.hidden,
         num_heads=spec.num_heads,
         num_kv_heads=spec.num_kv_heads,
@@ -169,8 +169,9 @@ def blueprint(spec: ModelSpec, table: Iterable[Parameter] | None = None) -> Blue
     )
 
 
-def _named_as_ours(spec: ModelSpec, table: Iterable[Parameter]) -> Iterable[Parameter]:
-    """The rows, with blocks renamed to `layers.N.` whatever their names in the architecture."""
+def _named_as_ours(spec: ModelSpec) -> Iterable[Parameter]:
+    """The rows of the table, with blocks renamed to `layers.N.` whatever their names in the architecture."""
+    table = parameter_table(spec)
     if spec.foreign is None:
         return table
     blocks = f"{spec.foreign.blocks}."

@@ -8,7 +8,7 @@ from meshwright.plan.changes import Change
 from meshwright.plan.interval import Interval, memory_sigma, time_sigma
 from meshwright.plan.job import Job
 from meshwright.plan.memory import MemoryUse, predict_memory
-from meshwright.plan.step_time import Cache, StepModel, StepTime
+from meshwright.plan.step_time import StepModel, StepTime
 from meshwright.spec.cluster import ClusterSpec
 from meshwright.spec.layout import LayoutSpec
 
@@ -135,6 +135,6 @@ def complexity(layout: LayoutSpec) -> int:
     return sum(degree > 1 for degree in degrees) + other_schedule + (layout.offload != "none")
 
 
-def evaluate(job: Job, cluster: ClusterSpec, margin: float = MARGIN, cache: Cache | None = None) -> Candidate:
+def evaluate(job: Job, cluster: ClusterSpec, margin: float = MARGIN) -> Candidate:
     """The costs of one layout."""
-    return Candidate(job, cluster, margin, predict_memory(job), StepModel(job, cluster, cache=cache).predict())
+    return Candidate(job, cluster, margin, predict_memory(job), StepModel(job, cluster).predict())

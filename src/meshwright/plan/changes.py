@@ -1,5 +1,7 @@
 """The table of named changes of a recipe that a plan can compare with it: `plan --consider`, and what-ifs."""
 
+import functools
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, cast
@@ -123,10 +125,7 @@ def named(name: str) -> Change:
             known = ", ".join((*GROUPS, *CHANGES))
             hint = did_you_mean(part, (*GROUPS, *CHANGES))
             raise UserError(f"--consider {name}: known changes are {known}; + combines changes{hint}")
-    found = CHANGES[parts[0]]
-    for part in parts[1:]:
-        found = found + CHANGES[part]
-    return found
+    return functools.reduce(operator.add, (CHANGES[part] for part in parts))
 
 
 def asked_changes(words: str) -> tuple[Change, ...]:

@@ -51,7 +51,7 @@ class Wires:
     scattered: float
     """Rate of an all-to-all, relative to a ring's."""
     relayed: float
-    """The same with a relay."""
+    """Rate of an all-to-all with a relay, relative to a ring's."""
 
     @classmethod
     def of(cls, cluster: ClusterSpec, constants: Constants) -> "Wires":

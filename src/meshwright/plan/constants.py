@@ -23,7 +23,7 @@ class Constants:
     flash: float = 0.5
     """Rate of flash attention on Ampere, as a fraction of the achievable matrix rate."""
     flash_hopper: float = 0.33
-    """The same kernel on Hopper and later, which it uses poorly."""
+    """Rate of the same kernel on Hopper and later, which it uses poorly."""
     hopper: float = 0.6
     """Kernels written for Hopper."""
     bias: float = 0.75
@@ -38,7 +38,7 @@ class Constants:
     elementwise: float = 1.0
     """Traffic of norms, residuals and activation functions, relative to one read and write an operator."""
     fused_elementwise: float = 0.55
-    """The same in fused kernels."""
+    """`elementwise` of fused kernels."""
     logit_bytes: float = 24.0
     """Traffic per logit of head and loss, forward and backward."""
     optimizer_bytes: float = 40.0
@@ -72,7 +72,7 @@ class Constants:
     all_to_all: float = 0.7
     """Rate of an all-to-all, relative to a ring's."""
     relay: float = 1.15
-    """The same where a relay forwards tokens: 43 to 58 GB/s over ports of 50 (DeepEP's own benchmarks)."""
+    """Rate of an all-to-all with a relay: 43 to 58 GB/s over ports of 50 (DeepEP's own benchmarks)."""
     imbalance: float = 1.1
     """Load of the busiest expert rank over the mean."""
     expert_matmul: float = 0.75

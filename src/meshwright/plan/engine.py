@@ -1,7 +1,7 @@
 """The planner's job for a recipe in this engine: the bytes it keeps and sends."""
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, Literal, get_args
 
@@ -10,6 +10,8 @@ from meshwright.families.adapters import adapter_misfit
 from meshwright.families.quantized import split_misfit
 from meshwright.plan.blueprint import Blueprint
 from meshwright.plan.job import MESHWRIGHT, QUANTIZED, Job, Stack, adapter_parameters
+from meshwright.plan.layouts import Limits
+from meshwright.spec.cluster import ClusterSpec
 from meshwright.spec.finetune import FinetuneSpec
 from meshwright.spec.fit import batch_misfits, find_misfits, fp8_gather_misfits, quantized_misfits
 from meshwright.spec.layout import LayoutSpec
@@ -27,8 +29,53 @@ STATES = 2
 """Numbers that a plugged-in optimizer keeps per parameter, unless its class says (`states = 1`)."""
 LayoutCheck = Callable[[LayoutSpec], list[str]]
 """The reasons why a layout is refused, one sentence each; empty if it runs."""
-CPU_CONTEXT_BYTES = 0.45e9
-"""A Python process with torch and gloo."""
+ON_CPU = replace(MESHWRIGHT, context_bytes=0.45e9, chunk_bytes=2**26, wide_bytes=2**22, communicator_bytes=0.0)
+"""The engine on a CPU: a Python process with torch and gloo, and smaller chunks of logits."""
+
+
+@dataclass(frozen=True)
+class Processor:
+    """The kind of device that ranks compute on."""
+
+    kind: Literal["cpu", "cuda"] = "cuda"
+    fp8: bool = True
+    """Whether a GPU multiplies fp8."""
+
+    @classmethod
+    def of(cls, cluster: ClusterSpec) -> "Processor":
+        """The devices of a cluster."""
+        return cls("cpu" if cluster.device == "cpu" else "cuda", "fp8" in cluster.tflops)
+
+
+GPU = Processor()
+
+
+@dataclass(frozen=True)
+class Case:
+    """A recipe to plan on a cluster."""
+
+    run: Run
+    spec: ModelSpec
+    cluster: ClusterSpec
+    base: Job
+    """The recipe as a job, whose layout a search replaces."""
+    limits: Limits
+
+    def job(self, run: Run) -> Job:
+        """Another recipe as the job, with the same model and batch."""
+        base = self.base
+        return engine_job(
+            run,
+            base.model,
+            global_batch=base.global_batch,
+            micro_batch=base.micro_batch,
+            processor=Processor.of(self.cluster),
+            layout=base.layout,
+        )
+
+    def check(self, run: Run) -> LayoutCheck:
+        """The engine's check of layouts for another recipe of the model."""
+        return layout_check(run, self.spec, Processor.of(self.cluster).kind)
 
 
 def engine_job(
@@ -37,11 +84,10 @@ def engine_job(
     *,
     global_batch: int,
     micro_batch: int,
-    device: Literal["cpu", "cuda"] = "cuda",
-    fp8: bool = True,
+    processor: Processor = GPU,
     layout: LayoutSpec | None = None,
 ) -> Job:
-    """The recipe as a job; `fp8`: whether a GPU multiplies fp8. `layout` replaces the recipe's."""
+    """The recipe as a job; `layout` replaces the recipe's."""
     layout = layout or run.layout
     training = run.training
     return Job(
@@ -52,7 +98,7 @@ def engine_job(
         layout=layout,
         recompute=training.recompute,
         precision=training.dtypes,
-        stack=engine_stack(training, alone=layout.alone, device=device, fp8=fp8),
+        stack=engine_stack(training, alone=layout.alone, processor=processor),
         **method_fields(run.finetune, model),
     )
 
@@ -73,26 +119,20 @@ def method_fields(finetune: FinetuneSpec | None, model: Blueprint) -> dict[str, 
     }
 
 
-def engine_stack(
-    training: TrainingSpec, *, alone: bool, device: Literal["cpu", "cuda"] = "cuda", fp8: bool = True
-) -> Stack:
+def engine_stack(training: TrainingSpec, *, alone: bool, processor: Processor = GPU) -> Stack:
     """The cost per parameter under a recipe's precision and optimizer; `alone`: without a mesh."""
-    dtypes = training.dtypes
+    dtypes, recipe, on_gpu = training.dtypes, training.product_recipe, processor.kind == "cuda"
     return replace(
-        MESHWRIGHT,
+        MESHWRIGHT if on_gpu else ON_CPU,
         fused=training.compile,
         coded_inputs=_coded_inputs(training),
-        emulated=_emulated(training, kernels=device == "cuda" and fp8),
+        emulated=recipe is not None and not (on_gpu and processor.fp8 and recipe in KERNELS),
         attention="unfused" if training.attention == "math" else MESHWRIGHT.attention,
         gradient_bytes=dtypes.gradient.bytes,
         reduce_bytes=dtypes.reduce.bytes,
         state_bytes=dtypes.master.bytes + _moment_bytes(training),
         # FSDP2 gathers a copy in the precision of computation; one process alone needs it in low precision only.
         weight_bytes=dtypes.store.bytes if dtypes.mixed or not alone else 0.0,
-        context_bytes=MESHWRIGHT.context_bytes if device == "cuda" else CPU_CONTEXT_BYTES,
-        chunk_bytes=MESHWRIGHT.chunk_bytes if device == "cuda" else 2**26,
-        wide_bytes=MESHWRIGHT.wide_bytes if device == "cuda" else 2**22,
-        communicator_bytes=MESHWRIGHT.communicator_bytes if device == "cuda" else 0.0,
     )
 
 
@@ -101,12 +141,6 @@ def _coded_inputs(training: TrainingSpec) -> Literal["none", "inner", "all"]:
     if not training.keeps_codes or training.low_precision.keep:
         return "none"
     return "inner" if training.product_recipe == DELAYED else "all"
-
-
-def _emulated(training: TrainingSpec, *, kernels: bool) -> bool:
-    """Whether products in low precision are emulated; `kernels`: whether the device has those for fp8."""
-    recipe = training.product_recipe
-    return recipe is not None and not (kernels and recipe in KERNELS)
 
 
 def _moment_bytes(training: TrainingSpec) -> float:
@@ -161,6 +195,6 @@ def refusal(job: Job, check: LayoutCheck) -> str | None:
     return next(iter(check(job.layout) or batch_misfits(job.layout, job.global_batch)), None)
 
 
-def runs_today(job: Job, check: LayoutCheck) -> bool:
-    """Whether the engine can run the layout."""
-    return refusal(job, check) is None
+def passes(check: LayoutCheck) -> Callable[[Job], bool]:
+    """A function that says whether the engine can run a job's layout."""
+    return lambda job: refusal(job, check) is None

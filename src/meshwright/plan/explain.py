@@ -1,4 +1,4 @@
-"""A plan's reasons in sentences: the bottleneck, why other layouts lose, what would help."""
+"""A plan's reasons: the bottleneck, why other layouts lose, what would help, and the effect of single options."""
 
 from dataclasses import replace
 
@@ -6,9 +6,10 @@ from meshwright.plan.candidate import Candidate, evaluate, strategy_name
 from meshwright.plan.changes import CHANGES
 from meshwright.plan.job import Job
 from meshwright.plan.layouts import Limits, divisors, layouts
-from meshwright.plan.search import recomputing_least
+from meshwright.plan.search import recomputing_least, search
 from meshwright.spec.cluster import ClusterSpec
 from meshwright.spec.layout import AXES
+from meshwright.spec.precision import BF16
 from meshwright.spec.recompute import describe_recompute, layer_policies
 
 GB = 1e9
@@ -23,7 +24,7 @@ CAUSES = {
     "recompute": "recomputation",
 }
 WORTH_A_WORD = 0.01
-"""Fraction of a step below which a cause is not named."""
+"""Fraction of a step below which neither a cause nor a saving is named."""
 SAME = 0.005
 """Fraction of a step within which two layouts are called equally fast."""
 
@@ -220,3 +221,47 @@ def bandwidth(candidate: Candidate) -> str | None:
                 f"node) to hide its traffic; or {cure}"
             )
     return f"{strategy_name(job)} cannot hide its traffic on this network at any bandwidth"
+
+
+def compiled_gain(candidate: Candidate) -> float | None:
+    """The fraction of the step that `training.compile` would save; None if it is on, or unavailable."""
+    job = candidate.job
+    if job.stack.fused or (
+        job.layout.pp > 1 and job.layout.schedule in ("interleaved-zero-bubble", "zbv", "dualpipev")
+    ):
+        return None
+    fused = evaluate(replace(job, stack=replace(job.stack, fused=True)), candidate.cluster, candidate.margin)
+    return 1 - fused.time.total / candidate.time.total
+
+
+def in_fp8(candidate: Candidate) -> dict[str, float] | None:
+    """Seconds of a step of the same layout with its blocks' matrix products in fp8, and the fraction of the step that
+    this saves; None if the device has no fp8, or nothing is saved."""
+    job, cluster = candidate.job, candidate.cluster
+    if job.precision.products != BF16.name or "fp8" not in cluster.tflops:
+        return None
+    quantized = replace(job, precision=replace(job.precision, recipe="fp8"))
+    seconds = evaluate(quantized, cluster, candidate.margin).time.total
+    saved = 1 - seconds / candidate.time.total
+    return {"step_time": seconds, "saved": saved} if saved > WORTH_A_WORD else None
+
+
+def in_bf16(candidate: Candidate) -> dict[str, float] | None:
+    """Seconds of a step of the same layout in bf16 if its low-precision products are emulated, and the fraction of the
+    step that this saves; None if they are not."""
+    job = candidate.job
+    if not job.stack.emulated:
+        return None
+    stack = replace(job.stack, emulated=False, coded_inputs="none")
+    plain = replace(job, precision=replace(job.precision, recipe=None), stack=stack)
+    seconds = evaluate(plain, candidate.cluster, candidate.margin).time.total
+    return {"step_time": seconds, "saved": 1 - seconds / candidate.time.total}
+
+
+def on_disk(base: Job, cluster: ClusterSpec, limits: Limits) -> Candidate | None:
+    """The layout that would be chosen with the optimizer's state on the nodes' disks, and parameters too if it does not
+    fit otherwise; None if none fits even so."""
+    for name in ("disk", "disk_parameters"):
+        if found := search(base, cluster, top=1, limits=replace(limits, change=CHANGES[name])).chosen:
+            return found
+    return None

@@ -7,12 +7,12 @@ from pathlib import Path
 from meshwright.families import PRESETS, resolve_model
 from meshwright.plan.blueprint import blueprint
 from meshwright.plan.candidate import MARGIN, Candidate, evaluate
-from meshwright.plan.engine import engine_job, layout_check, runs_today
-from meshwright.plan.explain import describe, relief, short
+from meshwright.plan.engine import Processor, engine_job, layout_check, passes
+from meshwright.plan.explain import describe, in_bf16, relief, short
 from meshwright.plan.hardware import local_cluster, resolve_cluster
+from meshwright.plan.layouts import Limits
 from meshwright.plan.machine import Machine
 from meshwright.plan.search import recomputing_least, search
-from meshwright.plan.what_if import in_bf16
 from meshwright.spec.errors import UserError
 from meshwright.spec.run import ResolvedRun
 
@@ -33,10 +33,8 @@ def forecast(resolved: ResolvedRun, machine: Machine) -> Candidate:
     if run.cluster == "local" and machine.kind == "cpu":
         where = local_cluster(machine, ranks)
     where = where.model_copy(update={"devices": ranks})
-    device = "cpu" if where.device == "cpu" else "cuda"
-    model, batch = blueprint(resolved.model), resolved.global_batch
-    size, fp8 = resolved.micro_batch, "fp8" in where.tflops
-    job = engine_job(run, model, global_batch=batch, micro_batch=size, device=device, fp8=fp8)
+    model, batch, size = blueprint(resolved.model), resolved.global_batch, resolved.micro_batch
+    job = engine_job(run, model, global_batch=batch, micro_batch=size, processor=Processor.of(where))
     return evaluate(job, where)
 
 
@@ -76,8 +74,8 @@ def _remedy(resolved: ResolvedRun, found: Candidate, enough: Callable[[Candidate
     )
     if change:
         return f"this would fit: {change}"
-    check = layout_check(resolved.run, resolved.model, "cpu" if cluster.device == "cpu" else "cuda")
-    other = search(job, cluster, top=1, runs=lambda job: runs_today(job, check)).chosen
+    check = layout_check(resolved.run, resolved.model, Processor.of(cluster).kind)
+    other = search(job, cluster, top=1, limits=Limits(runs=passes(check))).chosen
     if other and enough(other):
         return f"use layout: auto, which chooses {describe(other.job)}, {short(other.time.total)} s per step"
     size = job.model.num_parameters
@@ -89,7 +87,7 @@ def _remedy(resolved: ResolvedRun, found: Candidate, enough: Callable[[Candidate
 
 
 def _of_preset(found: Candidate, name: str) -> Candidate | None:
-    """The same run of a published size, recomputing as little as fits; None if it cannot be split so."""
+    """The same run of a published size, with the least recomputation that fits; None if its layers are too few."""
     try:
         model = blueprint(resolve_model(PRESETS[name], base_dir=Path()))
     except UserError:

@@ -70,31 +70,32 @@ CPU_CORE_TFLOPS = {"fp64": 0.02, "fp32": 0.05, "bf16": 0.1, "fp16": 0.05}
 
 
 @functools.cache
-def hardware_table(kind: str = "accelerator") -> tuple[dict[str, str], ...]:
-    """Rows of the packaged table (datasheets and measurements, each with its source), by name of column. Rates in fp32,
-    outside tensor cores, and GeForce cards' in fp8, accumulated in fp32, are from the vendors' datasheets."""
+def hardware_table() -> tuple[dict[str, str], ...]:
+    """Accelerators of the packaged table (datasheets and measurements, each with its source), by name of column. Rates
+    in fp32, outside tensor cores, and GeForce cards' in fp8, accumulated in fp32, are from the vendors' datasheets."""
     text = resources.files("meshwright.plan").joinpath("data/hardware.csv").read_text(encoding="utf-8")
-    return tuple(row for row in csv.DictReader(text.splitlines()) if row["kind"] == kind)
+    return tuple(row for row in csv.DictReader(text.splitlines()) if row["kind"] == "accelerator")
 
 
 @functools.cache
-def find_device(name: str, memory_gb: int | None = None, form: str | None = None) -> dict[str, str]:
+def find_device(name: str) -> dict[str, str]:
     """The row of an accelerator such as `h100`, `A100-80GB-SXM` or `NVIDIA H200`.
 
     Of several matches, prefer the exact memory size, SXM over PCIe, measured rates, then the largest memory. Raises
     `UserError` with the known names.
     """
-    wanted, memory_gb, form = _words(name, memory_gb, form)
+    wanted, memory_gb, form = _words(name)
+    short = name.split("-")[0]
     fitting = [row for row in hardware_table() if _fits(row, wanted, memory_gb, form)]
     if not fitting:
         sizes = [size for row in hardware_table() if _fits(row, wanted, None, form) for size in _sizes(row)]
         if sizes:
             known = " or ".join(f"{size:g}" for size in sorted(set(sizes)))
-            raise UserError(f"no {name} with {memory_gb} GB is known, only with {known} GB")
+            raise UserError(f"no {short} with {memory_gb} GB is known, only with {known} GB")
         known = sorted({row["name"].split("-")[0] for row in hardware_table()}, key=str.lower)
-        near = get_close_matches(name.lower(), [kind.lower() for kind in known], 1)
+        near = get_close_matches(short.lower(), [kind.lower() for kind in known], 1)
         hint = f"did you mean {near[0]}? " if near else ""
-        raise UserError(f"unknown device {name!r}; {hint}known are {', '.join(known)}")
+        raise UserError(f"unknown device {short!r}; {hint}known are {', '.join(known)}")
     return max(fitting, key=lambda row: _preference(row, memory_gb, form))
 
 
@@ -118,14 +119,12 @@ def device_cluster(
     device: str,
     devices: int,
     *,
-    memory_gb: int | None = None,
-    form: str | None = None,
     per_node: int | None = None,
     node_gb_s: float | None = None,
     gpu_gb_s: float | None = None,
 ) -> ClusterSpec:
     """A cluster of `devices` of one kind with the table's figures; `node_gb_s` is a node's network, one way."""
-    row = find_device(device, memory_gb, form)
+    row = find_device(device)
     short = row["name"].split("-")[0].split(" (")[0]
     sibling = find_device(SIBLINGS[short]) if short in SIBLINGS else row
 
@@ -136,8 +135,10 @@ def device_cluster(
     per_node = min(per_node or (4 if rack else 8), devices)
     workstation = short in WORKSTATION or short.startswith("RTX")
     network = gpu_gb_s or (node_gb_s / per_node if node_gb_s else None)
-    if network is None:
-        network = WORKSTATION_NETWORK_GB_S / per_node if workstation else _network(short)
+    if network is None and workstation:
+        network = WORKSTATION_NETWORK_GB_S / per_node
+    elif network is None:
+        network = next((rate for name, rate in NETWORK_GB_S.items() if short.startswith(name)), MODERN_NETWORK_GB_S)
     peak = figure("bf16_dense_tflops")
     # A product in fp32 uses no tensor cores: PyTorch's default excludes TF32.
     tflops = {"fp32": figure("fp32_tflops", peak / 16), "fp16": peak, "bf16": peak, "fp64": peak / 16}
@@ -156,7 +157,7 @@ def device_cluster(
         devices=devices,
         per_node=per_node,
         domain=min(72 if rack else SLICE if "ICI" in row["scale_up_link"] else per_node, devices),
-        memory_gb=float(memory_gb or _words(device, None, None)[1] or figure("mem_gb", 80.0)) * USABLE_GB,
+        memory_gb=float(_words(device)[1] or figure("mem_gb", 80.0)) * USABLE_GB,
         memory_gb_s=figure("mem_bw_gb_s", 1000.0),
         tflops=tflops,
         achievable_tflops={precision: rate for precision, rate in best.items() if rate},
@@ -184,14 +185,7 @@ def resolve_cluster(text: str | ClusterSpec, *, base_dir: Path, machine: Machine
             raise UserError(f"cluster file {path} does not exist; 'meshwright plan calibrate {text}' writes one")
         return load_spec(path, ClusterSpec)
     name = parse_cluster_name(text)
-    return device_cluster(
-        name.device,
-        name.devices,
-        memory_gb=name.memory_gb,
-        form=name.form,
-        node_gb_s=name.node_gb_s,
-        gpu_gb_s=name.gpu_gb_s,
-    )
+    return device_cluster(name.device, name.devices, node_gb_s=name.node_gb_s, gpu_gb_s=name.gpu_gb_s)
 
 
 def local_cluster(machine: Machine, ranks: int | None = None) -> ClusterSpec:
@@ -234,13 +228,9 @@ def multiplies_fp8(machine: Machine) -> bool:
     return machine.kind == "cuda" and (not is_known(machine.name) or "fp8" in device_cluster(machine.name, 1).tflops)
 
 
-def _network(short: str) -> float:
-    return next((rate for name, rate in NETWORK_GB_S.items() if short.startswith(name)), MODERN_NETWORK_GB_S)
-
-
-def _words(name: str, memory_gb: int | None, form: str | None) -> tuple[str, int | None, str | None]:
+def _words(name: str) -> tuple[str, int | None, str | None]:
     """`A100-80GB-SXM4` as ("a100", 80, "sxm"); words that do not identify the device are left out."""
-    kind = []
+    kind, memory_gb, form = [], None, None
     for word in re.sub(r"[^a-z0-9.]+", " ", name.lower().replace("nvidia", " ").replace("amd", " ")).split():
         size = word.removesuffix("gb").removesuffix("g")
         if word.startswith(("sxm", "hbm", "nvl")) or word in SILENT:
@@ -253,7 +243,7 @@ def _words(name: str, memory_gb: int | None, form: str | None) -> tuple[str, int
 
 
 def _fits(row: dict[str, str], wanted: str, memory_gb: int | None, form: str | None) -> bool:
-    kind, _, row_form = _words(row["name"].split(" (")[0], None, None)
+    kind, _, row_form = _words(row["name"].split(" (")[0])
     sizes = _sizes(row)
     return (
         kind == wanted
@@ -265,7 +255,7 @@ def _fits(row: dict[str, str], wanted: str, memory_gb: int | None, form: str | N
 def _sizes(row: dict[str, str]) -> list[float]:
     """A device's memory sizes in gigabytes; empty if the table does not know."""
     bare = row["name"].split(" (")[0]
-    _, named, _ = _words(bare, None, None)
+    _, named, _ = _words(bare)
     known = named or float(row["mem_gb"] or 0)
     return [known, *VARIANTS.get(bare.split("-")[0], ())] if known else []
 

@@ -6,12 +6,13 @@ from meshwright.plan.job import Job
 
 def held_parameters(job: Job, stage: int) -> tuple[float, float]:
     """(dense, expert) parameters of one rank of a stage; a tied head counts again if it has a stage of its own."""
-    model = job.model
-    dense = experts = 0.0
+    model, dense, experts = job.model, 0.0, 0.0
+    # Ranks that divide the experts before ZeRO divides the rest.
+    split = job.layout.ep if job.layout.ep > 1 or not job.stack.splits_experts else job.layout.tp
     for kind, count in job.stage_kinds[stage]:
         block = model.kinds[kind]
         dense += count * block.on_rank(job.layout.tp, model.num_kv_heads)
-        experts += count * block.experts / _expert_split(job)
+        experts += count * block.experts / split
     return dense + end_parameters(job, stage), experts
 
 
@@ -26,11 +27,6 @@ def expert_shards(job: Job) -> int:
     if job.layout.ep == 1 and job.stack.splits_experts:
         return job.shards
     return max(1, job.layout.dp_shard * job.layout.cp * job.layout.tp // job.layout.ep)
-
-
-def _expert_split(job: Job) -> int:
-    """Ranks among which the experts are divided before ZeRO divides the rest."""
-    return job.layout.ep if job.layout.ep > 1 or not job.stack.splits_experts else job.layout.tp
 
 
 def end_parameters(job: Job, stage: int) -> float:

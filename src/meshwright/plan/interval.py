@@ -37,14 +37,10 @@ class Interval:
 
 
 GENERATIONS = {
-    "A100": 0.0,
-    "A800": 0.0,
-    "H100": 0.0,
-    "H800": 0.0,
-    "H200": 0.0,
-    "GH200": 0.0,
+    **dict.fromkeys(("A100", "A800", "H100", "H800", "H200", "GH200"), 0.0),
+    **dict.fromkeys(("B200", "B300", "GB200", "GB300"), 0.1),
     "V100": 0.3,
-} | dict.fromkeys(("B200", "B300", "GB200", "GB300"), 0.1)
+}
 """Spread of a device generation beyond generations with many published runs: V100s vary by 40 % from one allocation to
 the next, and for Blackwells the table has runs of one model."""
 RARE, UNMEASURED = 0.2, 0.35

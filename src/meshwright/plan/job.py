@@ -28,9 +28,6 @@ Groups = tuple[tuple[Policy, Kinds], ...]
 
 ONE_RANK = LayoutSpec()
 
-RANK = 16
-"""Default rank of adapters."""
-
 QUANTIZED = 0.5 + 0.127 / 8
 """Bytes of a weight in four bits, with its share of the doubly quantized scales (Dettmers et al., "QLoRA", 2023)."""
 
@@ -90,14 +87,14 @@ class Stack:
     python: float = 1.0
     """Host time per operator, relative to an eager PyTorch program."""
     coded_inputs: Literal["none", "inner", "all"] = "none"
-    """Which inputs of layers in fp8 are kept in a byte a number: those of feed-forward layers' last matrices, or also
-    those that follow a norm."""
+    """Inputs of fp8 layers that are saved in one byte per number. inner: of feed-forward layers' last matrices; all:
+    also the outputs of norms."""
     emulated: bool = False
     """Whether products in low precision are emulated: operands are quantized, decoded and multiplied in fp32."""
     adapts_all: bool = True
     """Whether all matrices have adapters, not only attention's."""
     spread: float = 0.0
-    """Standard deviation of a step time's logarithm beyond that of programs with many published runs."""
+    """Added standard deviation of the step time's logarithm, for programs with few published runs."""
 
 
 MESHWRIGHT = Stack(
@@ -128,7 +125,7 @@ class Job:
     """Whether tensor-parallel ranks split the sequence between matrix products."""
     recompute: Policy | RecomputeSpec = "none"
     recompute_share: float = 1.0
-    """Share of the blocks that recompute, spread over the model, where `recompute` is a word."""
+    """Share of the blocks that recompute, spread over the model, if `recompute` is a word."""
     precision: Precision = MIXED
     offload_activations: float = 0.0
     """Share of the activations kept in host memory."""
@@ -199,7 +196,7 @@ class Job:
 
     @property
     def master_bytes(self) -> float:
-        """Bytes of a weight that the optimizer updates, where the model computes with it too."""
+        """Bytes of a weight that the optimizer updates and the model computes with."""
         return min(self.stack.gradient_bytes, self.precision.master.bytes)
 
     @property
@@ -217,7 +214,7 @@ class Job:
 
     @cached_property
     def head_rank(self) -> int:
-        """The pipeline rank that holds the last stage: the first rank, where stages go there and back (V shape)."""
+        """The pipeline rank that holds the last stage; the first rank if stages go there and back (V shape)."""
         return 0 if self.layout.pp > 1 and _is_v(self.layout.schedule) else self.layout.pp - 1
 
     @cached_property
@@ -253,8 +250,8 @@ class Job:
         )
 
     def grouped(self, rank: int, full: int, selective: int) -> tuple[Groups, ...]:
-        """The same with `full` layers at the start of each stage recomputing everything, and the next `selective`
-        layers selectively."""
+        """The same if the first `full` layers of each stage recompute everything, and the next `selective` layers
+        recompute selectively."""
         return tuple(_groups(self.model.pattern[slice(*span)], full, selective) for span in self.spans[rank])
 
     @cached_property
@@ -271,7 +268,7 @@ class Job:
         return _cut_before_head(self.model.num_layers, stages, head / costs[0])
 
 
-def adapter_parameters(model: Blueprint, rank: int = RANK) -> int:
+def adapter_parameters(model: Blueprint, rank: int) -> int:
     """Parameters of adapters beside every matrix of attention and dense feed-forward layers (Hu et al., 2021)."""
     return sum(rank * (matrix.out + matrix.into) for block in model.blocks for matrix in adapted(block, rank))
 

@@ -1,6 +1,6 @@
 """Every legal layout of a job on a cluster: degrees, ZeRO stages, microbatches, schedules and offloading."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,6 +36,8 @@ class Limits:
     """Whether the recomputation policy is open."""
     micro_batch: bool = True
     """Whether the microbatch is open."""
+    runs: Callable[[Job], bool] = lambda job: True
+    """Whether the engine can run a layout: the chosen layout is one that it can."""
 
 
 def layouts(base: Job, cluster: ClusterSpec, limits: Limits) -> Iterator[tuple[LayoutSpec, int]]:

@@ -1,6 +1,6 @@
 """A plan as one offline HTML page of inline SVG, made from the plan's data."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from html import escape
 from textwrap import wrap
 from typing import Any
@@ -16,6 +16,8 @@ CHARACTERS = 56
 """Width of a line of text, in the widest of usual fonts."""
 LEGEND = 4
 """Names in a row of a legend."""
+IN_FP8 = "With training.precision=fp8"
+IN_BF16 = "The low precision is emulated on this device, in fp32; with training.precision=bf16"
 MOST_RANKS, MOST_STAGES = 64, 16
 """Limits of a rank map and a timeline."""
 
@@ -37,7 +39,7 @@ def plan_page(facts: dict[str, Any]) -> str:
     parts = [
         f"<h1>{escape(cluster['name'])}</h1><p>Chosen: <b>{escape(chosen['strategy'])}</b>, {escape(chosen['text'])}. "
         f"{chosen['step_time']['value']:.3g} s a step, {chosen['mfu']:.0%} MFU; "
-        f"binding: {escape(facts['binding'])}.{_in_fp8(facts['fp8'])}{_in_bf16(facts['emulated'])}</p>",
+        f"binding: {escape(facts['binding'])}.{_in(facts['fp8'], IN_FP8)}{_in(facts['emulated'], IN_BF16)}</p>",
         "<h2>Memory per device, GB; the line marks its capacity</h2>",
         _bars(memory, chosen["memory_available"] / 1e9),
         "<h2>Seconds per step by cause</h2>",
@@ -52,65 +54,41 @@ def plan_page(facts: dict[str, Any]) -> str:
     return HEAD + "\n".join(parts) + "</body></html>\n"
 
 
-def _in_fp8(fp8: dict[str, float] | None) -> str:
-    if fp8 is None:
-        return ""
-    return f" With training.precision=fp8: {fp8['step_time']:.3g} s a step, {fp8['saved']:.0%} less."
-
-
-def _in_bf16(plain: dict[str, float] | None) -> str:
-    if plain is None:
-        return ""
-    return (
-        " The low precision is emulated on this device, in fp32; with training.precision=bf16: "
-        f"{plain['step_time']:.3g} s a step, {plain['saved']:.0%} less."
-    )
+def _in(other: dict[str, float] | None, words: str) -> str:
+    """A sentence on the same layout in another precision; empty if it is not worth one."""
+    return f" {words}: {other['step_time']:.3g} s a step, {other['saved']:.0%} less." if other else ""
 
 
 def _bars(rows: Sequence[tuple[str, dict[str, float]]], limit: float | None) -> str:
     """Stacked bars, each below its label, with a legend, and a line at `limit`."""
-    most = max([sum(parts.values()) for _, parts in rows] + ([limit] if limit else []))
-    labels = [wrap(label, CHARACTERS) for label, _ in rows]
-    names = list(rows[0][1])
-    top = LINE * -(-len(names) // LEGEND)
-    height = top + sum(LINE * len(lines) + BAR + 10 for lines in labels) + 4
-    parts = [parts for _, parts in rows]
-    return _svg(height, _bar_shapes(labels, parts, names, (WIDTH - 45) / most, limit, (top, height)))
-
-
-def _bar_shapes(
-    labels: Sequence[Sequence[str]],
-    rows: Sequence[dict[str, float]],
-    names: Sequence[str],
-    scale: float,
-    limit: float | None,
-    span: tuple[float, float],
-) -> Iterator[str]:
-    top, bottom = span
+    scale = (WIDTH - 45) / max([sum(parts.values()) for _, parts in rows] + ([limit] if limit else []))
+    names, shapes = list(rows[0][1]), []
     for place, name in enumerate(names):
         x, y = place % LEGEND * WIDTH / LEGEND, LINE * (place // LEGEND)
-        yield f'<rect x="{x:.0f}" y="{y + 3}" width="9" height="9" fill="{COLOURS[place % len(COLOURS)]}"/>'
-        yield f'<text x="{x + 12:.0f}" y="{y + 12}">{escape(name)}</text>'
-    y = top + 4
-    for lines, parts in zip(labels, rows, strict=True):
-        for line in lines:
+        shapes += [
+            f'<rect x="{x:.0f}" y="{y + 3}" width="9" height="9" fill="{COLOURS[place % len(COLOURS)]}"/>',
+            f'<text x="{x + 12:.0f}" y="{y + 12}">{escape(name)}</text>',
+        ]
+    y = LINE * -(-len(names) // LEGEND) + 4
+    for label, parts in rows:
+        for line in wrap(label, CHARACTERS):
             y += LINE
-            yield f'<text x="0" y="{y}">{escape(line)}</text>'
+            shapes.append(f'<text x="0" y="{y}">{escape(line)}</text>')
         x = 0.0
         for place, name in enumerate(names):
             wide = parts[name] * scale
             title = f"<title>{escape(name)} {parts[name]:.3g}</title>"
-            yield (
+            shapes.append(
                 f'<rect x="{x:.1f}" y="{y + 4}" width="{wide:.1f}" height="{BAR}" '
                 f'fill="{COLOURS[place % len(COLOURS)]}">{title}</rect>'
             )
             x += wide
-        yield f'<text x="{x + 4:.1f}" y="{y + 15}">{sum(parts.values()):.3g}</text>'
+        shapes.append(f'<text x="{x + 4:.1f}" y="{y + 15}">{sum(parts.values()):.3g}</text>')
         if limit is not None:
-            at = limit * scale
-            yield f'<line x1="{at:.1f}" x2="{at:.1f}" y1="{y + 2}" y2="{y + BAR + 6}" stroke="#c00" stroke-width="2"/>'
+            at = f"{limit * scale:.1f}"
+            shapes.append(f'<line x1="{at}" x2="{at}" y1="{y + 2}" y2="{y + BAR + 6}" stroke="#c00" stroke-width="2"/>')
         y += BAR + 10
-    assert y <= bottom
+    return _svg(y, shapes)
 
 
 def _frontier(shown: Sequence[dict[str, Any]]) -> str:
@@ -179,5 +157,5 @@ def _rank_map(layout: dict[str, Any], cluster: dict[str, Any]) -> str:
     return _svg(26 * -(-devices // per_node), cells()) + more
 
 
-def _svg(height: float, shapes: Iterator[str]) -> str:
+def _svg(height: float, shapes: Iterable[str]) -> str:
     return f'<svg viewBox="0 0 {WIDTH} {height:.0f}" role="img">{"".join(shapes)}</svg>'

@@ -64,18 +64,15 @@ def _all_logits(job: Job, stage: int, weights: float, gradients: float, groups: 
         # Two layers' weights, one used and one arriving, and a layer's gradient on its way out.
         transit = 2 * job.stack.weight_bytes * max(layer, ends / 2)
         transit += (job.stack.weight_bytes + job.stack.reduce_bytes) * layer
+    # Logits of all tokens and their gradient, and the last norm's tensors.
+    logits = 2 * job.stream_bytes + job.tokens * job.model.vocab / job.layout.tp * job.stack.logit_bytes
     return Moment(
         weights=weights,
         activations=saved,
-        logits=all_logits_bytes(job) if stage == job.head_rank else 0.0,
+        logits=logits if stage == job.head_rank else 0.0,
         transit=transit,
         gradients=gradients,
     )
-
-
-def all_logits_bytes(job: Job) -> float:
-    """Logits of all tokens and their gradient, and the last norm's tensors."""
-    return 2 * job.stream_bytes + job.tokens * job.model.vocab / job.layout.tp * job.stack.logit_bytes
 
 
 def _decoded(job: Job, block: Block) -> float:
@@ -146,9 +143,8 @@ class _Engine:
         job, hidden = self.job, self.job.model.hidden
         saved = saved_activations(job, self.stage, self.one_pass, at_loss=True) + self._messages()
         transit = self.gathered * self.ends + self.gathered_layer
-        if (
-            0 < job.layout.zero_stage < 3 and job.shards > 1 and job.microbatches == 1
-        ):  # later ones find all weights gathered
+        # Microbatches after the first find all weights gathered.
+        if 0 < job.layout.zero_stage < 3 and job.shards > 1 and job.microbatches == 1:
             transit = job.stack.weight_bytes * self.layer
         tokens, stride = ceil(job.tokens), ceil(self.vocab / 64) * 64
         states = self.width * hidden * tokens  # of which the loss's gradient is kept

@@ -8,14 +8,13 @@ from meshwright.families import resolve_model
 from meshwright.plan.blueprint import blueprint
 from meshwright.plan.candidate import TIGHT
 from meshwright.plan.changes import Change
-from meshwright.plan.engine import engine_job
+from meshwright.plan.engine import Case, Processor, engine_job
 from meshwright.plan.explain import describe_candidate, short
 from meshwright.plan.hardware import resolve_cluster
 from meshwright.plan.layouts import Limits
-from meshwright.plan.machine import Machine, find_machine
+from meshwright.plan.machine import find_machine
 from meshwright.plan.report import Plan, make_plan, plan_facts
 from meshwright.plan.search import ALIKE
-from meshwright.spec.batch_size import sequences_per_step
 from meshwright.spec.cluster import ClusterSpec
 from meshwright.spec.errors import UserError
 from meshwright.spec.layout import LayoutSpec
@@ -29,7 +28,6 @@ def plan_recipe(
     *,
     base_dir: Path,
     cluster: str | ClusterSpec | None = None,
-    machine: Machine | None = None,
     top: int = 8,
     limits: Limits | None = None,
     consider: Sequence[Change] = (),
@@ -39,20 +37,19 @@ def plan_recipe(
 
     Raises `UserError` for an unknown model or cluster, or a change that says nothing here.
     """
-    machine = machine or find_machine(run.device)
-    where = resolve_cluster(cluster or run.cluster, base_dir=base_dir, machine=machine)
+    where = cluster
+    if not isinstance(where, ClusterSpec):
+        where = resolve_cluster(where or run.cluster, base_dir=base_dir, machine=find_machine(run.device))
     spec = resolve_model(run.model, base_dir=base_dir, vocab=run.data.tokenizer_vocab)
-    limits = limits or Limits()
-    model, batch = blueprint(spec), sequences_per_step(run)
-    kind: dict[str, Any] = {"device": "cpu" if where.device == "cpu" else "cuda", "fp8": "fp8" in where.tflops}
+    model, batch, processor = blueprint(spec), run.sequences_per_step(), Processor.of(where)
     size = 1 if run.training.micro_batch == "auto" else run.training.micro_batch
     # Any layout of several ranks: the search replaces it, and one rank alone keeps other copies (plan/engine.py).
     several = LayoutSpec(dp_replicate=2) if where.devices > 1 else LayoutSpec()
-    base = engine_job(run, model, global_batch=batch, micro_batch=size, **kind, layout=several)
+    base = engine_job(run, model, global_batch=batch, micro_batch=size, processor=processor, layout=several)
     given = None
     if not run.layout.choose and (run.layout.world_size > 1 or _chose_for_one(run, where)):
-        given = engine_job(run, model, global_batch=batch, micro_batch=size, **kind)
-    plan = make_plan(base, run, spec, where, given=given, top=top, limits=limits, consider=consider)
+        given = engine_job(run, model, global_batch=batch, micro_batch=size, processor=processor)
+    plan = make_plan(Case(run, spec, where, base, limits or Limits()), given, top=top, consider=consider)
     return plan, plan_facts(plan)
 
 
@@ -93,7 +90,7 @@ def choice_reason(plan: Plan) -> str:
     unless = "; no layout fits without it; the arithmetic stays the same" if plan.last_resort else ""
     return (
         f"{chosen.strategy} ({describe_candidate(chosen)}): {which} of {plan.found.legal} layouts {fit} "
-        f"{plan.cluster.name}, {short(chosen.memory.total / GB)} of {short(chosen.capacity / GB)} GB, "
+        f"{plan.case.cluster.name}, {short(chosen.memory.total / GB)} of {short(chosen.capacity / GB)} GB, "
         f"{short(chosen.time.total)} s per step predicted; {lost} of {len(others)} other strategies do not "
         f"fit{unless}"
     )

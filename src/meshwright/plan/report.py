@@ -1,25 +1,32 @@
 """A plan's contents as plain data."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from meshwright.plan.candidate import Candidate, evaluate
 from meshwright.plan.changes import LAST_RESORT, Change
-from meshwright.plan.engine import LayoutCheck, engine_job, layout_check, refusal, runs_today
-from meshwright.plan.explain import bandwidth, binding, describe_candidate, no_layout, relief, why_not
+from meshwright.plan.engine import Case, LayoutCheck, passes, refusal
+from meshwright.plan.explain import (
+    bandwidth,
+    binding,
+    compiled_gain,
+    describe_candidate,
+    in_bf16,
+    in_fp8,
+    no_layout,
+    on_disk,
+    relief,
+    why_not,
+)
 from meshwright.plan.interval import NOMINAL, Interval
 from meshwright.plan.job import Job
-from meshwright.plan.layouts import Limits
 from meshwright.plan.methods import method_facts
 from meshwright.plan.search import Found, Variant, search
-from meshwright.plan.what_if import in_bf16, in_fp8, on_disk
-from meshwright.spec.cluster import ClusterSpec
 from meshwright.spec.errors import UserError
-from meshwright.spec.model import ModelSpec
 from meshwright.spec.recompute import plain_recompute
-from meshwright.spec.run import Run
 
+STEP_PARTS = ("compute", "recompute", "tensor", "context", "expert", "data", "pipeline", "bubble", "update")
 MOST_FOR_METHODS = 64
 """Number of devices up to which a plan also compares fine-tuning by adapters."""
 
@@ -28,11 +35,7 @@ MOST_FOR_METHODS = 64
 class Plan:
     """The search result for one recipe on one cluster, and facts derived from it."""
 
-    run: Run
-    spec: ModelSpec
-    cluster: ClusterSpec
-    base: Job
-    limits: Limits
+    case: Case
     check: LayoutCheck
     """Returns why the engine refuses a layout."""
     found: Found
@@ -49,14 +52,9 @@ class Plan:
         return self.found.chosen
 
     @property
-    def margin(self) -> float:
-        """Fraction of the memory to leave free."""
-        return self.limits.margin
-
-    @property
-    def steps(self) -> int:
-        """Optimizer steps of the whole run."""
-        return self.run.training.steps
+    def best(self) -> Candidate | None:
+        """The chosen layout, else the fastest; None if none fits."""
+        return self.chosen or (self.found.ranked[0] if self.found.ranked else None)
 
     @property
     def problem(self) -> str | None:
@@ -64,7 +62,7 @@ class Plan:
         if self.chosen:
             return None
         if not self.found.legal:
-            return no_layout(self.base, self.cluster, self.limits)
+            return no_layout(self.case.base, self.case.cluster, self.case.limits)
         return self.refusal(self.found.ranked[0]) if self.found.ranked else None
 
     def refusal(self, candidate: Candidate) -> str | None:
@@ -77,69 +75,56 @@ class Plan:
                 f"this version emulates training.precision={candidate.job.precision}, slower than bf16; the figures "
                 "assume native kernels"
             )
-        check = layout_check(change.of(self.run), self.spec, "cpu" if self.cluster.device == "cpu" else "cuda")
-        return refusal(candidate.job, check)
+        return refusal(candidate.job, self.case.check(change.of(self.case.run)))
 
     def reason(self, candidate: Candidate) -> str:
         """Why a strategy's best layout is not the chosen one."""
         if candidate.verdict != "does not fit" and self.refusal(candidate):
             return "refused: this version cannot run it"
-        return why_not(candidate, self.chosen or (self.found.ranked[0] if self.found.ranked else None))
+        return why_not(candidate, self.best)
 
     def run_seconds(self, candidate: Candidate) -> Interval:
         """Seconds of the whole run."""
-        return candidate.seconds.scaled(self.steps)
+        return candidate.seconds.scaled(self.case.run.training.steps)
 
     def cost(self, candidate: Candidate) -> Interval | None:
         """Price of the whole run; None if a device's price is unknown."""
-        price = self.cluster.price_per_hour
+        cluster = self.case.cluster
+        price = cluster.price_per_hour
         if price is None:
             return None
-        return self.run_seconds(candidate).scaled(price * self.cluster.devices / 3600)
+        return self.run_seconds(candidate).scaled(price * cluster.devices / 3600)
 
 
-def make_plan(
-    base: Job,
-    run: Run,
-    spec: ModelSpec,
-    cluster: ClusterSpec,
-    *,
-    given: Job | None = None,
-    top: int = 10,
-    limits: Limits | None = None,
-    consider: Sequence[Change] = (),
-) -> Plan:
-    """Search for the layout of `base`'s model and batch; layouts with the changes to `consider` compete.
+def make_plan(case: Case, given: Job | None, *, top: int, consider: Sequence[Change] = ()) -> Plan:
+    """Search for the layout of a case, and predict the `given` one; layouts with the changes to `consider` compete.
 
     Where nothing fits, exact changes are tried (`LAST_RESORT`). Raises `UserError` for a change that says nothing here.
     """
-    limits = limits or Limits()
-    check = layout_check(run, spec, "cpu" if cluster.device == "cpu" else "cuda")
+    check, limits, cluster = case.check(case.run), case.limits, case.cluster
 
     def searched(changes: Sequence[Change]) -> Found:
-        beside = [_variant(change, base, run, spec, cluster, limits) for change in changes]
-        return search(base, cluster, top=top, limits=limits, runs=lambda job: runs_today(job, check), beside=beside)
+        beside = [_variant(case, change) for change in changes]
+        return search(case.base, cluster, top=top, limits=replace(limits, runs=passes(check)), beside=beside)
 
     found, changes = searched(consider), tuple(consider)
     last = not found.ranked and not consider and limits.offload and cluster.device != "cpu"
     if last and found.legal:
-        movable = limits.recompute or base.recompute in ("none", "full")
+        movable = limits.recompute or case.base.recompute in ("none", "full")
         changes = tuple(change for change in LAST_RESORT if movable or not change.moves_activations)
         found = searched(changes)
-    own = (
-        evaluate(given, cluster.model_copy(update={"devices": given.layout.world_size}), limits.margin)
-        if given
-        else None
-    )
-    return Plan(run, spec, cluster, base, limits, check, found, own, changes, last)
+    own = None
+    if given:
+        own = evaluate(given, cluster.model_copy(update={"devices": given.layout.world_size}), limits.margin)
+    return Plan(case, check, found, own, changes, last)
 
 
-def _variant(change: Change, base: Job, run: Run, spec: ModelSpec, cluster: ClusterSpec, limits: Limits) -> Variant:
+def _variant(case: Case, change: Change) -> Variant:
     """The recipe with a change, to search. Raises `UserError` if the change says nothing on this cluster."""
-    device, what = "cpu" if cluster.device == "cpu" else "cuda", f"--consider {change.name}"
-    if device == "cpu" and "host" in dict(change.settings).values():
+    run, cluster, what = case.run, case.cluster, f"--consider {change.name}"
+    if cluster.device == "cpu" and "host" in dict(change.settings).values():
         raise UserError(f"{what}: saves nothing on a CPU, whose device memory is host memory")
-    if change.moves_activations and not limits.recompute and base.recompute not in ("none", "full"):
+    if change.moves_activations and not case.limits.recompute and case.base.recompute not in ("none", "full"):
         raise UserError(
             f"{what}: cannot offload the tensors that selective recomputation keeps; use training.recompute=full"
         )
@@ -150,29 +135,20 @@ def _variant(change: Change, base: Job, run: Run, spec: ModelSpec, cluster: Clus
             f"{what}: {cluster.device} has no {products} matrix products, so training.precision="
             f"{changed.training.precision} would be slower than {run.training.precision}"
         )
-    job = engine_job(
-        changed,
-        base.model,
-        global_batch=base.global_batch,
-        micro_batch=base.micro_batch,
-        device=device,
-        fp8="fp8" in cluster.tflops,
-        layout=base.layout,
-    )
+    job, runs = case.job(changed), passes(case.check(changed))
     if change.emulated:
-        job = replace(job, stack=replace(job.stack, emulated=False))
-    check = layout_check(changed, spec, device)
-    return Variant(job, replace(limits, change=change), lambda job: not change.emulated and runs_today(job, check))
+        job, runs = replace(job, stack=replace(job.stack, emulated=False)), lambda job: False
+    return Variant(job, replace(case.limits, change=change, runs=runs))
 
 
 def plan_facts(plan: Plan) -> dict[str, Any]:
     """The plan as JSON: bytes, seconds, and the interval of each; the shape of `plan --json` and `plan.json`."""
-    best = plan.chosen or (plan.found.ranked[0] if plan.found.ranked else None)
+    case, best = plan.case, plan.best
     facts: dict[str, Any] = {
-        "cluster": plan.cluster.model_dump(mode="json", exclude_defaults=True),
+        "cluster": case.cluster.model_dump(mode="json", exclude_defaults=True),
         "interval": NOMINAL,
-        "margin": plan.margin,
-        "steps": plan.steps,
+        "margin": case.limits.margin,
+        "steps": case.run.training.steps,
         "parameters": best.job.model.num_parameters if best else None,
         "chosen": candidate_facts(plan, plan.chosen) if plan.chosen else None,
         "given": candidate_facts(plan, plan.given) if plan.given else None,
@@ -184,8 +160,8 @@ def plan_facts(plan: Plan) -> dict[str, Any]:
         "problem": plan.problem,
         "searched": {"legal": plan.found.legal, "predicted": plan.found.looked_at},
     }
-    if plan.cluster.devices <= MOST_FOR_METHODS:
-        facts["methods"] = method_facts(plan.base, plan.run, plan.spec, plan.cluster, plan.limits, plan.found)
+    if case.cluster.devices <= MOST_FOR_METHODS:
+        facts["methods"] = method_facts(case, plan.found)
     facts["considered"] = {
         change.name: {"overrides": list(change.overrides), "exact": change.exact} for change in plan.considered
     }
@@ -199,22 +175,11 @@ def plan_facts(plan: Plan) -> dict[str, Any]:
         facts["fp8"] = in_fp8(plan.chosen)
         facts["emulated"] = in_bf16(plan.chosen)
     elif plan.found.legal and not plan.found.ranked:
-        disk = on_disk(plan.base, plan.cluster, plan.limits, lambda job: runs_today(job, plan.check))
+        disk = on_disk(case.base, case.cluster, replace(case.limits, runs=passes(plan.check)))
         facts["disk"] = candidate_facts(plan, disk) if disk else None
     if plan.given and plan.given.verdict != "fits":
-        facts["relief"] = relief(plan.given.job, plan.given.cluster, plan.margin)
+        facts["relief"] = relief(plan.given.job, plan.given.cluster, case.limits.margin)
     return facts
-
-
-def compiled_gain(candidate: Candidate) -> float | None:
-    """The fraction of the step that `training.compile` would save; None if it is on, or unavailable."""
-    job = candidate.job
-    if job.stack.fused or (
-        job.layout.pp > 1 and job.layout.schedule in ("interleaved-zero-bubble", "zbv", "dualpipev")
-    ):
-        return None
-    fused = evaluate(replace(job, stack=replace(job.stack, fused=True)), candidate.cluster, candidate.margin)
-    return 1 - fused.time.total / candidate.time.total
 
 
 def candidate_facts(plan: Plan, candidate: Candidate) -> dict[str, Any]:
@@ -232,31 +197,17 @@ def candidate_facts(plan: Plan, candidate: Candidate) -> dict[str, Any]:
         "accumulation": candidate.job.microbatches,
         "recompute": plain_recompute(candidate.job.recompute),
         "memory": {kind: round(size) for kind, size in candidate.memory.kinds().items()},
-        "memory_total": _range(candidate.memory_bytes),
+        "memory_total": asdict(candidate.memory_bytes),
         "memory_available": candidate.capacity,
         "host_memory": candidate.memory.host,
         "disk": candidate.memory.disk,
-        "step_time": _range(candidate.seconds),
-        "step_parts": {
-            "compute": time.compute,
-            "recompute": time.recompute,
-            "tensor": time.tensor,
-            "context": time.context,
-            "expert": time.expert,
-            "data": time.data,
-            "pipeline": time.pipeline,
-            "bubble": time.bubble,
-            "update": time.update,
-        },
+        "step_time": asdict(candidate.seconds),
+        "step_parts": {name: getattr(time, name) for name in STEP_PARTS},
         "tokens_per_second_per_device": candidate.tokens_per_second,
         "mfu": candidate.mfu,
-        "run_seconds": _range(plan.run_seconds(candidate)),
-        "run_cost": _range(cost) if cost else None,
+        "run_seconds": asdict(plan.run_seconds(candidate)),
+        "run_cost": asdict(cost) if cost else None,
     }
-
-
-def _range(interval: Interval) -> dict[str, float]:
-    return {"value": interval.value, "low": interval.low, "high": interval.high}
 
 
 def _order(entry: tuple[str, Candidate]) -> tuple[bool, float]:

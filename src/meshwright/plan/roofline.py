@@ -38,6 +38,11 @@ class Pass:
     def __add__(self, other: "Pass") -> "Pass":
         return Pass(self.forward + other.forward, self.backward + other.backward)
 
+    @property
+    def both(self) -> float:
+        """Seconds of both."""
+        return self.forward + self.backward
+
     def scaled(self, factor: float) -> "Pass":
         """Both, times `factor`."""
         return Pass(self.forward * factor, self.backward * factor)
@@ -85,26 +90,17 @@ class Device:
         traffic = self._elementwise_bytes(block, tokens) / self.bandwidth
         return gemm + attention + Pass(traffic, 2 * traffic)
 
-    def block(self, block: Block, sent: Pass) -> Pass:
-        """The same, no faster than the host issues its operators; communication `sent` meanwhile takes device time
-        too."""
-        device, wait = self.busy(block), self.waiting(block, sent)
-        return device + wait
-
-    def issue(self, block: Block) -> float:
-        """Seconds for the host to issue a block's forward pass; the backward pass takes twice as long."""
+    def waiting(self, block: Block, taken: Pass) -> Pass:
+        """Seconds in which the device, which computes and sends for the seconds `taken`, waits because the host has not
+        issued the next operator. The host issues the backward pass in twice the time of the forward pass."""
         job, constants = self.job, self.constants
         operators = constants.block_operators * (2.0 if block.num_experts else 1.0)
         if job.frozen:
             operators += ADAPTER_OPERATORS * sum(self._adapted(matrix) for matrix in block.matrices)
         if job.layout.tp > 1:  # both halves' sums over ranks, or, where ranks share the sequence, gathers and scatters
             operators += (4 if job.sequence_parallel else 2) * constants.collective_operators
-        return self.host * operators
-
-    def waiting(self, block: Block, sent: Pass) -> Pass:
-        """Seconds in which the device neither computes nor sends because the host has not issued the next operator."""
-        device, host = self.busy(block) + sent, self.issue(block)
-        return Pass(max(0.0, host - device.forward), max(0.0, 2 * host - device.backward))
+        host = self.host * operators
+        return Pass(max(0.0, host - taken.forward), max(0.0, 2 * host - taken.backward))
 
     def head(self) -> Pass:
         """Output head and loss of one microbatch."""
@@ -138,16 +134,14 @@ class Device:
 
     def _adapter(self, rows: float, out: float, into: float) -> Pass:
         """A low-rank adapter has little arithmetic, but reads its matrix's input, and its result is written and added;
-        likewise its gradients."""
+        its gradients cost the same traffic."""
         each = rows * self.width * self.fusion / self.bandwidth
         return Pass(each * (into + 4 * out), each * (4 * into + 2 * out))
 
     def _experts(self, matrix: Matrix, tokens: float) -> Pass:
         """Grouped products over this rank's experts, the busiest rank's load."""
         job, constants = self.job, self.constants
-        share = (
-            job.layout.tp if job.layout.ep == 1 else 1
-        )  # without expert parallelism, tensor parallelism splits the experts
+        share = job.layout.tp if job.layout.ep == 1 else 1  # tensor parallelism splits experts that ep does not
         routed = tokens * job.model.top_k * constants.imbalance / (1 if job.layout.ep == 1 else job.layout.tp)
         rows = routed * job.layout.ep / matrix.experts
         rate = self.linear_rate * constants.expert_matmul

@@ -2,8 +2,15 @@
 
 Layouts are ordered by a lower bound for any network: their computation spread evenly over the stages. Once that bound
 exceeds the best cost so far, no remaining layout can win. So the result equals brute force (a test compares).
+
+Every layout recomputes the least with which every pipeline rank fits, layer by layer; exact. Recomputing less only
+saves time, and a step never takes longer when one of its ranks is faster, so each rank is solved by itself. In each
+stage the first layers recompute everything, the next ones selectively (`spec/recompute.py`): more of either means less
+memory and more time. So for every number of the first, bisection finds the fewest of the second; numbers that by
+themselves take longer than the best so far are skipped.
 """
 
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from math import inf
@@ -19,13 +26,12 @@ from meshwright.plan.candidate import (
 )
 from meshwright.plan.job import Job
 from meshwright.plan.layouts import Limits, layouts
-from meshwright.plan.memory import MemoryUse, predict_memory
+from meshwright.plan.memory import MemoryUse, predict_memory, stage_memory
 from meshwright.plan.pipeline import schedule_waiting
-from meshwright.plan.recompute import least_recompute
 from meshwright.plan.step_time import Cache, StepModel
 from meshwright.spec.cluster import ClusterSpec
 from meshwright.spec.layout import LayoutSpec
-from meshwright.spec.recompute import recompute_misfit
+from meshwright.spec.recompute import Counts, Recompute, of_counts, recompute_misfit
 
 ALIKE = 0.03
 """Fraction of a step within which two layouts count as equally fast: predictions are off by more."""
@@ -37,8 +43,7 @@ class Variant:
 
     base: Job
     limits: Limits
-    runs: Callable[[Job], bool] | None = None
-    """Whether the engine can run a layout."""
+    cache: Cache = field(default_factory=dict, init=False)
 
     def family(self, layout: LayoutSpec) -> str:
         """The strategy that a layout is compared as; all of a change are one."""
@@ -91,13 +96,13 @@ class _Best:
         rival = self.running.get((False, plain))
         return least > limit or (rival is not None and least > rival.cost)
 
-    def add(self, name: str, candidate: Candidate, runs: Callable[[Job], bool] | None) -> None:
-        """Rank a layout that fits or is tight; `runs`: as in `Variant`."""
+    def add(self, name: str, candidate: Candidate, runs: Callable[[Job], bool]) -> None:
+        """Rank a layout that fits or is tight; `runs`: as in `Limits`."""
         if name not in self.strategies or _rank(candidate) < _rank(self.strategies[name]):
             self.strategies[name] = candidate
         key = candidate.verdict == "tight", candidate.complexity
         rival = self.running.get(key)
-        if (rival is None or _rank(candidate) < _rank(rival)) and (runs is None or runs(candidate.job)):
+        if (rival is None or _rank(candidate) < _rank(rival)) and runs(candidate.job):
             self.running[key] = candidate
         self.ranked.append(candidate)
         self.ranked.sort(key=_rank)
@@ -124,17 +129,19 @@ def search(
     *,
     top: int = 10,
     limits: Limits | None = None,
-    runs: Callable[[Job], bool] | None = None,
     prune: bool = True,
     beside: Sequence[Variant] = (),
 ) -> Found:
     """The `top` best layouts of `base`'s model and batch on all of the cluster's devices, each strategy's best, and the
     one to choose; the layouts of the variants `beside` it compete.
 
-    Every layout uses the least recomputation that fits, because more only costs time. `runs` says whether the engine
-    can run a layout; the chosen layout is one that it can. `prune=False` evaluates every layout, for comparison.
+    Every layout uses the least recomputation that fits, because more only costs time. `prune=False` evaluates every
+    layout, for comparison.
     """
-    variants = [_Open.of(variant) for variant in (Variant(base, limits or Limits(), runs), *beside)]
+    variants = [
+        Variant(replace(variant.base, recompute="none") if variant.limits.recompute else variant.base, variant.limits)
+        for variant in (Variant(base, limits or Limits()), *beside)
+    ]
     bounded = [(*entry, variant) for variant in variants for entry in _bounded(variant, cluster)]
     bounded.sort(key=lambda entry: entry[0])
     best, looked_at = _Best(top), 0
@@ -161,7 +168,7 @@ def search(
                 best.smallest[name] = (memory.total, job, variant)
             continue
         time = StepModel(job, cluster, cache=cache).predict()
-        best.add(name, Candidate(job, cluster, limits.margin, memory, time, limits.change), variant.runs)
+        best.add(name, Candidate(job, cluster, limits.margin, memory, time, limits.change), limits.runs)
     strategies = dict(best.strategies)
     for name, (_, job, variant) in best.smallest.items():
         lost = evaluate(job, cluster, variant.limits.margin)
@@ -169,20 +176,7 @@ def search(
     return Found(tuple(best.ranked), strategies, best.chosen(), best.fastest(), looked_at, len(bounded))
 
 
-@dataclass(frozen=True)
-class _Open(Variant):
-    """A variant while it is searched."""
-
-    cache: Cache = field(default_factory=dict)
-
-    @classmethod
-    def of(cls, variant: Variant) -> "_Open":
-        """The variant, without recomputation where that is open."""
-        base = replace(variant.base, recompute="none") if variant.limits.recompute else variant.base
-        return cls(base, variant.limits, variant.runs)
-
-
-def _bounded(variant: _Open, cluster: ClusterSpec) -> list[tuple[float, LayoutSpec, int]]:
+def _bounded(variant: Variant, cluster: ClusterSpec) -> list[tuple[float, LayoutSpec, int]]:
     """(lower bound in seconds, layout, microbatch) for every legal layout and microbatch of a variant."""
     base, cache = variant.base, variant.cache
     microbatch: dict[tuple[int, ...], float] = {}
@@ -259,6 +253,49 @@ def _recomputing_least(
         return None
     job = replace(plain, recompute=found)
     return job, predict_memory(job)
+
+
+Enough = Callable[[MemoryUse], bool]
+"""Whether a rank has enough memory."""
+
+
+def least_recompute(model: StepModel, enough: Enough, beaten: Callable[[Recompute], bool]) -> Recompute | None:
+    """The fastest recomputation of `model`'s job with which all ranks have enough memory, whatever the job recomputes
+    itself; None if a part of it is `beaten` already, or where no recomputation suffices."""
+    job, counts = model.job, [(0, 0)] * len(model.job.cut)
+    for rank in range(job.layout.pp):
+        found = _least_of_rank(model, rank, enough)
+        if found is None:
+            return None
+        for stage in job.stages[rank]:
+            full = min(found[0], job.cut[stage])
+            counts[stage] = full, min(found[1], job.cut[stage] - full)
+        if rank == 0 < job.layout.pp - 1 and beaten(of_counts(counts, job.cut)):
+            return None
+    return of_counts(counts, job.cut)
+
+
+def _least_of_rank(model: StepModel, rank: int, enough: Enough) -> Counts | None:
+    job = model.job
+    layers = max(stop - start for start, stop in job.spans[rank])
+
+    def suffices(full: int, selective: int) -> bool:
+        return enough(stage_memory(job, rank, job.grouped(rank, full, selective)))
+
+    def seconds(full: int, selective: int) -> float:
+        return model.repeated(job.grouped(rank, full, selective))
+
+    if suffices(0, 0):
+        return 0, 0
+    fewest = bisect_left(range(layers + 1), True, key=lambda full: suffices(full, layers - full))
+    best: tuple[float, Counts] | None = None
+    for full in range(fewest, layers + 1):
+        if best is not None and seconds(full, 0) >= best[0]:
+            break
+        selective = bisect_left(range(layers - full), True, key=lambda number, full=full: suffices(full, number))
+        if best is None or seconds(full, selective) < best[0]:
+            best = seconds(full, selective), (full, selective)
+    return best and best[1]
 
 
 def _rank(candidate: Candidate) -> tuple[float, float]:

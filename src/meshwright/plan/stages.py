@@ -7,12 +7,11 @@ from pathlib import Path
 
 from meshwright.families.table import active_numel, parameter_table
 from meshwright.plan.flops import attention_flops_per_token
-from meshwright.spec.actions import Schedule
 from meshwright.spec.errors import UserError
 from meshwright.spec.model import ModelSpec
 from meshwright.spec.run import ResolvedRun
 from meshwright.spec.stream import steady_bubble
-from meshwright.spec.timeline import StageCosts, Timeline, in_flight, simulate
+from meshwright.spec.timeline import StageCosts, in_flight, simulate
 
 
 def layer_costs(spec: ModelSpec, sequence_length: int) -> tuple[float, ...]:
@@ -66,16 +65,6 @@ def balanced_stages(costs: Sequence[float], stages: int) -> tuple[int, ...]:
     return evenest(stages, len(costs))[1]
 
 
-def predict_timeline(resolved: ResolvedRun) -> Timeline:
-    """The run's pipeline timeline, in operations, from empty to empty. Transfers take no time."""
-    return simulate(_schedule(resolved), _stage_costs(resolved))
-
-
-def _schedule(resolved: ResolvedRun) -> Schedule:
-    layout, base_dir = resolved.run.layout, Path(resolved.base_dir)
-    return layout.pipeline_schedule(microbatches=resolved.accumulation, base_dir=base_dir)
-
-
 def _stage_costs(resolved: ResolvedRun) -> StageCosts:
     """Operations of every stage. A backward pass has twice as many as a forward pass, half of them for the input's
     gradient."""
@@ -87,14 +76,15 @@ def _stage_costs(resolved: ResolvedRun) -> StageCosts:
 
 def describe_pipeline(resolved: ResolvedRun) -> str:
     """Stages, bubble and microbatches in flight of a run with several pipeline ranks, in one line."""
-    schedule, costs, late = _schedule(resolved), _stage_costs(resolved), ""
-    idle = f"{predict_timeline(resolved).bubble:.0%} bubble"
-    if resolved.run.layout.asynchronous:
+    layout, costs, late = resolved.run.layout, _stage_costs(resolved), ""
+    schedule = layout.pipeline_schedule(microbatches=resolved.accumulation, base_dir=Path(resolved.base_dir))
+    idle = f"{simulate(schedule, costs).bubble:.0%} bubble"  # transfers take no time
+    if layout.asynchronous:
         idle = f"no bubble, {steady_bubble(schedule, costs):.0%} of the time waiting for the slowest stage"
         late = "; gradients are one step late, so results differ from one process"
     layers = " + ".join(map(str, resolved.stage_layers))
     flying = ", ".join(map(str, in_flight(schedule)))
     return (
-        f"{resolved.run.layout.schedule}: stages of {layers} layers; with {resolved.accumulation} microbatches "
+        f"{layout.schedule}: stages of {layers} layers; with {resolved.accumulation} microbatches "
         f"{idle}, at most {flying} in flight{late}"
     )

@@ -7,7 +7,7 @@ from meshwright.plan.activations import pass_activations
 from meshwright.plan.blueprint import Block
 from meshwright.plan.comm import Group, Wires, axis_group
 from meshwright.plan.constants import FITTED, Constants
-from meshwright.plan.held import held_parameters
+from meshwright.plan.held import block_parameters, held_parameters
 from meshwright.plan.job import Groups, Job
 from meshwright.plan.pipeline import Timeline, pipeline_seconds
 from meshwright.plan.roofline import Device, Pass
@@ -19,7 +19,7 @@ from meshwright.spec.recompute import POLICIES, Policy
 HOST_LINK = 20e9
 """Bytes per second between a device and pinned host memory, one way: the rate of copies over PCIe 4.0 x16."""
 DISK_GB_S = 1.6
-"""Bytes per second of a device, each way, where all devices of a node use NVMe disks at once (Rajbhandari et al.,
+"""Bytes per second of a device, each way, if all devices of a node use NVMe disks at once (Rajbhandari et al.,
 "ZeRO-Infinity", 2021, figure 2b)."""
 OFFLOAD_BYTES = 16
 """Bytes of a parameter's gradient, weight and moments that the host reads and writes in a step."""
@@ -61,17 +61,27 @@ class StepTime:
 
 
 @dataclass(frozen=True)
+class BlockParts:
+    """The costs of one microbatch in a kind of block."""
+
+    compute: Pass
+    """Waiting for the host included."""
+    waiting: float
+    """Seconds of `compute` in which the device waits for the host."""
+    again: dict[Policy, float]
+    """Seconds of recomputation, by policy."""
+    tensor: Pass
+    expert: Pass
+    whole: Pass
+    """All but recomputation, with the exchange of context parallelism."""
+
+
+@dataclass(frozen=True)
 class Parts:
     """The costs of one microbatch in each kind of block and in the head; many layouts share them."""
 
-    compute: tuple[Pass, ...]
-    waiting: tuple[float, ...]
-    """Seconds of `compute` in which the device waits for the host."""
-    again: dict[Policy, tuple[float, ...]]
-    """Seconds of recomputation, by policy."""
-    tensor: tuple[Pass, ...]
+    blocks: tuple[BlockParts, ...]
     context: Pass
-    expert: tuple[Pass, ...]
     head: Pass
 
 
@@ -100,59 +110,43 @@ class StepModel:
             cache[key] = self.parts
 
     def _parts(self) -> Parts:
-        job, device, kinds = self.job, self.device, self.job.model.kinds
-        tp, cp = axis_group(self.cluster, job.layout.tp, 1), axis_group(self.cluster, job.layout.cp, job.layout.tp)
-        ep = axis_group(self.cluster, job.layout.ep, 1)
-        tensor = tuple(self._tensor(block, tp) for block in kinds)
-        expert = tuple(self._expert(block, ep) for block in kinds)
-        sent = tuple(one + other for one, other in zip(tensor, expert, strict=True))
-        compute = tuple(device.block(block, beside) for block, beside in zip(kinds, sent, strict=True))
-        waiting = tuple(device.waiting(block, beside) for block, beside in zip(kinds, sent, strict=True))
-        again: dict[Policy, tuple[float, ...]] = {
-            policy: tuple(
-                self._recompute(policy, block, time.forward + moved.forward)
-                for block, time, moved in zip(kinds, compute, tensor, strict=True)
-            )
-            for policy in POLICIES
-        }
+        layout = self.job.layout
+        context = self._context(axis_group(self.cluster, layout.cp, layout.tp))
         return Parts(
-            compute=compute,
-            waiting=tuple(wait.forward + wait.backward for wait in waiting),
-            again=again,
-            tensor=tensor,
-            context=self._context(cp),
-            expert=expert,
-            head=device.head(),
+            tuple(self._of_block(block, context) for block in self.job.model.kinds), context, self.device.head()
         )
+
+    def _of_block(self, block: Block, context: Pass) -> BlockParts:
+        layout, busy = self.job.layout, self.device.busy(block)
+        tensor = self._tensor(block, axis_group(self.cluster, layout.tp, 1))
+        expert = self._expert(block, axis_group(self.cluster, layout.ep, 1))
+        waiting = self.device.waiting(block, busy + (tensor + expert))
+        compute = busy + waiting
+        forward = compute.forward + tensor.forward
+        again: dict[Policy, float] = {policy: self._recompute(policy, block, forward) for policy in POLICIES}
+        return BlockParts(compute, waiting.both, again, tensor, expert, compute + tensor + context + expert)
 
     def microbatch(self) -> float:
         """Seconds of one microbatch through the whole model, both passes, as on one stage and unsharded; where only
         some layers recompute, as without recomputation."""
         parts, policy = self.parts, self.job.recompute
-        again = parts.again[policy if isinstance(policy, str) else "none"]
-        one = parts.head.forward + parts.head.backward
-        for kind, count in enumerate(self.job.model.kind_counts):
-            passes = parts.compute[kind] + parts.tensor[kind] + parts.context + parts.expert[kind]
-            one += count * (passes.forward + passes.backward + again[kind])
+        again = policy if isinstance(policy, str) else "none"
+        one = parts.head.both
+        for block, count in zip(parts.blocks, self.job.model.kind_counts, strict=True):
+            one += count * (block.whole.both + block.again[again])
         return one
 
     def predict(self) -> StepTime:
         """The whole step."""
-        job, parts = self.job, self.parts
-        whole = tuple(
-            (
-                time.forward + moved.forward + parts.context.forward + sent.forward,
-                time.backward + moved.backward + parts.context.backward + sent.backward,
-            )
-            for time, moved, sent in zip(parts.compute, parts.tensor, parts.expert, strict=True)
-        )
+        job, head = self.job, self.parts.head
+        whole = [block.whole for block in self.parts.blocks]
         sharded = self._gathered_per_microbatch()
         forward, backward, gathering = [], [], []
         for stage, kinds in enumerate(job.stage_kinds):
-            f = sum(count * whole[kind][0] for kind, count in kinds)
-            b = sum(count * whole[kind][1] for kind, count in kinds) + self.repeated(job.groups(stage))
+            f = sum(count * whole[kind].forward for kind, count in kinds)
+            b = sum(count * whole[kind].backward for kind, count in kinds) + self.repeated(job.groups(stage))
             if stage == job.head_rank:
-                f, b = f + parts.head.forward, b + parts.head.backward
+                f, b = f + head.forward, b + head.backward
             exposed = self._hide_gathering(sharded, job.stage_layers[stage], f, b)
             exposed += self._offloading(stage, f, b) + self._reading(stage, f, b)
             forward.append(f + exposed.forward)
@@ -167,23 +161,22 @@ class StepModel:
     def _account(self, timeline: Timeline, stage: int, gathering: Pass, backward: float) -> StepTime:
         """The busiest stage's parts, times the microbatches, and the costs once a step."""
         job, parts, count = self.job, self.parts, self.job.microbatches
-        kinds = job.stage_kinds[stage]
+        blocks = [(number, parts.blocks[kind]) for kind, number in job.stage_kinds[stage]]
         repeated = self.repeated(job.groups(stage))
-        arithmetic = repeated + sum(n * (parts.compute[k].forward + parts.compute[k].backward) for k, n in kinds)
+        arithmetic = repeated + sum(number * block.compute.both for number, block in blocks)
         if stage == job.head_rank:
-            arithmetic += parts.head.forward + parts.head.backward
-        update = self.update(stage)
+            arithmetic += parts.head.both
         return StepTime(
-            host=count * sum(n * parts.waiting[k] for k, n in kinds),
+            host=count * sum(number * block.waiting for number, block in blocks),
             compute=count * arithmetic,
             recompute=count * repeated,
-            tensor=count * sum(n * (parts.tensor[k].forward + parts.tensor[k].backward) for k, n in kinds),
-            expert=count * sum(n * (parts.expert[k].forward + parts.expert[k].backward) for k, n in kinds),
-            context=count * job.stage_layers[stage] * (parts.context.forward + parts.context.backward),
-            data=count * (gathering.forward + gathering.backward) + self._gradients(backward),
+            tensor=count * sum(number * block.tensor.both for number, block in blocks),
+            expert=count * sum(number * block.expert.both for number, block in blocks),
+            context=count * job.stage_layers[stage] * parts.context.both,
+            data=count * gathering.both + self._gradients(backward),
             pipeline=timeline.messages,
             bubble=timeline.bubble - timeline.messages,
-            update=update + self.constants.step_ms * 1e-3 * job.stack.python,
+            update=self.update(stage) + self.constants.step_ms * 1e-3 * job.stack.python,
         )
 
     def update(self, stage: int) -> float:
@@ -205,8 +198,8 @@ class StepModel:
 
     def repeated(self, stages: Sequence[Groups]) -> float:
         """Seconds of a rank's recomputation for one microbatch."""
-        again = self.parts.again
-        return sum(n * again[policy][kind] for groups in stages for policy, kinds in groups for kind, n in kinds)
+        blocks = self.parts.blocks
+        return sum(n * blocks[kind].again[policy] for groups in stages for policy, kinds in groups for kind, n in kinds)
 
     def _recompute(self, policy: Policy, block: Block, forward: float) -> float:
         """Seconds of recomputation in the backward pass, tensor-parallel collectives included."""
@@ -232,16 +225,16 @@ class StepModel:
         job, model = self.job, self.job.model
         if job.layout.cp == 1:
             return Pass(0.0, 0.0)
-        payload = (
-            2 * job.micro_batch * job.sequence * model.num_kv_heads * model.head_dim / job.layout.tp * self.device.width
-        )
+        pairs = 2 * job.micro_batch * job.sequence * model.num_kv_heads * model.head_dim
+        payload = pairs / job.layout.tp * self.device.width
         ring = self.wires.all_gather(group, payload) + (job.layout.cp - 2) * self.wires.link_s
         behind = self.device.attention(job.tokens).scaled(self.constants.overlap)
-        shown = []
-        for wire, time in ((ring, behind.forward), (2 * ring, behind.backward)):
-            hidden = min(wire, time)
-            shown.append(wire - hidden + self.constants.contention * hidden)
-        return Pass(*shown)
+        return Pass(self._exposed(ring, behind.forward), self._exposed(2 * ring, behind.backward))
+
+    def _exposed(self, wire: float, time: float) -> float:
+        """Seconds of `wire` that `time` seconds of computation do not hide, and the slow-down of that computation."""
+        hidden = min(wire, time)
+        return wire - hidden + self.constants.contention * hidden
 
     def _expert(self, block: Block, group: Group) -> Pass:
         """Tokens travel to their experts and back, in both passes."""
@@ -260,8 +253,7 @@ class StepModel:
             return None
         model = job.model
         blocks = sum(
-            count * (block.on_rank(job.layout.tp, model.num_kv_heads) + block.experts / job.layout.ep)
-            for block, count in zip(model.kinds, model.kind_counts, strict=True)
+            count * block_parameters(job, block) for block, count in zip(model.kinds, model.kind_counts, strict=True)
         )
         numel = (blocks + model.embedding * (1 if model.tied else 2) / job.layout.tp) / model.num_layers
         gather = self.wires.all_gather(self.shard, numel * gathered_bytes(job)) if job.layout.zero_stage == 3 else 0.0
@@ -269,24 +261,17 @@ class StepModel:
         moved = job.layout.offload == "cpu" and job.stack.offloads_gradients
         if moved and self.cluster.device != "cpu":  # shards come from the host, and gradients go there
             each = numel * job.stack.gradient_bytes / job.shards / HOST_LINK
-            gather, reduce = (
-                gather + (each if job.layout.zero_stage == 3 else 0.0),
-                reduce + (0.0 if job.frozen else each),
-            )
+            gather += each if job.layout.zero_stage == 3 else 0.0
+            reduce += 0.0 if job.frozen else each
         return gather, reduce
 
     def _hide_gathering(self, sharded: tuple[float, float] | None, layers: int, f: float, b: float) -> Pass:
-        """The part of ZeRO-3's traffic that a stage's computation does not hide, and the slow-down of that
-        computation."""
+        """ZeRO-3's exposed traffic beside a stage's computation."""
         if sharded is None:
             return Pass(0.0, 0.0)
         gather, reduce = sharded
-        constants = self.constants
-        shown = []
-        for time, wire in ((f, layers * gather), (b, layers * (gather + reduce))):
-            hidden = min(wire, constants.overlap * time) if self.job.stack.overlap_gradients else 0.0
-            shown.append(wire - hidden + constants.contention * hidden)
-        return Pass(*shown)
+        overlap = self.constants.overlap if self.job.stack.overlap_gradients else 0.0
+        return Pass(self._exposed(layers * gather, overlap * f), self._exposed(layers * (gather + reduce), overlap * b))
 
     def _offloading(self, stage: int, forward: float, backward: float) -> Pass:
         """The part of activations' way to the host and back that a stage's computation does not hide."""
@@ -307,8 +292,7 @@ class StepModel:
 
     def _gradients(self, backward: float) -> float:
         """Exposed seconds of the data-parallel exchange once a step."""
-        job, constants = self.job, self.constants
-        held = sum(held_parameters(job, 0))
+        job, held = self.job, sum(held_parameters(self.job, 0))
         if job.frozen:
             return 0.0
         if job.layout.zero_stage >= 3:
@@ -326,8 +310,7 @@ class StepModel:
             wire += self.wires.all_reduce(self.replicate, held * job.stack.reduce_bytes / job.shards)
         if not job.stack.overlap_gradients:
             return wire
-        hidden = min(wire, constants.overlap * backward)
-        return wire - hidden + constants.contention * hidden
+        return self._exposed(wire, self.constants.overlap * backward)
 
     def _reduce(self, numel: float) -> float:
         """Seconds of one reduction of gradients to the ranks that keep them; quantized ones go there directly,

@@ -117,34 +117,30 @@ class _Rank:
         """Bytes per number of a parameter when gathered."""
         return self.dtypes.store.bytes if row.storage == "float" else DTYPES[row.storage].bytes
 
-    def stored_by_all(self, row: Parameter) -> int:
-        """Numbers of a parameter on the ranks that share it by ZeRO, padded to equal parts."""
-        shape = kept_shape(row, self.model, self.layout, tp_rank=0, shard_rank=0)
-        return prod(shape) * (self.layout.expert_shard if is_experts(row) else self.layout.shard)
-
-    def row_of(self, row: Parameter) -> int:
-        """Numbers of a row of a parameter's part on a rank."""
-        return kept_shape(row, self.model, self.layout, tp_rank=0, shard_rank=0)[-1]
+    def kept(self, row: Parameter) -> tuple[int, ...]:
+        """Shape of this rank's part of a parameter; the ranks that share it by ZeRO have equal parts, padded."""
+        return kept_shape(row, self.model, self.layout, tp_rank=0, shard_rank=0)
 
 
 def _coded_weights(rank: _Rank) -> frozenset[str]:
     """Weights that are gathered in fp8, whose largest values ranks agree on."""
     if rank.layout.quantized_weights != "fp8":
         return frozenset()
-    layers = low_precision_layers(parameter_table(rank.model), rank.resolved.run.training)
+    layers = low_precision_layers(parameter_table(rank.model), rank.training)
     return frozenset(f"{layer}.weight" for layer in layers)
 
 
 def _weights(rank: _Rank) -> Traffic:
     """FSDP2: weights gathered and gradients reduced over `shard`, then over `replicate`; experts' over ranks of their
-    own, where `ep` or `tp` has several."""
+    own if `ep` or `tp` has several."""
     layout, traffic, apart = rank.layout, Traffic(), rank.layout.ep * rank.layout.tp > 1
     coded = _coded_weights(rank)
     for row in rank.rows:
         prefix, shards, replicas = "", layout.shard, layout.replicate
         if is_experts(row) and apart:
             prefix, shards, replicas = "expert ", layout.expert_shard, layout.expert_replicate
-        numbers = rank.stored_by_all(row)
+        kept = rank.kept(row)
+        numbers = prod(kept) * (layout.expert_shard if is_experts(row) else layout.shard)
         if shards > 1:
             gathering, giving = rank.visits(row)
             gathers = 2 * rank.rounds * gathering if layout.zero_stage == 3 else 1
@@ -156,7 +152,7 @@ def _weights(rank: _Rank) -> Traffic:
                 traffic["all-reduce", f"{prefix}shard"] += agreed
                 if layout.tp > 1 and not is_experts(row):
                     traffic["all-reduce", "tp"] += agreed
-            part, width = numbers // shards, rank.row_of(row)
+            part, width = numbers // shards, kept[-1]
             weights = layout.quantized_weights
             gradients = layout.gradient_format(row.dims)
             in_codes = row.name in coded if weights == "fp8" else matrix
@@ -264,11 +260,6 @@ def _balance(rank: _Rank) -> int:
     return rank.rounds * forward * rank.resolved.micro_batch * rank.model.num_experts * 8
 
 
-def _rounds_experts_at_random(rank: _Rank) -> bool:
-    training, table = rank.resolved.run.training, parameter_table(rank.model)
-    return training.rounds_at_random and any(".experts." in name for name in low_precision_layers(table, training))
-
-
 def _experts(rank: _Rank) -> Traffic:
     """Every token's row to each of its experts and back, and their gradients; first the numbers of rows."""
     layout, model = rank.layout, rank.model
@@ -278,7 +269,8 @@ def _experts(rank: _Rank) -> Traffic:
     exchanges = 4 * rank.moe(rank.layers) + 2 * rank.moe(rank.whole_again)
     counts = rank.moe(rank.layers) + rank.moe(rank.again)
     told = counts * model.num_experts * 8
-    if _rounds_experts_at_random(rank):  # the numbers of the rows' tokens, by which they are rounded
+    layers = low_precision_layers(parameter_table(model), rank.training) if rank.training.rounds_at_random else ()
+    if any(".experts." in name for name in layers):  # the numbers of the rows' tokens, by which they are rounded
         told += (rank.moe(rank.layers) + rank.moe(rank.whole_again)) * rank.tokens_between * model.experts_per_token * 8
     return Traffic({("all-to-all", "ep"): rank.rounds * (exchanges * rows + told)})
 
@@ -292,7 +284,7 @@ def _stages(rank: _Rank) -> Traffic:
         traffic["send" if transfer.source == 0 else "receive", "pp"] += stream
     if rank.program and rank.model.tied_embeddings and rank.first != rank.last:
         (embedding,) = (row for row in rank.rows if row.name == "tok_embeddings.weight")
-        copied = prod(kept_shape(embedding, rank.model, rank.layout, tp_rank=0, shard_rank=0)) * rank.stored
+        copied = prod(rank.kept(embedding)) * rank.stored
         traffic["send", "pp"] += copied
         traffic["receive", "pp"] += copied
     return traffic

@@ -92,7 +92,7 @@ class ClusterSpec(Spec):
 
 
 NAME = re.compile(
-    r"(?:(?P<devices>\d+)\s*x\s*)?(?P<device>[a-z][a-z0-9 ]*?)(?:-(?P<memory>\d+)g(?:b)?)?(?:-(?P<form>sxm|pcie|nvl))?"
+    r"(?:(?P<devices>\d+)\s*x\s*)?(?P<device>[a-z][a-z0-9 ]*?(?:-\d+gb?)?(?:-(?:sxm|pcie|nvl))?)"
     r"(?:@(?P<rate>\d+(?:\.\d+)?)(?P<unit>gb/s|gbps)(?P<each>/gpu)?)?",
     re.IGNORECASE,
 )
@@ -103,8 +103,7 @@ class ClusterName(Spec):
 
     devices: int = 1
     device: str
-    memory_gb: int | None = None
-    form: str | None = None
+    """With its memory and form if the name has them: `a100-80g`."""
     node_gb_s: float | None = None
     """Network bandwidth of a node, one way, 10**9 bytes per second."""
     gpu_gb_s: float | None = None
@@ -131,8 +130,6 @@ def parse_cluster_name(text: str) -> ClusterName:
     return ClusterName(
         devices=int(found["devices"] or 1),
         device=found["device"].lower().strip(),
-        memory_gb=int(found["memory"]) if found["memory"] else None,
-        form=found["form"].lower() if found["form"] else None,
         node_gb_s=None if found["each"] else rate,
         gpu_gb_s=rate if found["each"] else None,
     )

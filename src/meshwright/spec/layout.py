@@ -255,8 +255,8 @@ class LayoutSpec(Spec):
     def gradient_format(self, dims: Iterable[str]) -> Sent:
         """The format in which the gradient of a matrix with these dims is reduced.
 
-        Under int4 with error feedback, those of embeddings and head are in int8, because in int4 they cost most of the
-        loss that error feedback leaves (docs/strategies.md).
+        Under int4 with error feedback, gradients of embeddings and head are in int8, because in int4 they cost most of
+        the loss that error feedback leaves (docs/strategies.md).
         """
         wide = self.quantized_gradients == "int4" and self.gradient_error_feedback and "vocab" in dims
         return "int8" if wide else self.quantized_gradients

@@ -1,6 +1,7 @@
 """Models: sizes and switches, and the rows of a parameter table."""
 
 from dataclasses import dataclass
+from math import prod
 from typing import Annotated, Literal
 
 from pydantic import Field
@@ -236,7 +237,4 @@ class Parameter:
     @property
     def numel(self) -> int:
         """Number of elements."""
-        count = 1
-        for size in self.shape:
-            count *= size
-        return count
+        return prod(self.shape)

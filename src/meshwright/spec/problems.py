@@ -139,41 +139,30 @@ def _may_be_null(path: KeyPath, spec: type[Spec]) -> bool:
     return any(NoneType in get_args(one.model_fields[name].annotation) for one in sections if name in one.model_fields)
 
 
+REQUIREMENTS = {
+    **dict.fromkeys(("int_type", "int_parsing", "int_from_float"), "a whole number"),
+    **dict.fromkeys(("float_type", "float_parsing"), "a number"),
+    **dict.fromkeys(("bool_type", "bool_parsing"), "true or false"),
+    "string_type": "text",
+    "string_too_short": "text that is not empty",
+    **dict.fromkeys(("literal_error", "enum"), "{expected}"),
+    "greater_than_equal": "at least {ge:g}",
+    "greater_than": "greater than {gt:g}",
+    "less_than_equal": "at most {le:g}",
+    "less_than": "less than {lt:g}",
+    **dict.fromkeys(("tuple_type", "list_type"), "a list, such as [a, b]"),
+    "too_short": "a list of at least {min_length}",
+    "too_long": "a list of at most {max_length}",
+    **dict.fromkeys(SECTION, "a section (lines of 'key: value')"),
+}
+"""Type of pydantic's error -> a description of valid values, to follow "must be"."""
+
+
 def _requirement(details: ErrorDetails) -> str:
-    """A description of valid values, to follow "must be"."""
-    limits = details.get("ctx", {})
-    match details["type"]:
-        case "int_type" | "int_parsing" | "int_from_float":
-            return "a whole number"
-        case "float_type" | "float_parsing":
-            return "a number"
-        case "bool_type" | "bool_parsing":
-            return "true or false"
-        case "string_type":
-            return "text"
-        case "literal_error" | "enum":
-            return str(limits["expected"])
-        case "greater_than_equal":
-            return f"at least {limits['ge']:g}"
-        case "greater_than":
-            return f"greater than {limits['gt']:g}"
-        case "less_than_equal":
-            return f"at most {limits['le']:g}"
-        case "less_than":
-            return f"less than {limits['lt']:g}"
-        case "tuple_type" | "list_type":
-            return "a list, such as [a, b]"
-        case "too_short":
-            return f"a list of at least {limits['min_length']}"
-        case "too_long":
-            return f"a list of at most {limits['max_length']}"
-        case kind if kind in SECTION:
-            return "a section (lines of 'key: value')"
-        case "string_too_short":
-            return "text that is not empty"
-        case _:
-            sentence = details["msg"].removeprefix("Input should be ").removeprefix("String should ")
-            return sentence[:1].lower() + sentence[1:]
+    if details["type"] in REQUIREMENTS:
+        return REQUIREMENTS[details["type"]].format(**details.get("ctx", {}))
+    sentence = details["msg"].removeprefix("Input should be ").removeprefix("String should ")
+    return sentence[:1].lower() + sentence[1:]
 
 
 def _hint(value: Any, kinds: list[str]) -> str:

@@ -17,6 +17,9 @@ from meshwright.spec.plugins import PluginSpec, known_plugins
 from meshwright.spec.recompute import Policy, RecomputeSpec, layer_policies
 from meshwright.spec.training import TrainingSpec
 
+DEFAULT_GLOBAL_BATCH = 64
+"""Sequences per step if a recipe gives no batch size."""
+
 
 class Run(Spec):
     """A recipe: the model, its data, the training, and the layout of ranks."""
@@ -47,52 +50,64 @@ class Run(Spec):
     callbacks: tuple[PluginSpec, ...] = ()
     """Callbacks of the run: shipped ones by name, or entry points of the group meshwright.callbacks."""
 
-    @model_validator(mode="after")
-    def _has_something_to_go_back_to(self) -> "Run":
-        if "rewind" in (self.training.non_finite, self.guards.spikes) and not self.checkpoint.every:
-            raise UserError("rewind returns to the last checkpoint, but none is saved; set checkpoint.every=100")
-        return self
+    def sequences_per_step(self) -> int:
+        """Sequences per optimizer step over all ranks. Raises `UserError` if the tokens do not fill whole sequences."""
+        tokens, length = self.training.global_batch_tokens, self.data.sequence_length
+        if tokens is None:
+            return self.training.global_batch or DEFAULT_GLOBAL_BATCH
+        if tokens % length:
+            raise UserError(
+                f"training.global_batch_tokens={tokens} is not a multiple of data.sequence_length={length}; "
+                f"the nearest multiple is {max(1, round(tokens / length)) * length}"
+            )
+        return tokens // length
 
     @model_validator(mode="after")
-    def _can_be_verified(self) -> "Run":
-        if self.guards.verify_every and self.layout.asynchronous:
-            raise UserError(
-                f"guards.verify_every: under layout.schedule={self.layout.schedule} steps differ from one process "
+    def _fits_together(self) -> "Run":
+        for problem in self._problems():
+            raise UserError(problem)
+        return self
+
+    def _problems(self) -> Iterator[str]:
+        """The reasons why settings of different sections exclude each other, in sentences."""
+        training, layout, verified = self.training, self.layout, self.guards.verify_every
+        if "rewind" in (training.non_finite, self.guards.spikes) and not self.checkpoint.every:
+            yield "rewind returns to the last checkpoint, but none is saved; set checkpoint.every=100"
+        if verified and layout.asynchronous:
+            yield (
+                f"guards.verify_every: under layout.schedule={layout.schedule} steps differ from one process "
                 "by design; set it to 0, or use layout.schedule=1f1b"
             )
         for field in ("quantized_weights", "quantized_gradients"):
-            if self.guards.verify_every and getattr(self.layout, field) != "none":
-                raise UserError(
+            if verified and getattr(layout, field) != "none":
+                yield (
                     "guards.verify_every: one process does not communicate, so it cannot reproduce the rounding of "
-                    f"layout.{field}={getattr(self.layout, field)}; set it to 0, or use layout.{field}=none"
+                    f"layout.{field}={getattr(layout, field)}; set it to 0, or use layout.{field}=none"
                 )
-        if self.guards.verify_every and self.training.keeps_bf16:
-            raise UserError(
-                f"guards.verify_every: under {self.training.keeps_bf16}, rounding may look like a fault; set it to "
+        if verified and training.keeps_bf16:
+            yield (
+                f"guards.verify_every: under {training.keeps_bf16}, rounding may look like a fault; set it to "
                 "0, or keep weights and moments in fp32"
             )
-        recompute = self.training.recompute
-        if self.layout.tiers.activations == "host" and (
-            recompute == "selective" or (isinstance(recompute, RecomputeSpec) and recompute.selective)
-        ):
-            raise UserError(
+        recompute = training.recompute
+        selective = recompute.selective if isinstance(recompute, RecomputeSpec) else recompute == "selective"
+        if layout.tiers.activations == "host" and selective:
+            yield (
                 "layout.offload.activations=host: the tensors that selective recomputation keeps cannot be "
                 "offloaded; use training.recompute=full or none, or numbers of layers with full only"
             )
-        for misfit in self._whole_program_misfits():
-            raise UserError(f"training.compile_scope=model with {misfit}; use compile_scope=block")
-        if self.guards.verify_every and self.training.dtypes.recipe:
-            raise UserError(
-                f"guards.verify_every: one process on a CPU cannot compute {self.training.precision} products; set "
+        if training.compile and training.compile_scope == "model":
+            for misfit in self._whole_program_misfits():
+                yield f"training.compile_scope=model with {misfit}; use compile_scope=block"
+        if verified and training.dtypes.recipe:
+            yield (
+                f"guards.verify_every: one process on a CPU cannot compute {training.precision} products; set "
                 "it to 0, or use training.precision=bf16"
             )
-        return self
 
     def _whole_program_misfits(self) -> Iterator[str]:
         """The settings that prevent compiling the model as one program, and the reasons."""
         layout = self.layout
-        if not self.training.compile or self.training.compile_scope == "block":
-            return
         if layout.pp > 1:
             yield f"layout.pp={layout.pp}: a rank computes its stages separately"
         if layout.tiers.activations == "host":

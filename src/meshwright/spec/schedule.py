@@ -14,9 +14,11 @@
 `spec/timeline.py` computes time, bubble and memory of a schedule.
 """
 
+import operator
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -165,18 +167,6 @@ def _afab(rank: int, ranks: int, chunks: int, microbatches: int) -> Iterator[Ste
     yield from (Step("B", 0, m) for m in range(microbatches))
 
 
-def _1f1b(rank: int, ranks: int, chunks: int, microbatches: int) -> Iterator[Step]:
-    return _alternating(rank, ranks, chunks, microbatches, ahead=1)
-
-
-def _interleaved_1f1b(rank: int, ranks: int, chunks: int, microbatches: int) -> Iterator[Step]:
-    return _alternating(rank, ranks, chunks, microbatches, ahead=2)
-
-
-def _interleaved_zero_bubble(rank: int, ranks: int, chunks: int, microbatches: int) -> Iterator[Step]:
-    return _alternating(rank, ranks, chunks, microbatches, ahead=1, split=True)
-
-
 def _looped_bfs(rank: int, ranks: int, chunks: int, microbatches: int) -> Iterator[Step]:
     for chunk in range(chunks):
         yield from (Step("F", chunk, m) for m in range(microbatches))
@@ -274,18 +264,14 @@ def _dualpipev(rank: int, ranks: int, chunks: int, microbatches: int) -> Iterato
         yield from do.weights()
 
 
-def _both(ranks: int, chunks: int) -> int:
-    return ranks * chunks
-
-
 SCHEDULES: dict[str, ScheduleKind] = {
     "afab": ScheduleKind(_afab, 1, fixed=True),
-    "1f1b": ScheduleKind(_1f1b, 1, fixed=True),
-    "interleaved-1f1b": ScheduleKind(_interleaved_1f1b, 2, rounds=True),
+    "1f1b": ScheduleKind(partial(_alternating, ahead=1), 1, fixed=True),
+    "interleaved-1f1b": ScheduleKind(partial(_alternating, ahead=2), 2, rounds=True),
     "looped-bfs": ScheduleKind(_looped_bfs, 2),
-    "interleaved-zero-bubble": ScheduleKind(_interleaved_zero_bubble, 2, rounds=True),
+    "interleaved-zero-bubble": ScheduleKind(partial(_alternating, ahead=1, split=True), 2, rounds=True),
     "zbv": ScheduleKind(_zbv, 2, fixed=True, shape="v"),
-    "dualpipev": ScheduleKind(_dualpipev, 2, fixed=True, shape="v", fewest=_both),
-    "pipedream-2bw": ScheduleKind(_1f1b, 1, fixed=True, asynchronous=True),
+    "dualpipev": ScheduleKind(_dualpipev, 2, fixed=True, shape="v", fewest=operator.mul),
+    "pipedream-2bw": ScheduleKind(partial(_alternating, ahead=1), 1, fixed=True, asynchronous=True),
 }
 """The published schedules by name."""

@@ -1,7 +1,7 @@
 """The timeline of a schedule: time, bubble, activations in flight, and a picture."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 from meshwright.spec.actions import Action, Schedule, in_order
 
@@ -98,33 +98,7 @@ def simulate(schedule: Schedule, costs: StageCosts) -> Timeline:
     return Timeline(schedule, tuple(map(tuple, spans)))
 
 
-def peak_activations(
-    schedule: Schedule, activations: Sequence[float], *, until_weights: Sequence[float] | None = None
-) -> tuple[float, ...]:
-    """The largest size of the activations that each rank keeps at once for backward passes.
-
-    Args:
-        activations: size kept by one microbatch on each stage from F until B or I, in bytes or any other unit.
-        until_weights: size that it keeps from I until W; by default all of it.
-    """
-    until_weights = activations if until_weights is None else until_weights
-    peaks = []
-    for actions in schedule.ranks:
-        held = peak = 0.0
-        for kind, stage, _ in actions:
-            if kind == "F":
-                held += activations[stage]
-            elif kind == "B":
-                held -= activations[stage]
-            elif kind == "I":
-                held -= activations[stage] - until_weights[stage]
-            else:
-                held -= until_weights[stage]
-            peak = max(peak, held)
-        peaks.append(peak)
-    return tuple(peaks)
-
-
 def in_flight(schedule: Schedule) -> tuple[int, ...]:
     """The largest number of microbatches begun and not finished on each rank, counted for each of its stages."""
-    return tuple(int(peak) for peak in peak_activations(schedule, [1] * schedule.num_stages))
+    change = {"F": 1, "B": -1, "I": 0, "W": -1}
+    return tuple(max(accumulate(change[action.kind] for action in actions)) for actions in schedule.ranks)

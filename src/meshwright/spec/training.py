@@ -222,11 +222,11 @@ class TrainingSpec(Spec):
 
     def computing_in(self, dtype: str) -> "TrainingSpec":
         """The same training with everything but low-precision products in `dtype`, and gradients reduced in fp32."""
-        changes: dict[str, Any] = {"precision": dtype, "reduce_dtype": "fp32", **self._all_wide}
+        changes: dict[str, Any] = {"precision": dtype, "reduce_dtype": "fp32"}
         if self.product_recipe is not None:
             low_precision = self.low_precision.model_copy(update={"compute": dtype})
             changes |= {"precision": self.precision, "low_precision": low_precision}
-        return self.model_copy(update=changes)
+        return self.with_wide_state().model_copy(update=changes)
 
     @property
     def keeps_bf16(self) -> str | None:
@@ -235,16 +235,12 @@ class TrainingSpec(Spec):
             return "training.master_dtype=bf16"
         return "training.optimizer.state_dtype=bf16" if self.optimizer.state_dtype == BF16.name else None
 
-    @property
-    def _all_wide(self) -> dict[str, Any]:
-        """The settings without bf16 in the optimizer's state and weights."""
-        usual = OptimizerSpec()
-        changes = {"state_dtype": usual.state_dtype, "rounding": usual.rounding}
-        return {"master_dtype": FP32.name, "optimizer": self.optimizer.model_copy(update=changes)}
-
     def with_wide_state(self) -> "TrainingSpec":
         """The same training without bf16 in the optimizer's state and weights."""
-        return self.model_copy(update=self._all_wide)
+        usual = OptimizerSpec()
+        changes = {"state_dtype": usual.state_dtype, "rounding": usual.rounding}
+        optimizer = self.optimizer.model_copy(update=changes)
+        return self.model_copy(update={"master_dtype": FP32.name, "optimizer": optimizer})
 
     def without_low_precision(self) -> "TrainingSpec":
         """The same training with all products in the dtype of the other computation."""

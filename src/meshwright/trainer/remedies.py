@@ -16,7 +16,7 @@ from meshwright.plan.job import Job
 from meshwright.plan.layouts import divisors
 from meshwright.plan.machine import Machine
 from meshwright.plan.memory import MemoryUse
-from meshwright.plan.recompute import least_recompute
+from meshwright.plan.search import least_recompute
 from meshwright.plan.step_time import StepModel
 from meshwright.spec.errors import UserError
 from meshwright.spec.recipe import dump_recipe, parse_spec

@@ -7,18 +7,17 @@ from typing import Any
 
 from meshwright.families import describe_low_precision, parameter_table, resolve_model, starting_weights
 from meshwright.plan.blueprint import blueprint
-from meshwright.plan.engine import engine_job, layout_check
-from meshwright.plan.hardware import device_cluster, multiplies_fp8
+from meshwright.plan.engine import Processor, engine_job, layout_check
+from meshwright.plan.hardware import device_cluster, multiplies_fp8, resolve_cluster
 from meshwright.plan.job import Job
 from meshwright.plan.layouts import Limits
 from meshwright.plan.machine import Machine, find_machine
 from meshwright.plan.memory import predict_memory
 from meshwright.plan.recipe import choice_reason, plan_recipe, planned_run
-from meshwright.plan.recompute import least_recompute
+from meshwright.plan.search import least_recompute
 from meshwright.plan.stages import balanced_stages, layer_costs
 from meshwright.plan.step_time import StepModel
 from meshwright.spec.actions import ScheduleError
-from meshwright.spec.batch_size import sequences_per_step
 from meshwright.spec.errors import UserError
 from meshwright.spec.fit import batch_misfits, context_method, foreign_misfits, sample_misfits, tensor_notes
 from meshwright.spec.layout import LayoutSpec
@@ -55,7 +54,7 @@ def resolve_run(run: Run, *, base_dir: Path, machine: Machine | None = None) -> 
             f"data.sequence_length={run.data.sequence_length} is longer than the model's {model.max_positions} "
             f"positions; use data.sequence_length={model.max_positions} or raise model.max_positions"
         )
-    global_batch, ranks = sequences_per_step(run), run.layout.data_parallel
+    global_batch, ranks = run.sequences_per_step(), run.layout.data_parallel
     misfits = layout_check(run, model, machine.kind)(run.layout) or batch_misfits(run.layout, global_batch)
     misfits = [*misfits, *sample_misfits(run.training, model)]
     if model.foreign is not None:
@@ -132,12 +131,13 @@ def _with_layout(run: Run, base_dir: Path, machine: Machine) -> ResolvedRun:
     """Let the planner choose the layout, then resolve the rest; settings of the recipe are kept."""
     given = run.training.model_fields_set
     limits = Limits(recompute="recompute" not in given, micro_batch=run.training.micro_batch == "auto")
-    plan, facts = plan_recipe(run, base_dir=base_dir, machine=machine, limits=limits)
+    cluster = resolve_cluster(run.cluster, base_dir=base_dir, machine=machine)
+    plan, facts = plan_recipe(run, base_dir=base_dir, cluster=cluster, limits=limits)
     if plan.chosen is None:
         if plan.problem:
-            raise UserError(f"layout: auto, but {plan.cluster.name} has no suitable layout: {plan.problem}")
+            raise UserError(f"layout: auto, but {cluster.name} has no suitable layout: {plan.problem}")
         lost = "; ".join(f"{name}: {found['reason']}" for name, found in facts["strategies"].items())
-        raise UserError(f"layout: auto, but no layout fits {plan.cluster.name}: {lost}")
+        raise UserError(f"layout: auto, but no layout fits {cluster.name}: {lost}")
     resolved = resolve_run(planned_run(run, plan), base_dir=base_dir, machine=machine)
     reasons = resolved.reasons | {"layout": choice_reason(plan), "training.micro_batch": "by the planner"}
     return resolved.model_copy(update={"asked": run, "plan": facts, "reasons": reasons})
@@ -236,8 +236,8 @@ def _relieved(
         return None
     limit = MEMORY_SHARE * machine.memory_per_rank(layout.world_size)
     room = MEMORY_SHARE * machine.host_per_rank(layout.world_size)
-    kind: dict[str, Any] = {"device": machine.kind, "fp8": multiplies_fp8(machine)}
-    job = engine_job(run, blueprint(model), global_batch=global_batch, micro_batch=size, **kind)
+    processor = Processor(machine.kind, multiplies_fp8(machine))
+    job = engine_job(run, blueprint(model), global_batch=global_batch, micro_batch=size, processor=processor)
     needs = predict_memory(job).total
     # PyTorch cannot compile full recomputation of a block with split weights.
     recomputes = "recompute" not in training.model_fields_set and not (training.compile and layout.tp > 1)
@@ -284,9 +284,9 @@ def _micro_batch(run: Run, model: ModelSpec, global_batch: int, sizes: list[int]
     plan, length = blueprint(model), run.data.sequence_length // run.layout.cp
     limit = MEMORY_SHARE * machine.memory_per_rank(run.layout.world_size)
     room, best = MEMORY_SHARE * machine.host_per_rank(run.layout.world_size), 0
-    kind: dict[str, Any] = {"device": machine.kind, "fp8": multiplies_fp8(machine)}
+    processor = Processor(machine.kind, multiplies_fp8(machine))
     for size in sizes:
-        job = engine_job(run, plan, global_batch=global_batch, micro_batch=size, **kind)
+        job = engine_job(run, plan, global_batch=global_batch, micro_batch=size, processor=processor)
         use = predict_memory(job)
         on_host = use.host > room
         if use.total > limit or on_host:

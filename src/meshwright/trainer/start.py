@@ -16,7 +16,6 @@ from meshwright.data.tokenizer import TextTokenizer, load_tokenizer
 from meshwright.families import finetuned_table, parameter_table, pretrained_directory, resolve_model
 from meshwright.families.tensor_headers import stored_tensors
 from meshwright.launch.status import LOCK_LOST
-from meshwright.spec.batch_size import sequences_per_step
 from meshwright.spec.data import DATASET, SMALLEST_VOCAB
 from meshwright.spec.errors import UserError
 from meshwright.spec.finetune import FullSpec
@@ -223,7 +222,7 @@ def with_datasets(run: Run, base_dir: Path, *, most: int | None = None) -> Run:
         return run
     bare = run.data.tokenizer == "auto" and pretrained_directory(run.model, base_dir=base_dir) is None
     vocab = resolve_model(run.model, base_dir=base_dir, vocab=run.data.tokenizer_vocab).vocab
-    samples = most or run.training.steps * sequences_per_step(run)
+    samples = most or run.training.steps * run.sequences_per_step()
     return run.model_copy(update={"data": write_datasets(run.data, samples=samples, vocab=vocab, numbers=bare)})
 
 

@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from meshwright.validate.models import MOST, MOST_DEGREE, Row
+from meshwright.validate.models import MOST, MOST_DEGREE, Completion, Row
 from meshwright.validate.rows import PublishedRun
 from meshwright.validate.words import (
     DECIMAL_COMMA,
@@ -77,18 +77,18 @@ Found = tuple[str, str, str]
 
 def cell_doubts(row: Row, run: PublishedRun) -> Iterator[Found]:
     """Every cell of a row that was not used as written."""
-    used, said = _used(run), set[str]()
+    read, used, said = Completion(row), _used(run), set[str]()
     for column in NUMBERS:
-        text = (row.get(column) or "").strip()
+        text = read.text(column)
         made = _number_doubt(column, text, used.get(column))
         if made:
             said.add(column)
             yield column, text, made
-    for column, made in _word_doubts(row, run):
-        yield column, (row.get(column) or "").strip(), made
-    for column, made in _contradictions(row, run, used):
+    for column, made in _word_doubts(read, run):
+        yield column, read.text(column), made
+    for column, made in _contradictions(read, run, used):
         if column not in said:
-            yield column, (row.get(column) or "").strip(), made
+            yield column, read.text(column), made
 
 
 def _used(run: PublishedRun) -> dict[str, int]:
@@ -137,11 +137,11 @@ def _number_doubt(column: str, text: str, used: int | None) -> str | None:
     return None
 
 
-def _word_doubts(row: Row, run: PublishedRun) -> Iterator[tuple[str, str]]:
+def _word_doubts(read: Completion, run: PublishedRun) -> Iterator[tuple[str, str]]:
     """(column, the value used) for cells in words that were not understood."""
 
     def said(column: str) -> str:
-        text = (row.get(column) or "").strip()
+        text = read.text(column)
         return "" if says_nothing(text) else text
 
     job = run.job
@@ -167,16 +167,12 @@ def _word_doubts(row: Row, run: PublishedRun) -> Iterator[tuple[str, str]]:
         yield "offload", "neither optimizer nor activations alpha=PART; none taken"
 
 
-def _contradictions(row: Row, run: PublishedRun, used: dict[str, int]) -> Iterator[tuple[str, str]]:
+def _contradictions(read: Completion, run: PublishedRun, used: dict[str, int]) -> Iterator[tuple[str, str]]:
     """(column, the value used) for numbers that contradict the rest of the row, or arithmetic."""
-
-    def number(column: str) -> float | None:
-        return number_of((row.get(column) or "").strip())
-
     job = run.job
     degrees = f"tp x pp x cp = {job.layout.tp * job.layout.pp * job.layout.cp}"
     for column, taken in used.items():
-        value = number(column)
+        value = read.number(column)
         if value is None or int(value) == taken or not 1 <= value <= MOST.get(column, MOST_DEGREE):
             continue
         if column == "gpus":
@@ -187,16 +183,16 @@ def _contradictions(row: Row, run: PublishedRun, used: dict[str, int]) -> Iterat
                 f"{degrees}, and {taken} data-parallel ranks make {job.layout.world_size} devices; {taken} taken",
             )
         elif column == "global_batch":
-            if "tok" not in row[column].lower():
+            if "tok" not in read.text(column).lower():
                 yield column, f"too many for sequences, so read as tokens; {taken} sequences taken"
         elif column != "gpus_per_node" or taken != job.layout.world_size:
             yield column, f"{WHY_CUT.get(column, 'other cells contradict it')}; {taken} taken"
     if job.model.num_heads % job.layout.tp:
         yield "tp", f"it does not divide {job.model.num_heads} heads; predicted as if it did"
-    params = number("params_b")
+    params = read.number("params_b")
     if params and (params > 1e5 or not 1 / APART < params * 1e9 / job.model.num_parameters < APART):
         yield "params_b", f"the sizes make {job.model.num_parameters / 1e9:.3g} billion parameters; those taken"
-    yield from _measurement_doubts(run, number("step_time_s"), number("tokens_per_s_per_gpu"))
+    yield from _measurement_doubts(run, read.number("step_time_s"), read.number("tokens_per_s_per_gpu"))
 
 
 def _measurement_doubts(run: PublishedRun, stated: float | None, rate: float | None) -> Iterator[tuple[str, str]]:
@@ -207,7 +203,7 @@ def _measurement_doubts(run: PublishedRun, stated: float | None, rate: float | N
     tokens = job.global_batch * job.sequence / job.layout.world_size
     if stated and rate and not 1 / APART < run.seconds * rate / tokens < APART:
         yield "tokens_per_s_per_gpu", f"{tokens / run.seconds:.4g} by step_time_s, which is taken"
-    peak = (cluster.peak(job.precision)) * 1e12
+    peak = cluster.peak(job.precision) * 1e12
     utilisation = tokens * job.model.model_flops(job.sequence) / run.seconds / peak
     if utilisation > IMPOSSIBLE:
         column = "step_time_s" if stated else "tokens_per_s_per_gpu" if rate else "tflops_per_gpu"

@@ -2,7 +2,7 @@
 
 import re
 import statistics
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import exp, log
@@ -70,16 +70,8 @@ def report(judged: Sequence[Judged], refused: dict[str, str]) -> dict[str, Any]:
         "rows": len(judged) + len(refused),
         "refused": len(refused),
         "completed": sum(bool(row.run.completed) for row in judged),
-        "step_time": _summary(judged, "step_time", baseline),
-        "memory": _summary(judged, "memory", baseline) | out_of_memory(judged),
-        "per_source": {
-            name: {
-                "rows": len(rows),
-                "step_time": _summary(rows, "step_time", baseline),
-                "memory": _summary(rows, "memory", baseline) | out_of_memory(rows),
-            }
-            for name, rows in by_source.items()
-        },
+        **_quantities(judged, baseline),
+        "per_source": {name: {"rows": len(rows), **_quantities(rows, baseline)} for name, rows in by_source.items()},
         "completed_inputs": _count(name for row in judged for name in row.run.completed),
         "unknown_devices": _count(
             f"{row.run.unknown_device} as {row.run.cluster.device}" for row in judged if row.run.unknown_device
@@ -94,6 +86,14 @@ def source_name(source: str) -> str:
     """A source without the row or test case that a line of it came from."""
     name = re.split(r" row \d+", source)[0]
     return re.sub(r"(test_cases/\w+)/.*", r"\1", name)
+
+
+def _quantities(rows: Sequence[Judged], baseline: dict[str, float]) -> dict[str, Any]:
+    """Errors of both quantities over some rows."""
+    return {
+        "step_time": _summary(rows, "step_time", baseline),
+        "memory": _summary(rows, "memory", baseline) | out_of_memory(rows),
+    }
 
 
 def _summary(rows: Sequence[Judged], quantity: str, baseline: dict[str, float]) -> dict[str, Any]:
@@ -253,14 +253,14 @@ def regret(rows: Iterable[Judged]) -> list[dict[str, Any]]:
     return found
 
 
-def worst(judged: Sequence[Judged], quantity: str, count: int = 10) -> list[Judged]:
-    """The rows with the largest errors, by the logarithm of their ratio."""
+def worst(judged: Sequence[Judged], quantity: str) -> list[Judged]:
+    """The ten rows with the largest errors, by the logarithm of their ratio."""
 
     def distance(row: Judged) -> float:
         predicted, value = row.pairs(quantity)
         return abs(log(predicted.value / value)) if value else 0.0
 
-    return sorted(judged, key=distance, reverse=True)[:count]
+    return sorted(judged, key=distance, reverse=True)[:10]
 
 
 def _measured(row: Judged, quantity: str) -> float:
@@ -292,7 +292,4 @@ def _ranks(values: Sequence[float]) -> list[float]:
 
 
 def _count(names: Iterable[str]) -> dict[str, int]:
-    counts: dict[str, int] = defaultdict(int)
-    for name in names:
-        counts[name] += 1
-    return dict(sorted(counts.items(), key=lambda item: -item[1]))
+    return dict(Counter(names).most_common())

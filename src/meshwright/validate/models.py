@@ -4,7 +4,7 @@ import csv
 import functools
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from importlib import resources
 from math import isfinite
 from typing import TypeVar
@@ -35,20 +35,7 @@ VOCABULARIES = {
 }
 """Vocabularies by family; if no name helps, 51200, Megatron's padded GPT-2 vocabulary."""
 
-GATED = (
-    "llama",
-    "qwen",
-    "mistral",
-    "mixtral",
-    "gemma",
-    "deepseek",
-    "yi-",
-    "kimi",
-    "grok",
-    "dbrx",
-    "gpt-oss",
-    "internlm",
-)
+GATED = re.compile("llama|qwen|mistral|mixtral|gemma|deepseek|yi-|kimi|grok|dbrx|gpt-oss|internlm")
 """Families whose feed-forward layers are gated."""
 
 GPT_SHAPE = 196608
@@ -118,14 +105,14 @@ class Completion:
 
 
 @functools.cache
-def architectures() -> Mapping[str, tuple[str, Sizes]]:
-    """Name without its punctuation -> (name, sizes) of published architectures, longest names first."""
+def architectures() -> Mapping[str, Sizes]:
+    """Name without its punctuation -> sizes of published architectures, longest names first."""
     text = resources.files("meshwright.plan").joinpath("data/architectures.csv").read_text(encoding="utf-8")
     found = {}
     for row in csv.DictReader(text.splitlines()):
         sizes = {key: float(value) for key, value in row.items() if value.isdigit()}
         sizes |= {key: float(row[key] == "y") for key in ("gated", "tied")}
-        found[_bare(row["name"])] = row["name"], sizes
+        found[_bare(row["name"])] = sizes
     return dict(sorted(found.items(), key=lambda item: -len(item[0])))
 
 
@@ -136,7 +123,7 @@ def _bare(name: str) -> str:
 def known_sizes(name: str, params: float | None) -> Sizes:
     """Sizes of the architecture that a name contains; empty if its parameters are not about `params` billions."""
     bare = _bare(name)
-    for key, (_, sizes) in architectures().items():
+    for key, sizes in architectures().items():
         if key in bare:
             size = _whole(sizes).build(gated=bool(sizes["gated"]), tied=bool(sizes["tied"])).num_parameters / 1e9
             return sizes if params is None or abs(size / params - 1) <= ALIKE else {}
@@ -162,8 +149,9 @@ def published_model(read: Completion) -> Blueprint:
         if not params or abs(built.num_parameters / params / 1e9 - 1) <= ALIKE / 2:
             return built
     if params:
-        return min(whole.candidates(), key=lambda plan: abs(plan.num_parameters - params * 1e9))
-    plain = not sparse and size["ffn"] == 4 * size["hidden"] and not any(key in name for key in GATED)
+        built = [whole.build(gated=gated, tied=tied) for gated in (False, True) for tied in (True, False)]
+        return min(built, key=lambda plan: abs(plan.num_parameters - params * 1e9))
+    plain = not sparse and size["ffn"] == 4 * size["hidden"] and not GATED.search(name)
     return whole.build(gated=not plain, tied=plain)
 
 
@@ -241,25 +229,10 @@ def _by_parameters(read: Completion, size: Sizes, params: float | None) -> None:
 def _whole(size: Sizes) -> "_Sizes":
     """The sizes as whole numbers."""
     numbers = {key: int(value) for key, value in size.items() if isfinite(value)}
-    hidden, heads = numbers["hidden"], numbers["heads"]
-    head_dim = numbers.get("head_dim") or max(1, hidden // heads)
-    if "head_dim" not in numbers and numbers.get("experts"):
-        head_dim = max(64, head_dim)
-    return _Sizes(
-        layers=numbers["layers"],
-        hidden=hidden,
-        heads=heads,
-        kv_heads=numbers["kv_heads"],
-        head_dim=head_dim,
-        ffn=max(1, numbers["ffn"]),
-        vocab=numbers["vocab"],
-        experts=numbers.get("experts", 0),
-        top_k=numbers.get("top_k", 1),
-        shared=numbers.get("shared", 0),
-        dense_layers=numbers.get("dense_layers", 0),
-        dense_ffn=numbers.get("dense_ffn", numbers["ffn"]),
-        moe_layers=numbers.get("moe_layers", numbers["layers"]),
-    )
+    head_dim = max(64 if numbers.get("experts") else 1, numbers["hidden"] // numbers["heads"])
+    numbers = {"head_dim": head_dim, "dense_ffn": numbers["ffn"], "moe_layers": numbers["layers"]} | numbers
+    numbers["ffn"] = max(1, numbers["ffn"])
+    return _Sizes(**{field.name: numbers[field.name] for field in fields(_Sizes) if field.name in numbers})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -271,17 +244,12 @@ class _Sizes:
     head_dim: int
     ffn: int
     vocab: int
-    experts: int
-    top_k: int
-    shared: int
-    dense_layers: int
+    experts: int = 0
+    top_k: int = 1
+    shared: int = 0
+    dense_layers: int = 0
     dense_ffn: int
     moe_layers: int
-
-    def candidates(self) -> list[Blueprint]:
-        """The gated or plain, tied or untied variants; the one with parameters closest to the published count is
-        chosen."""
-        return [self.build(gated=gated, tied=tied) for gated in (False, True) for tied in (True, False)]
 
     def build(self, *, gated: bool, tied: bool) -> Blueprint:
         """The blueprint; layers of a kind share one block."""

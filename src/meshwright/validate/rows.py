@@ -5,6 +5,7 @@ Rows lack inputs. `Completion` records the rule that filled each gap; docs/plan-
 
 import re
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import Literal
 
 from meshwright.plan.blueprint import Blueprint
@@ -188,15 +189,11 @@ def _fitting(read: Completion, job: Job, cluster: ClusterSpec) -> Job:
     elif "recompute" in read.completed:
         policies = [job, replace(job, recompute="selective")]  # full recomputation would have been mentioned
     tried = job
-    for stage in stages:
-        for policy in policies:
-            shard = layout.dp_shard if stage == layout.zero_stage else layout.data_parallel
-            tried = policy.with_layout(zero=stage, dp_shard=shard, dp_replicate=layout.data_parallel // shard)
-            if predict_memory(tried).total <= cluster.memory_gb * 1e9:
-                break
-        else:
-            continue
-        break
+    for stage, policy in product(stages, policies):
+        shard = layout.dp_shard if stage == layout.zero_stage else layout.data_parallel
+        tried = policy.with_layout(zero=stage, dp_shard=shard, dp_replicate=layout.data_parallel // shard)
+        if predict_memory(tried).total <= cluster.memory_gb * 1e9:
+            break
     if tried.layout.zero_stage != layout.zero_stage:
         read.completed.append("zero_stage_or_fsdp")
     return tried
@@ -260,4 +257,4 @@ def _from_utilisation(read: Completion, job: Job, cluster: ClusterSpec) -> float
     share = read.number("mfu")
     if share is None:
         return None
-    return (share / 100 if share > 1 else share) * (cluster.peak(job.precision))
+    return (share / 100 if share > 1 else share) * cluster.peak(job.precision)
