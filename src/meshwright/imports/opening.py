@@ -2,7 +2,8 @@
 
 import json
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from itertools import count
 from math import isfinite
 from pathlib import Path
 from typing import Any
@@ -44,35 +45,28 @@ def read_data(path: Path, text: str) -> Any:
     # Invalid values of YAML's own tags (!!int, !!bool, !!timestamp) raise whatever Python raises.
     except (ValueError, yaml.YAMLError, ArithmeticError, LookupError, AttributeError, TypeError) as error:
         raise UserError(f"{path}: cannot be read: {' '.join(str(error).split()) or 'a value is malformed'}") from error
-    return _Tree(path).of(found)
+    return _plain(found, path, count(1))
 
 
 def _refuse(word: str) -> Any:
     raise ValueError(f"{word} is not a number")
 
 
-class _Tree:
-    """Converts a parser's output to plain data."""
-
-    def __init__(self, path: Path) -> None:
-        self._path, self._left = path, LARGEST_TREE
-
-    def of(self, value: Any, depth: int = 0) -> Any:
-        """The value, copied. Raises `UserError` if it refers to itself."""
-        self._left -= 1
-        if self._left < 0 or depth > DEEPEST:
-            raise UserError(f"{self._path}: has more than {LARGEST_TREE} values, or is nested too deeply")
-        if isinstance(value, Mapping):
-            return {str(key): self.of(inner, depth + 1) for key, inner in value.items()}
-        if isinstance(value, list | tuple | set):
-            return [self.of(inner, depth + 1) for inner in value]
-        if isinstance(value, int | float) and not isinstance(value, bool):
-            if not isfinite(value) or abs(value) > LARGEST_NUMBER:
-                raise UserError(f"{self._path}: contains a number that is not finite or is too large")
-            return value
-        if isinstance(value, str):
-            return _number(value)
-        return value if value is None or isinstance(value, bool) else str(value)
+def _plain(value: Any, path: Path, values: Iterator[int], depth: int = 0) -> Any:
+    """A parser's output, copied as plain data; `values` counts them. Raises `UserError` if it refers to itself."""
+    if next(values) > LARGEST_TREE or depth > DEEPEST:
+        raise UserError(f"{path}: has more than {LARGEST_TREE} values, or is nested too deeply")
+    if isinstance(value, Mapping):
+        return {str(key): _plain(inner, path, values, depth + 1) for key, inner in value.items()}
+    if isinstance(value, list | tuple | set):
+        return [_plain(inner, path, values, depth + 1) for inner in value]
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        if not isfinite(value) or abs(value) > LARGEST_NUMBER:
+            raise UserError(f"{path}: contains a number that is not finite or is too large")
+        return value
+    if isinstance(value, str):
+        return _number(value)
+    return value if value is None or isinstance(value, bool) else str(value)
 
 
 def _number(text: str) -> str | float:

@@ -52,7 +52,7 @@ def read_flags(text: str, file: str, switches: Collection[str], lists: Collectio
     commands = list(read_commands(text, file))
     reader.used = {name for command in commands for word in command.words for name in _uses(word)}
     reader.run(commands)
-    for name, fields in list(reader.values.items()):
+    for name, fields in list(reader.values.words.items()):
         if name not in reader.values.put_in and any(HOLDS_FLAG.search(one) for one in fields):
             reader.arguments(fields)
     return reader.result()
@@ -80,14 +80,13 @@ class _Reader:
     def run(self, commands: list[Command]) -> None:
         """Follow assignments, and read the flags of commands."""
         for command in commands:
-            words = command.words
-            if words and words[0].text == "for":
-                self.values.forget(words[1].text if len(words) > 1 else "")
+            first, *names = [word.text for word in command.words] or [""]
+            if first in ("for", "read"):  # only a shell knows the values that these set
+                for name in names[:1] if first == "for" else names:
+                    self.values.words.pop(name, None)
+            if first == "for":
                 continue
-            if words and words[0].text == "read":
-                for word in words[1:]:
-                    self.values.forget(word.text)
-            words = self._after_keywords(words)
+            words = self._after_keywords(command.words)
             while words and ASSIGNED.fullmatch(words[0].text):
                 self._assign(words.pop(0))
             pattern = command.end == ")" and len(words) == 1 and words[0].text.startswith("-")  # of a case
@@ -130,7 +129,7 @@ class _Reader:
     def result(self) -> Flags:
         """What was found."""
         flags, branches = self._flags, list(dict.fromkeys(self._in_branches))
-        flags.unset = [word for word in flags.unset if USED.sub(r"\1", word).strip("{}[]@*") not in self.values]
+        flags.unset = [word for word in flags.unset if USED.sub(r"\1", word).strip("{}[]@*") not in self.values.words]
         for word in flags.unset:
             if HIDES_FLAGS.fullmatch(word):
                 raise UserError(

@@ -1,8 +1,9 @@
 """Variables of a shell script: their values, and words with the values put in."""
 
 import ast
+import operator
 import re
-from collections.abc import ItemsView
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from meshwright.imports.shell_words import Piece, Word, inner_end, read_word
@@ -31,61 +32,46 @@ class Values:
 
     def __init__(self, file: str) -> None:
         self._file = file
-        self._values: dict[str, list[str]] = {}
+        self.words: dict[str, list[str]] = {}
+        """Name -> the words of its value."""
         self.put_in: set[str] = set()
         """Variables whose value the script has used since it set them."""
         self._length = 0
         self._depth = 0
 
-    def items(self) -> ItemsView[str, list[str]]:
-        """Name -> its words."""
-        return self._values.items()
-
-    def __contains__(self, name: str) -> bool:
-        return name in self._values
-
     def known(self, name: str) -> str | None:
         """A variable's value; None if the script has not set it."""
-        return " ".join(self._values[name]) if name in self._values else None
-
-    def forget(self, name: str) -> None:
-        """Drop a variable whose value only a shell knows."""
-        self._values.pop(name, None)
+        return " ".join(self.words[name]) if name in self.words else None
 
     def assign(self, name: str, word: Word, *, more: bool) -> None:
         """Set a variable to the value of NAME=value or NAME=(list), or extend it."""
         if word.items is not None:
             found = [one for item in word.items for one in self.fields(item)]
-            self._values[name] = [*self._values.get(name, []), *found] if more else found
+            self.words[name] = [*self.words.get(name, []), *found] if more else found
             self.put_in.discard(name)
             return
         first, *rest = word.pieces
         pieces = [Piece(first.text.partition("=")[2], first.quote), *rest]
         text = self._joined([part for piece in pieces for part in self._parts(piece)])
-        before, *others = self._values.get(name) or [""]
-        self._values[name] = [before + text, *others] if more else [text]
+        before, *others = self.words.get(name) or [""]
+        self.words[name] = [before + text, *others] if more else [text]
         self.put_in.discard(name)
 
     def fields(self, word: Word) -> list[str]:
         """The words that a word becomes."""
-        found: list[str] = []
-        now: str | None = None
+        found: list[str | None] = [None]  # the last one grows; None: it has no text yet, not even an empty one
         for part in (part for piece in word.pieces for part in self._parts(piece)):
-            if part is None or (part.splits and part.text[:1].isspace()):  # the next word
-                found += [] if now is None else [now]
-                now = None
             if part is None:
-                continue
-            several = part.text.split() if part.splits else [part.text]
-            for index, text in enumerate(several):
-                if index and now is not None:
-                    found.append(now)
-                    now = None
-                now = f"{now or ''}{text}"
-            if part.splits and part.text[-1:].isspace() and now is not None:
-                found.append(now)
-                now = None
-        return found if now is None else [*found, now]
+                found.append(None)
+            elif not part.splits:
+                found[-1] = f"{found[-1] or ''}{part.text}"
+            else:
+                for index, text in enumerate(re.split(r"\s+", part.text)):
+                    if index:
+                        found.append(None)
+                    if text:
+                        found[-1] = f"{found[-1] or ''}{text}"
+        return [text for text in found if text is not None]
 
     def _parts(self, piece: Piece) -> list[_Part | None]:
         """The parts of a piece; None between two items of a list."""
@@ -118,7 +104,7 @@ class Values:
             return [_Part(self._sum(use), splits=False)]
         braces = BRACES.fullmatch(use)
         name, items, operator, word = braces.groups("") if braces else (use[1:], "", "", "")
-        known = self._values.get(name)
+        known = self.words.get(name)
         empty = known is not None and not "".join(known)
         if operator and operator[-1] == "+":
             if known is None:
@@ -127,16 +113,13 @@ class Values:
         if operator and (known is None or (empty and ":" in operator)):
             parts = self._default(word, quoted=quoted)
             if "=" in operator:
-                self._values[name] = [self._joined(parts)]
+                self.words[name] = [self._joined(parts)]
             return parts
         if known is None:
             return [_Part(use)]
         self.put_in.add(name)
         if items and quoted:
-            between: list[_Part | None] = []
-            for one in known:
-                between += [None, _Part(one)] if between else [_Part(one)]
-            return between
+            return [part for one in known for part in (None, _Part(one))][1:]
         return [_Part(" ".join(known), splits=not quoted)]
 
     @staticmethod
@@ -181,19 +164,21 @@ def _computed(node: ast.expr) -> int:
         return node.value
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
         return -_computed(node.operand)
-    if not isinstance(node, ast.BinOp):
-        raise ValueError("not a sum")
-    left, right = _computed(node.left), _computed(node.right)
-    match node.op:
-        case ast.Add():
-            return left + right
-        case ast.Sub():
-            return left - right
-        case ast.Mult():
-            return left * right
-        case ast.Div():
-            return abs(left) // abs(right) * (1 if (left < 0) == (right < 0) else -1)
-        case ast.Mod():
-            return left - abs(left) // abs(right) * right * (1 if (left < 0) == (right < 0) else -1)
-        case _:
-            raise ValueError("not a sum")
+    if isinstance(node, ast.BinOp) and type(node.op) in ARITHMETIC:
+        return ARITHMETIC[type(node.op)](_computed(node.left), _computed(node.right))
+    raise ValueError("not a sum")
+
+
+def _quotient(left: int, right: int) -> int:
+    """The shell rounds a quotient towards 0."""
+    size = abs(left) // abs(right)
+    return size if (left < 0) == (right < 0) else -size
+
+
+ARITHMETIC: Mapping[type[ast.operator], Callable[[int, int], int]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: _quotient,
+    ast.Mod: lambda left, right: left - _quotient(left, right) * right,
+}

@@ -176,23 +176,13 @@ class _Lexer:
 
     def _here_document(self, mark: str) -> Iterator[Command]:
         """The lines up to the mark: another script's, or any text."""
-        body: list[str] = []
-        for line in iter(self._line, None):
-            if line.strip() == mark:
-                break
-            body.append(line)
+        last = re.compile(rf"^[^\S\n]*{re.escape(mark)}[^\S\n]*$", flags=re.MULTILINE).search(self.text, self.at)
+        body = self.text[self.at : last.start() if last else len(self.text)]
+        self.at = last.end() + 1 if last else len(self.text)
         try:
-            yield from list(_Lexer("\n".join(body), self.file).commands())
+            yield from list(_Lexer(body, self.file).commands())
         except UserError:
             return  # text for people
-
-    def _line(self) -> str | None:
-        if self.at >= len(self.text):
-            return None
-        end = self.text.find("\n", self.at)
-        line = self.text[self.at :] if end < 0 else self.text[self.at : end]
-        self.at += len(line) + 1
-        return line
 
     def _skip_spaces(self, *, lines: bool = False) -> None:
         """Skip spaces, and a comment, which begins with a # at the start of a word."""

@@ -29,7 +29,13 @@ def read_titan_python(text: str, file: str) -> dict[str, Any]:
         body = ast.parse(text).body
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         raise UserError(f"{file}: cannot be read as Python: {error}") from error
-    made = [(node, call) for node in body if isinstance(node, ast.FunctionDef) for call in _configurations(node)]
+    made = [
+        (function, call)
+        for function in body
+        if isinstance(function, ast.FunctionDef)
+        for call in ast.walk(function)
+        if isinstance(call, ast.Call) and _name(call.func) == "Trainer.Config"
+    ]
     if len(made) != 1:
         names = ", ".join(node.name for node, _ in made) or "none"
         raise UserError(f"{file}: must have one function that returns Trainer.Config(...), but has {names}")
@@ -41,12 +47,6 @@ def read_titan_python(text: str, file: str) -> dict[str, Any]:
     except RecursionError as error:
         raise UserError(f"{file}: cannot be read: nested too deeply") from error
     return dict(_keys(values, _models(body), _datasets(body), _scaling(function)))
-
-
-def _configurations(function: ast.FunctionDef) -> Iterator[ast.Call]:
-    for node in ast.walk(function):
-        if isinstance(node, ast.Call) and _name(node.func) == "Trainer.Config":
-            yield node
 
 
 def _name(node: ast.expr) -> str:
@@ -89,15 +89,13 @@ def _keys(
             mode = MODES.get(value[CALLED], value[CALLED]) if isinstance(value, Mapping) else "none"
             yield "activation_checkpoint.mode", mode
         elif section == "model_spec" and isinstance(value, Mapping):
-            yield from {"model.name": model, "model.flavor": value.get("0", value.get("flavor"))}.items()
-            yield from {f"model.{key}": inner for key, inner in value.items()
-                        if key not in (CALLED, "0", "flavor")}.items()  # fmt: skip
+            yield "model.name", model
+            yield "model.flavor", value.get("0", value.get("flavor"))
+            yield from _of_section("model", value, "0", "flavor")
         elif section == "optimizer" and isinstance(value, Mapping):
             yield from _optimizer(value)
         elif isinstance(value, Mapping):
-            plain = {key: inner for key, inner in value.items() if key != CALLED}
-            name = SECTIONS.get(section, section)
-            yield from flat({name: plain} if plain else {}).items()
+            yield from flat(dict(_of_section(SECTIONS.get(section, section), value))).items()
         else:
             yield section, value
     if datasets:
@@ -108,15 +106,20 @@ def _keys(
         yield "activation_checkpoint.mode", "selective"
 
 
+def _of_section(section: str, value: Mapping[str, Any], *others: str) -> Iterator[tuple[str, Any]]:
+    """The keywords of a section's call, by dotted names, without those that are read otherwise."""
+    return ((f"{section}.{key}", inner) for key, inner in value.items() if key not in (CALLED, *others))
+
+
 def _optimizer(value: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     """The group of all names; groups before it are listed where they do more than keep norms from decaying."""
     if value[CALLED] == "default_adamw":
-        yield from {"optimizer.lr": value.get("0", value.get("lr", 8e-4)), "optimizer.name": "AdamW"}.items()
-        shared = {key: inner for key, inner in value.items() if key not in (CALLED, "0", "lr")}
-        yield from _constants(shared)
+        yield "optimizer.lr", value.get("0", value.get("lr", 8e-4))
+        yield "optimizer.name", "AdamW"
+        yield from _constants({key: inner for key, inner in value.items() if key not in (CALLED, "0", "lr")})
         return
     groups = value.get("param_groups")
-    yield from ((f"optimizer.{key}", inner) for key, inner in value.items() if key not in (CALLED, "param_groups"))
+    yield from _of_section("optimizer", value, "param_groups")
     if not isinstance(groups, list) or not groups or not all(isinstance(group, Mapping) for group in groups):
         yield GROUPS, groups
         return
@@ -135,7 +138,8 @@ def _optimizer(value: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 def _constants(values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     for key, value in values.items():
         if key == "betas" and isinstance(value, list) and len(value) == 2:
-            yield from {"optimizer.beta1": value[0], "optimizer.beta2": value[1]}.items()
+            yield "optimizer.beta1", value[0]
+            yield "optimizer.beta2", value[1]
         else:
             yield f"optimizer.{key}", value
 
