@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
-from test_house import PRIVATE_BUT_NOT_TORCHS, given_names, overrides, private_parts
+from test_house import MAX_PARAMETERS, PRIVATE_BUT_NOT_TORCHS, given_names, overrides, parameters, private_parts
 
 STRATEGIES = {
     "tensor parallelism": ("tp", "tensor_parallel"),
@@ -26,7 +26,6 @@ STRATEGIES = {
     "pipedream": ("pipedream", "asynchronous", "late"),
 }
 """Strategy -> the names by which a file is known to know it."""
-MOST_PARAMETERS = 6
 STARTS = 7
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
@@ -67,8 +66,8 @@ def figures(source: Path) -> dict[str, int | str]:
     found: dict[str, int | str] = {
         "overrides of what was built elsewhere": sum(len(set(overrides(tree))) for tree in trees.values()),
         "files with private parts of PyTorch": sum(any(private_parts(tree, ours)) for tree in trees.values()),
-        f"functions of more than {MOST_PARAMETERS} parameters": sum(
-            len(parameters(node)) > MOST_PARAMETERS
+        f"functions of more than {MAX_PARAMETERS} parameters": sum(
+            len(parameters(node)) > MAX_PARAMETERS
             for tree in trees.values()
             for node in ast.walk(tree)
             if isinstance(node, Function)
@@ -94,13 +93,6 @@ def names(tree: ast.AST) -> Iterator[str]:
             yield node.arg or ""
         elif isinstance(node, ast.Constant) and isinstance(node.value, str):
             yield node.value
-
-
-def parameters(function: Function) -> list[str]:
-    """Names that a caller gives: not `self` or `cls`."""
-    taken = function.args
-    given = [one.arg for one in (*taken.posonlyargs, *taken.args, *taken.kwonlyargs)]
-    return [name for name in given if name not in ("self", "cls", "ctx")]
 
 
 def start_seconds(path: Path) -> float:

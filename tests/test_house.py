@@ -14,11 +14,13 @@ import pytest
 SOURCE = Path(__file__).resolve().parents[1] / "src" / "meshwright"
 FILES = sorted(path.relative_to(SOURCE).as_posix() for path in SOURCE.rglob("*.py"))
 
-MAX_FILE_LINES, MAX_FUNCTION_LINES = 400, 60
+MAX_FILE_LINES, MAX_FUNCTION_LINES, MAX_PARAMETERS = 400, 60, 6
 LONG_FILES = {"torch_internals.py": "one file holds every private use of PyTorch"}
 """File -> why it may be longer."""
 LONG_FUNCTIONS: dict[str, str] = {}
 """`file:function` -> why it may be longer."""
+MANY_PARAMETERS = {"trainer/run.py:train": "the public function's keyword arguments"}
+"""`file:function` -> why it may have more parameters."""
 
 READS_ENVIRONMENT = {"launch/forkserver.py", "launch/launcher.py", "trainer/worker.py", "cli/judge.py"}
 TORCH_FREE = ("cli", "data", "families", "imports", "plan", "spec", "storage", "validate")
@@ -338,3 +340,21 @@ def test_files_and_functions_fit_the_screen() -> None:
         if function.end_lineno and function.end_lineno - function.lineno >= MAX_FUNCTION_LINES
     }
     assert long == set(LONG_FUNCTIONS)
+
+
+def test_functions_have_few_parameters() -> None:
+    """Values that travel together are one object."""
+    many = {
+        f"{file}:{function.name}"
+        for file in FILES
+        for function in functions(file)
+        if len(parameters(function)) > MAX_PARAMETERS
+    }
+    assert many == set(MANY_PARAMETERS)
+
+
+def parameters(function: Function) -> list[str]:
+    """Names that a caller gives: not `self`, `cls` or an autograd function's `ctx`."""
+    taken = function.args
+    given = [one.arg for one in (*taken.posonlyargs, *taken.args, *taken.kwonlyargs)]
+    return [name for name in given if name not in ("self", "cls", "ctx")]
