@@ -11,15 +11,13 @@ layout rounds the same way. With beta2 near 1, rounding to nearest would also st
 always rounded stochastically.
 """
 
-import functools
-import hashlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from math import prod
 
 import torch
 
-from meshwright.models.dropout import drawn_bits
+from meshwright.models.dropout import drawn_bits, hash_key
 from meshwright.optim.shards import begin_of, local
 from meshwright.spec.training import Rounding
 
@@ -98,7 +96,7 @@ class Bf16:
 
     def _rounded(self, values: torch.Tensor, parameter: torch.Tensor, use: str, rows: Rows, step: int) -> torch.Tensor:
         numbers_N, first = places(parameter)
-        key = _key(self.seed, self.names.get(id(parameter), ""), use, step)
+        key = hash_key(self.seed, self.names.get(id(parameter), ""), use, step)
         return round_at_random(values, drawn_bits(key, numbers_N[rows], first, values.shape[1]))
 
 
@@ -130,9 +128,3 @@ def round_at_random(values: torch.Tensor, bits: torch.Tensor) -> torch.Tensor:
     which the lowest 16 count. Numbers that bf16 represents stay unchanged."""
     moved = values.contiguous().view(torch.int32) + (bits & 0xFFFF)
     return (moved & -0x10000).view(torch.float32)
-
-
-@functools.lru_cache(maxsize=2**16)
-def _key(seed: int, name: str, use: str, step: int) -> int:
-    digest = hashlib.blake2b(f"{seed}/{name}/{use}/{step}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little", signed=True)
