@@ -313,7 +313,7 @@ def test_what_the_engine_cannot_run_is_said() -> None:
     job = Job(
         model=blueprint(spec), sequence=8192, global_batch=128, micro_batch=1, layout=LayoutSpec(dp_shard=8, zero=3)
     )
-    check = layout_check(Run(model=ModelFields(name="llama-3-8b"), data=DataSpec(sequence_length=8192)), spec)
+    check = layout_check(Run(model=ModelFields(name="llama-3-8b"), data=DataSpec(sequence_length=8192)), spec, "cuda")
     assert refusal(job, check) is None
     assert passes(check)(job.with_layout(dp_shard=4, tp=2))
     assert not passes(check)(job.with_layout(dp_shard=1, tp=64, zero=0))
@@ -636,7 +636,7 @@ def test_whatever_the_search_calls_runnable_is_not_refused(recipe: Path, words: 
     short = ["training.global_batch=4", "training.micro_batch=1", "data.sequence_length=1024", "model=gpt2", words]
     run, machine = load_recipe(recipe, short), Machine("cuda", "H100", 8, 80 * 2**30)
     spec = resolve_model(run.model, base_dir=recipe.parent)
-    check = layout_check(run, spec)
+    check = layout_check(run, spec, "cuda")
     base = engine_job(run, blueprint(spec), global_batch=4, micro_batch=1, layout=LayoutSpec(dp_replicate=2))
     found = layouts(base, device_cluster("h100", 4), Limits(micro_batch=False))
     everything = [replace(base, layout=layout, micro_batch=micro) for layout, micro in found]

@@ -153,7 +153,7 @@ def _moment_bytes(training: TrainingSpec) -> float:
     return MOMENT_BYTES.get(optimizer.name, 2 * moment.bytes) + compensation
 
 
-def layout_check(run: Run, model: ModelSpec, device: Literal["cpu", "cuda"] = "cuda") -> LayoutCheck:
+def layout_check(run: Run, model: ModelSpec, device: Literal["cpu", "cuda"]) -> LayoutCheck:
     """A function that returns why the engine refuses a layout for a recipe's model, sequences, fine-tuning and
     optimizer. The planner applies it to every candidate, and recipe resolution to the recipe's own layout."""
     table = finetuned_table(model, run.finetune) if run.finetune else ()

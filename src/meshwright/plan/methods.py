@@ -3,7 +3,7 @@
 from dataclasses import replace
 from typing import Any
 
-from meshwright.plan.engine import Case, layout_check, method_fields, passes
+from meshwright.plan.engine import Case, method_fields, passes
 from meshwright.plan.explain import describe_candidate, recomputes, why_not
 from meshwright.plan.job import Job
 from meshwright.plan.search import Found, search
@@ -30,7 +30,7 @@ def method_facts(case: Case, found: Found) -> dict[str, dict[str, Any]]:
     """
     facts = {}
     for name, finetune in METHODS.items():
-        runs = passes(layout_check(case.run.model_copy(update={"finetune": finetune}), case.spec))
+        runs = passes(case.check(case.run.model_copy(update={"finetune": finetune})))
         result = found
         if finetune != case.run.finetune:
             limits = replace(case.limits, runs=runs)
