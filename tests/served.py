@@ -1,6 +1,7 @@
 """Tiny models to serve: fresh weights large enough for clear preferences, a tokenizer, a chat template."""
 
 import dataclasses
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,8 @@ from meshwright.data.tokenizer import TextTokenizer, train_tokenizer
 from meshwright.families import parameter_table, resolve_model
 from meshwright.finetune import apply_finetune
 from meshwright.models import Decoder, build_model, draw_rows, initialize, named_tensors
+from meshwright.models.generate import Sampling, check_room
+from meshwright.serve.engine import Engine, requests_of
 from meshwright.spec.finetune import LoraSpec
 from meshwright.spec.model import ModelFields, ModelSpec
 
@@ -96,3 +99,21 @@ def hf_directory(folder: Path, model: Decoder, tokenizer: TextTokenizer) -> Path
         prove=False,
     )
     return folder
+
+
+def generate(
+    model: Decoder,
+    prompts: Sequence[Sequence[int]],
+    *,
+    max_tokens: int,
+    eos_id: int | Collection[int],
+    sampling: Sampling,
+) -> list[list[int]]:
+    """Up to `max_tokens` new token ids for each prompt, ending before `eos_id` (or any of several) if it occurs.
+
+    Raises `UserError` for an empty prompt, or more positions than the model has.
+    """
+    check_room(prompts, max_tokens, model.spec.max_positions)
+    ends = {eos_id} if isinstance(eos_id, int) else set(eos_id)
+    requests = requests_of(prompts, ends, max_tokens=max_tokens, sampling=sampling)
+    return [answer.ids for answer in Engine(model).run(requests)]

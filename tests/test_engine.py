@@ -23,12 +23,12 @@ from meshwright.models.compiled import COMPILERS, compile_step, compile_where_po
 from meshwright.models.generate import Sampling
 from meshwright.models.packed import pack
 from meshwright.serve import engine as engine_module
-from meshwright.serve.engine import Answer, Engine, Request, Token, generate
+from meshwright.serve.engine import Answer, Engine, Request, Token
 from meshwright.serve.readers import CachedReader, WholeReader, reader_for
 from meshwright.serve.text import TextWriter
 from meshwright.spec.errors import UserError
 from meshwright.torch_internals import onednn_multiplies
-from served import CHATML, VOCAB, adapted, hf_directory, model_of, tokenizer_of
+from served import CHATML, VOCAB, adapted, generate, hf_directory, model_of, tokenizer_of
 
 FAMILIES = ["llama", "gpt2", "mistral", "qwen3", "qwen3_moe", "deepseek_v3"]
 GREEDY = Sampling(temperature=0)

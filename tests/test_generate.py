@@ -10,8 +10,8 @@ from losses import logits_of
 from meshwright.families import parameter_table, resolve_model
 from meshwright.models import build_model, initialize
 from meshwright.models.generate import Sampling, choose
-from meshwright.serve.engine import generate
 from meshwright.spec.model import ModelFields
+from served import generate
 
 EOS = 0
 PROMPTS = [[5, 6, 7, 8, 9], [3], [11, 4, 11]]

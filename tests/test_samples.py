@@ -4,12 +4,12 @@ import pytest
 
 from meshwright.models import Decoder
 from meshwright.models.generate import Sampling
-from meshwright.serve.engine import generate
 from meshwright.spec.layout import LayoutSpec
 from meshwright.testing.equivalence import build_here
 from meshwright.testing.layouts import EXPERT_PARALLEL, LAYOUTS
 from meshwright.testing.ranks import RankPool
 from meshwright.trainer.samples import continue_together
+from served import generate
 from tiny import tiny_run
 
 PROMPTS = [[5, 6, 7, 8, 9], [3], [11, 4, 11]]

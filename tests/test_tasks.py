@@ -13,7 +13,6 @@ from meshwright import load_recipe, train
 from meshwright.cli.main import main
 from meshwright.launch.watchdog import Watchdog
 from meshwright.models.generate import Sampling
-from meshwright.serve.engine import generate
 from meshwright.serve.examine import examinee_of
 from meshwright.serve.trained import TrainedModel
 from meshwright.spec.batch import Batch
@@ -30,7 +29,7 @@ from meshwright.testing.layouts import EXPERT_PARALLEL, LAYOUTS
 from meshwright.testing.ranks import RankPool
 from meshwright.trainer.metrics import read_journal
 from meshwright.trainer.tasks import before_stops, examinee_in_training
-from served import CHATML, hf_directory, model_of, tokenizer_of
+from served import CHATML, generate, hf_directory, model_of, tokenizer_of
 from tiny import tiny_run
 
 MMLU = {"question": "Which is a verb?", "subject": "plain_words", "choices": ["add", "x", "def", "one"], "answer": 2}

@@ -380,21 +380,3 @@ def requests_of(
         Request(prompt=prompt, max_tokens=max_tokens, sampling=sampling, row=row, ends=ends, stops=stops)
         for row, prompt in enumerate(prompts)
     ]
-
-
-def generate(
-    model: Decoder,
-    prompts: Sequence[Sequence[int]],
-    *,
-    max_tokens: int,
-    eos_id: int | Collection[int],
-    sampling: Sampling,
-) -> list[list[int]]:
-    """Up to `max_tokens` new token ids for each prompt, ending before `eos_id` (or any of several) if it occurs.
-
-    Raises `UserError` for an empty prompt, or more positions than the model has.
-    """
-    check_room(prompts, max_tokens, model.spec.max_positions)
-    ends = {eos_id} if isinstance(eos_id, int) else set(eos_id)
-    requests = requests_of(prompts, ends, max_tokens=max_tokens, sampling=sampling)
-    return [answer.ids for answer in Engine(model).run(requests)]
