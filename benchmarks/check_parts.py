@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from meshwright.comm import objects
 from meshwright.comm.store import SignedStore
-from meshwright.data.checksums import BLOCK, Sums, write_sums
+from meshwright.data.checksums import BLOCK, BlockChecksums, write_sums
 from meshwright.storage.lock import Lock
 
 BLOCKS = 64
@@ -37,7 +37,7 @@ def main() -> None:
         path = Path(name) / "tokens.bin"
         path.write_bytes(os.urandom(BLOCKS * BLOCK))
         write_sums(path)
-        known = Sums.beside(path, "")
+        known = BlockChecksums.beside(path, "")
         known.compare_all()
         checked = known.numbers(np.dtype("<u2"), 0, BLOCKS * BLOCK // 2)
         plain = np.memmap(path, "<u2", "r")
@@ -47,6 +47,9 @@ def main() -> None:
 
         def pickled() -> object:
             return pickle.loads(pickle.dumps(VALUE, protocol=pickle.HIGHEST_PROTOCOL))
+
+        def compared() -> object:
+            return BlockChecksums.beside(path, "").compare_all()
 
         def pulse(where: dist.Store) -> bytes:
             where.set("pulse", "7 host")
@@ -60,7 +63,7 @@ def main() -> None:
                 pass
 
         for what, with_it, without in (
-            (f"{BLOCKS} blocks of tokens, read first", cpu(lambda: Sums.beside(path, "").compare_all(), 5), "-"),
+            (f"{BLOCKS} blocks of tokens, read first", cpu(compared, 5), "-"),
             ("2048 tokens, read again", cpu(lambda: checked[4096:6144], 2000), cpu(lambda: plain[4096:6144], 2000)),
             ("an object of 1 KB, sent and read", cpu(sent, 500), cpu(pickled, 500)),
             ("a sign of life, written and read", cpu(lambda: pulse(signed), 500), cpu(lambda: pulse(store), 500)),

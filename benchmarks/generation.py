@@ -37,7 +37,7 @@ from meshwright.models.compiled import compile_step
 from meshwright.models.dtypes import torch_dtype
 from meshwright.models.generate import Sampling
 from meshwright.models.packed import pack
-from meshwright.serve.engine import Engine, Request
+from meshwright.serve.engine import InferenceEngine, Request
 from meshwright.spec.model import ModelFields
 
 HERE = Path(__file__).parent
@@ -118,7 +118,7 @@ def row(name: str, models: tuple[Decoder, Decoder, Any], batch: int, arguments: 
     room = torch.ones(size // 4)
 
     def ours(model: Decoder) -> list[list[int]]:
-        return [answer.ids for answer in Engine(model).run(requests)]
+        return [answer.ids for answer in InferenceEngine(model).run(requests)]
 
     def transformers() -> list[list[int]]:
         found = theirs.generate(

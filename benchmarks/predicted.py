@@ -42,7 +42,7 @@ from meshwright.testing.equivalence import loader_for
 from meshwright.trainer.calibrate import calibrate
 from meshwright.trainer.device import keep_freed_memory
 from meshwright.trainer.resolve import resolve_run
-from meshwright.trainer.setup import Place, build_trainer
+from meshwright.trainer.setup import RankContext, build_trainer
 from meshwright.trainer.state import state_tensors
 from meshwright.validate.judge import spearman
 
@@ -221,7 +221,7 @@ def _train(
     resolved: ResolvedRun, worker: Worker, device: torch.device, meshes: Meshes | None
 ) -> tuple[list[float], int]:
     """Seconds of every step, and the most bytes of tensors at once; on a CPU one more step tracks them."""
-    trainer, took = build_trainer(resolved, Place(worker, device, meshes)), []
+    trainer, took = build_trainer(resolved, RankContext(worker, device, meshes)), []
     with loader_for(trainer) as loader:
         for step in range(1, WARM + TIMED + 1):
             microbatches = loader.microbatches(step)

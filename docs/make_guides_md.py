@@ -5,7 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from meshwright.families import PRESETS, resolve_model
-from meshwright.plan.blueprint import Block, Blueprint, Matrix, blueprint
+from meshwright.plan.blueprint import Blueprint, LayerParameters, Matrix, blueprint
 from meshwright.plan.candidate import Candidate, evaluate
 from meshwright.plan.constants import FITTED
 from meshwright.plan.hardware import resolve_cluster
@@ -108,8 +108,9 @@ def _state_claims() -> Iterator[str]:
         f"{use.total / GB:.1f} GB with a microbatch of 8",
         "reproduced for the state; the peak depends on the batch, and logits need not be materialized",
     )
+    kinds = (LayerParameters((Matrix("w", 7_500_000_000, 1, split=True),), 0),)
     paper = Blueprint(hidden=1, num_heads=1, num_kv_heads=1, head_dim=1, vocab=0, gated=False, tied=True,
-                      kinds=(Block((Matrix("w", 7_500_000_000, 1, split=True),), 0),), pattern=(0,))  # fmt: skip
+                      kinds=kinds, pattern=(0,))  # fmt: skip
     sizes = []
     for zero in range(4):
         layout = LayoutSpec(zero=zero, dp_shard=64) if zero else LayoutSpec(dp_replicate=64)

@@ -21,8 +21,8 @@ from lm_eval.tasks import TaskManager
 
 from meshwright.serve.connections import configured
 from meshwright.serve.examine import examinee_of
-from meshwright.serve.http import Limits, Server
-from meshwright.serve.served import Room, serve_as
+from meshwright.serve.http import Server, ServerLimits
+from meshwright.serve.served import Capacity, serve_as
 from meshwright.serve.trained import open_trained
 from meshwright.spec.tasks import TaskSpec
 from meshwright.tasks.ask import open_tasks
@@ -98,9 +98,9 @@ def main(model: Path, folder: Path) -> None:
 def beside_the_server(model: Path, folder: Path, ours: list[TaskResult]) -> None:
     """The harness's `local-completions` queries our server (without the rolling task, whose windows it cuts
     differently)."""
-    served = serve_as(open_trained(model, device="cpu"), "tiny", Room(max_batch=8))
+    served = serve_as(open_trained(model, device="cpu"), "tiny", Capacity(max_batch=8))
     with socket.create_server(("127.0.0.1", 0)) as listening:
-        server = uvicorn.Server(configured(Server([served], Limits()).app(), log_level="error"))
+        server = uvicorn.Server(configured(Server([served], ServerLimits()).app(), log_level="error"))
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})
         thread.start()
         url = f"http://127.0.0.1:{listening.getsockname()[1]}/v1/completions"

@@ -14,7 +14,7 @@ from meshwright.families import parameter_table, resolve_model
 from meshwright.finetune import apply_finetune
 from meshwright.models import Decoder, build_model, draw_rows, initialize, named_tensors
 from meshwright.models.generate import Sampling, check_room
-from meshwright.serve.engine import Engine, requests_of
+from meshwright.serve.engine import InferenceEngine, requests_of
 from meshwright.spec.finetune import LoraSpec
 from meshwright.spec.model import ModelFields, ModelSpec
 
@@ -116,4 +116,4 @@ def generate(
     check_room(prompts, max_tokens, model.spec.max_positions)
     ends = {eos_id} if isinstance(eos_id, int) else set(eos_id)
     requests = requests_of(prompts, ends, max_tokens=max_tokens, sampling=sampling)
-    return [answer.ids for answer in Engine(model).run(requests)]
+    return [answer.ids for answer in InferenceEngine(model).run(requests)]

@@ -14,7 +14,7 @@ from meshwright.testing.equivalence import build_here
 from meshwright.testing.layouts import LAYOUTS
 from meshwright.trainer.display import Display
 from meshwright.trainer.loop import train_loop
-from meshwright.trainer.metrics import Journal
+from meshwright.trainer.metrics import MetricsJournal
 from meshwright.trainer.session import Outputs, Session
 from meshwright.trainer.state import restore
 from tiny import tiny_corpus, tiny_run
@@ -42,7 +42,7 @@ def train(
     first = trainer.worker.rank == 0
     root.mkdir(exist_ok=True, parents=True)
     display = Display(steps=STEPS, memory_bytes=1, device="cpu", enabled=first, stream=io.StringIO())
-    with Journal(root / "metrics.jsonl") if first else nullcontext() as journal:
+    with MetricsJournal(root / "metrics.jsonl") if first else nullcontext() as journal:
         stop, corpus = StopRequest(raises=True), corpus or tiny_corpus(held_out=True)
         session = Session(trainer, corpus, Outputs(root, display, journal), stop, callbacks)
         train_loop(session)

@@ -18,7 +18,7 @@ from meshwright.spec.training import AttentionName, TrainingSpec
 from meshwright.testing.equivalence import build_here, one_step
 from meshwright.testing.ranks import RankPool
 from meshwright.trainer.resolve import resolve_run
-from meshwright.trainer.setup import Place, build_trainer
+from meshwright.trainer.setup import RankContext, build_trainer
 from test_equivalence import assert_equal
 from test_models_documents import reference_varlen
 from tiny import tiny_run
@@ -89,7 +89,7 @@ def test_a_kernel_that_the_device_lacks_is_refused(name: AttentionName) -> None:
     with pytest.raises(UserError, match=r"\(cpu, bfloat16, heads of 64, documents .*\); use flash or math or auto"):
         check_kernel(name, asked(documents=True))
     with pytest.raises(UserError, match=f"training.attention={name}"):
-        build_trainer(tiny_run(LayoutSpec(), attention=name), Place())
+        build_trainer(tiny_run(LayoutSpec(), attention=name), RankContext())
 
 
 def test_what_is_told() -> None:

@@ -18,7 +18,7 @@ import pytest
 from meshwright.cli.main import main
 from meshwright.models.generate import Sampling
 from meshwright.serve.chat import Partner
-from meshwright.serve.engine import Engine, Request
+from meshwright.serve.engine import InferenceEngine, Request
 from meshwright.serve.trained import Settings, open_trained
 from meshwright.spec.errors import UserError
 from served import CHATML, hf_directory, model_of, tokenizer_of
@@ -59,7 +59,7 @@ def expected(models: Path, *messages: str, name: str = "tuned", system: str | No
     request = Request(
         prompt=prompt, max_tokens=tokens, sampling=Sampling(temperature=0), ends=partner._prompts.answer_ends
     )
-    return Engine(trained.model, decode=trained.tokenizer.decode_text).run([request])[0].text
+    return InferenceEngine(trained.model, decode=trained.tokenizer.decode_text).run([request])[0].text
 
 
 def test_each_question_is_answered_with_the_conversation_before_it(talk: Talk, models: Path) -> None:
@@ -120,7 +120,7 @@ def test_a_base_model_continues_texts(talk: Talk, models: Path) -> None:
         trained = open_trained(models / "base", device="cpu")
         ids = trained.tokenizer.encode_prompt(text)
         request = Request(prompt=ids, max_tokens=8, sampling=Sampling(temperature=0), ends={trained.tokenizer.eos_id})
-        return Engine(trained.model, decode=trained.tokenizer.decode_text).run([request])[0].text
+        return InferenceEngine(trained.model, decode=trained.tokenizer.decode_text).run([request])[0].text
 
     status, answers, notes = talk(["def f", "return", "/more", "/help"], "base")
     first, second = continued("def f"), continued("return")

@@ -14,7 +14,7 @@ import torch
 
 from meshwright.cli.main import main
 from meshwright.data.mixture import training_samples
-from meshwright.engines.compare import Contestant, Pace, Row, compare
+from meshwright.engines.compare import Contestant, ContestRow, Pace, compare
 from meshwright.engines.deepspeed import DeepSpeedEngine
 from meshwright.engines.engine import Engine, explained
 from meshwright.engines.layouts import layout_called
@@ -91,7 +91,7 @@ def contest(
     pace: Pace = Pace(2, 3, 2),  # noqa: B008
     patience: float = 20,
     said: list[str] | None = None,
-) -> tuple[list[Row], Path]:
+) -> tuple[list[ContestRow], Path]:
     resolved = resolve_run(parse_spec(RECIPE, Run), base_dir=folder)
     entered = [
         Contestant(name=f"e{number}", engine=engine, resolved=resolved) for number, engine in enumerate(fakes, 1)
@@ -174,8 +174,12 @@ def test_an_engine_that_dies_at_its_end_keeps_its_right_results(folder):
 
 
 def test_figures_are_medians_of_the_timed_steps_and_differences_the_largest_of_all():
-    first = Row(name="a", engine="a", strategy="", tokens_per_step=100, losses=[3.0, 2.0, 1.0], gnorms=[1.0, 1.0, 1.0])
-    second = Row(name="b", engine="b", strategy="", tokens_per_step=100, losses=[3.0, 2.5, 1.1], gnorms=[1.0, 1.0, 0.7])
+    first = ContestRow(
+        name="a", engine="a", strategy="", tokens_per_step=100, losses=[3.0, 2.0, 1.0], gnorms=[1.0, 1.0, 1.0]
+    )
+    second = ContestRow(
+        name="b", engine="b", strategy="", tokens_per_step=100, losses=[3.0, 2.5, 1.1], gnorms=[1.0, 1.0, 0.7]
+    )
     first.turns, second.turns = [[1.0, 1.0], [1.0, 9.0]], [[2.0, 2.0], [0.5, 2.0]]
     assert first.tokens_per_second == 100
     assert second.tokens_per_second == 50
@@ -188,8 +192,10 @@ def test_figures_are_medians_of_the_timed_steps_and_differences_the_largest_of_a
 
 
 def test_where_the_first_is_not_measured_the_next_is_the_reference():
-    broken = Row(name="a", engine="a", strategy="", error="no")
-    others = [Row(name=name, engine=name, strategy="", tokens_per_step=8, losses=[1.0], turns=[[1.0]]) for name in "bc"]
+    broken = ContestRow(name="a", engine="a", strategy="", error="no")
+    others = [
+        ContestRow(name=name, engine=name, strategy="", tokens_per_step=8, losses=[1.0], turns=[[1.0]]) for name in "bc"
+    ]
     others[1].losses, others[1].turns = [1.5], [[4.0]]
     found = as_json([broken, *others])["engines"]
     assert [row["ratio"] for row in found] == [None, 1.0, 0.25]
@@ -241,7 +247,7 @@ def test_reports_say_what_was_the_same(overrides: list[str], said: str, tmp_path
     runs = [resolve_run(parse_spec(RECIPE, Run, words), base_dir=tmp_path) for words in ([], overrides)]
     entered = [Contestant(name=str(number), engine=Fake(), resolved=run) for number, run in enumerate(runs)]
     about = describe(Pace(), "", entered)
-    rows = [Row(name=one.name, engine="e1", strategy="", error="ended") for one in entered]
+    rows = [ContestRow(name=one.name, engine="e1", strategy="", error="ended") for one in entered]
     for report in (markdown(rows, about), comparison_page(rows, about)):
         assert said in report
         assert report.count(said) == 1

@@ -10,10 +10,10 @@ import pytest
 from meshwright.cli import data as verb
 from meshwright.cli.main import main
 from meshwright.data.audit import CHECKS, PlannedRun, audit
-from meshwright.data.loader import HostBatch, Loader, Share
+from meshwright.data.loader import BatchShare, HostBatch, Loader
 from meshwright.data.mixture import JoinedSamples, Mixture
 from meshwright.data.packing import NO_LABEL, build_samples
-from meshwright.data.prepare import Corpus, Stream
+from meshwright.data.prepare import Corpus, TokenStream
 from meshwright.data.tokenizer import train_tokenizer
 from meshwright.spec.data import DataSpec
 from tokens import token_file
@@ -22,7 +22,7 @@ T, GLOBAL_BATCH, STEPS, RANKS = 16, 8, 12, 2
 TOKENIZER = train_tokenizer(["."], 257)
 
 
-def stream(name: str, seed: int, weight: float | None = None) -> Stream:
+def stream(name: str, seed: int, weight: float | None = None) -> TokenStream:
     """About 60 documents to train on and 10 held out: random tokens, each document followed by an end-of-text token."""
     generator = np.random.default_rng(seed)
 
@@ -32,7 +32,7 @@ def stream(name: str, seed: int, weight: float | None = None) -> Stream:
         tokens[np.cumsum(lengths) - 1] = TOKENIZER.eos_id
         return token_file(tokens, lengths)
 
-    return Stream(name=name, train=file(60), held_out=file(10), weight=weight)
+    return TokenStream(name=name, train=file(60), held_out=file(10), weight=weight)
 
 
 def planned(
@@ -59,7 +59,7 @@ def planned(
 
 
 def loader(mixture, rank: int, *, seed: int = 7, world_size: int = RANKS, padding="kept") -> Loader:
-    share = Share(rank=rank, world_size=world_size, padding=padding)
+    share = BatchShare(rank=rank, world_size=world_size, padding=padding)
     return Loader(mixture, share, seed=seed, global_batch=GLOBAL_BATCH, micro_batch=2)
 
 

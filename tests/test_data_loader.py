@@ -5,7 +5,7 @@ import threading
 import numpy as np
 import pytest
 
-from meshwright.data.loader import Loader, Share, evaluation_batches
+from meshwright.data.loader import BatchShare, Loader, evaluation_batches
 from meshwright.data.packing import NO_LABEL, ConcatenatedSamples, Sample
 
 T = 8
@@ -22,7 +22,7 @@ def load(samples, step, *, world_size, micro_batch, seed=3, global_batch=12):
     for rank in range(world_size):
         with Loader(
             samples,
-            Share(rank=rank, world_size=world_size),
+            BatchShare(rank=rank, world_size=world_size),
             seed=seed,
             global_batch=global_batch,
             micro_batch=micro_batch,
@@ -46,7 +46,7 @@ def test_padded_rows_end_behind_the_longest_of_their_microbatch():
     ]
 
     def read(micro_batch, padding):
-        with Loader(samples, Share(padding=padding), seed=0, global_batch=3, micro_batch=micro_batch) as loader:
+        with Loader(samples, BatchShare(padding=padding), seed=0, global_batch=3, micro_batch=micro_batch) as loader:
             return loader.microbatches(0)
 
     (whole,) = read(3, "kept")
@@ -132,9 +132,9 @@ def test_errors_of_the_thread_arrive():
 
 def test_batches_that_do_not_divide():
     with pytest.raises(ValueError, match="must be a multiple of 6"):
-        Loader(numbered(5), Share(world_size=3), seed=0, global_batch=8, micro_batch=2)
+        Loader(numbered(5), BatchShare(world_size=3), seed=0, global_batch=8, micro_batch=2)
     with pytest.raises(ValueError, match="rank 3 is not in"):
-        Loader(numbered(5), Share(rank=3, world_size=3), seed=0, global_batch=6, micro_batch=2)
+        Loader(numbered(5), BatchShare(rank=3, world_size=3), seed=0, global_batch=6, micro_batch=2)
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 5])
@@ -143,7 +143,7 @@ def test_evaluation_sees_every_token_once(world_size, num_tokens):
     tokens = np.arange(num_tokens)
     samples = ConcatenatedSamples(tokens, T, keep_tail=True)
     ranks = [
-        list(evaluation_batches(samples, Share(rank=rank, world_size=world_size), micro_batch=2))
+        list(evaluation_batches(samples, BatchShare(rank=rank, world_size=world_size), micro_batch=2))
         for rank in range(world_size)
     ]
     assert len({len(batches) for batches in ranks}) == 1, "every rank runs the same number of microbatches"
@@ -175,7 +175,7 @@ def test_evaluation_without_padding_asks_for_the_same_labels(padding):
     samples = type("Rows", (list,), {"sequence_length": 64})(samples)
 
     def read(padding):
-        shares = [Share(rank=rank, world_size=2, padding=padding) for rank in (0, 1)]
+        shares = [BatchShare(rank=rank, world_size=2, padding=padding) for rank in (0, 1)]
         return [batch for share in shares for batch in evaluation_batches(samples, share, micro_batch=2)]
 
     whole, less = read("kept"), read(padding)

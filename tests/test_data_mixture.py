@@ -7,10 +7,10 @@ from fractions import Fraction
 import numpy as np
 import pytest
 
-from meshwright.data.loader import Loader, Share
+from meshwright.data.loader import BatchShare, Loader
 from meshwright.data.mixture import JoinedSamples, Mixture, mean_context
 from meshwright.data.packing import BestFitSamples, ConcatenatedSamples, build_samples
-from meshwright.data.prepare import Corpus, Stream
+from meshwright.data.prepare import Corpus, TokenStream
 from meshwright.data.tokenizer import train_tokenizer
 from meshwright.spec.data import DataSpec
 from tokens import token_file
@@ -86,7 +86,9 @@ def test_the_loader_mixes_the_same_for_every_world_size(world_size):
     wanted = [mixture.sample(position, 6).inputs[0] for position in range(8, 16)]
     seen = []
     for rank in range(world_size):
-        with Loader(mixture, Share(rank=rank, world_size=world_size), seed=6, global_batch=8, micro_batch=2) as loader:
+        with Loader(
+            mixture, BatchShare(rank=rank, world_size=world_size), seed=6, global_batch=8, micro_batch=2
+        ) as loader:
             seen += itertools.chain.from_iterable(batch.tokens[:, 0] for batch in loader.microbatches(1))
     assert seen == wanted
 
@@ -101,7 +103,9 @@ def test_the_mean_context_is_that_of_the_tokens(packing, weights):
         lengths = generator.integers(2, 60, count)
         lengths[-1] += (1 - lengths.sum()) % 32  # so that nothing is left out
         files.append(token_file(generator.integers(1, 50, lengths.sum()), lengths))
-    streams = [Stream(name="s", train=file, held_out=None, weight=w) for file, w in zip(files, weights, strict=True)]
+    streams = [
+        TokenStream(name="s", train=file, held_out=None, weight=w) for file, w in zip(files, weights, strict=True)
+    ]
     corpus = Corpus(tokenizer=train_tokenizer(["."], 257), streams=tuple(streams))
     data = DataSpec(sequence_length=32, packing=packing, separate_documents=True)
     means, totals = [], []

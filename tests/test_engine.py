@@ -23,7 +23,7 @@ from meshwright.models.compiled import COMPILERS, compile_step, compile_where_po
 from meshwright.models.generate import Sampling
 from meshwright.models.packed import pack
 from meshwright.serve import engine as engine_module
-from meshwright.serve.engine import Answer, Engine, Request, Token
+from meshwright.serve.engine import Answer, InferenceEngine, Request, Token
 from meshwright.serve.readers import CachedReader, WholeReader, reader_for
 from meshwright.serve.text import TextWriter
 from meshwright.spec.errors import UserError
@@ -69,8 +69,13 @@ def test_a_request_gets_in_a_crowd_what_it_gets_alone(family: str, monkeypatch: 
     """Requests arrive while others are being answered, prompts are read in parts, some are cancelled."""
     monkeypatch.setattr(engine_module, "CHUNK", 8)
     model, requests, drawn = model_of(family), requests_of(14), random.Random(1)
-    alone = [numbers(Engine(model).run([request])[0]) for request in requests]
-    crowd, waiting, answers, cancelled = Engine(model, max_batch=4), list(requests), list[Answer](), list[Answer]()
+    alone = [numbers(InferenceEngine(model).run([request])[0]) for request in requests]
+    crowd, waiting, answers, cancelled = (
+        InferenceEngine(model, max_batch=4),
+        list(requests),
+        list[Answer](),
+        list[Answer](),
+    )
     while waiting or crowd.running or crowd.waiting:
         for _ in range(drawn.randrange(3)):
             if waiting:
@@ -142,7 +147,7 @@ def test_logprobs_are_the_models(monkeypatch: pytest.MonkeyPatch) -> None:
     model, prompt = model_of("llama"), [5, 6, 7]
     sampling = Sampling(temperature=2.0, top_k=50, repetition_penalty=1.3, seed=4)
     request = Request(prompt=prompt, max_tokens=12, sampling=sampling, logprobs=4)
-    answer = Engine(model).run([request])[0]
+    answer = InferenceEngine(model).run([request])[0]
     whole = logits_of(model, torch.tensor([[*prompt, *answer.ids]]))[0].log_softmax(-1)
     for place, token in enumerate(answer.tokens, len(prompt) - 1):
         assert token.logprob == pytest.approx(whole[place, token.id].item(), abs=1e-10)
@@ -167,12 +172,12 @@ def test_an_answer_ends_before_a_stop_string() -> None:
     """At any token boundaries; text held back for a stop string is released if the string does not come."""
     model = model_of("llama")
     request = Request(prompt=[70, 71], max_tokens=40, sampling=Sampling(seed=3))
-    free = Engine(model, decode=TOKENIZER.decode).run([request])[0]
+    free = InferenceEngine(model, decode=TOKENIZER.decode).run([request])[0]
     assert free.text == TOKENIZER.decode(free.ids)
     for start, length in ((3, 1), (9, 4), (20, 7)):
         stop = free.text[start : start + length]
         heard = list[str]()
-        engine = Engine(model, decode=TOKENIZER.decode)
+        engine = InferenceEngine(model, decode=TOKENIZER.decode)
         answer = engine.submit(
             Request(prompt=[70, 71], max_tokens=40, sampling=Sampling(seed=3), stops=["nowhere", stop]),
             lambda _, __, text, heard=heard: heard.append(text),
@@ -204,7 +209,7 @@ def test_text_is_whole_characters_up_to_the_first_stop(text: str, stops: list[st
 
 def test_a_cancelled_answer_frees_its_place_and_what_waits_takes_it() -> None:
     model = model_of("llama")
-    engine = Engine(model, max_batch=1)
+    engine = InferenceEngine(model, max_batch=1)
     long, short = (Request(prompt=[5, 6], max_tokens=count, sampling=GREEDY) for count in (60, 3))
     first, second = engine.submit(long), engine.submit(short)
     engine.step()
@@ -213,19 +218,19 @@ def test_a_cancelled_answer_frees_its_place_and_what_waits_takes_it() -> None:
     while engine.step():
         pass
     assert first.finish == "cancelled"
-    assert second.ids == Engine(model).run([short])[0].ids
+    assert second.ids == InferenceEngine(model).run([short])[0].ids
     assert (engine.running, engine.waiting) == (0, 0)
 
 
 def test_after_an_error_the_engine_begins_anew() -> None:
     model = model_of("llama")
-    engine = Engine(model)
+    engine = InferenceEngine(model)
     answers = [engine.submit(Request(prompt=[5, 6], max_tokens=5, sampling=GREEDY)) for _ in range(2)]
     engine.step()
     assert engine.reset() == answers
     assert not engine.step()
     request = Request(prompt=[5, 6], max_tokens=5, sampling=GREEDY)
-    assert engine.run([request])[0].ids == Engine(model).run([request])[0].ids
+    assert engine.run([request])[0].ids == InferenceEngine(model).run([request])[0].ids
 
 
 @pytest.mark.parametrize("mixes", [False, True])
@@ -236,7 +241,7 @@ def test_a_users_own_model_is_cached_only_where_that_changes_nothing(mixes: bool
         for block in model.layers.values():
             block.wrap(lambda compute: lambda x, *others: compute(x, *others) + F.pad(x, (0, 0, 1, 0))[:, :-1])
     assert isinstance(reader_for(model), WholeReader if mixes else CachedReader)
-    answers = Engine(model).run([Request(prompt=prompt, max_tokens=6, sampling=GREEDY) for prompt in PROMPTS])
+    answers = InferenceEngine(model).run([Request(prompt=prompt, max_tokens=6, sampling=GREEDY) for prompt in PROMPTS])
     for prompt, answer in zip(PROMPTS, answers, strict=True):
         whole = logits_of(model, torch.tensor([[*prompt, *answer.ids]]))[0].argmax(-1)
         assert answer.ids == whole[len(prompt) - 1 : -1].tolist()
@@ -407,7 +412,7 @@ def test_what_has_adapters_or_other_precision_is_not_packed() -> None:
 
 
 def test_what_has_no_room_is_refused() -> None:
-    engine = Engine(model_of("llama"), max_context=20)
+    engine = InferenceEngine(model_of("llama"), max_context=20)
     with pytest.raises(UserError, match="use at most max_tokens=4"):
         engine.submit(Request(prompt=[1] * 16, max_tokens=5, sampling=GREEDY))
     assert isinstance(engine.run([Request(prompt=[1] * 16, max_tokens=4, sampling=GREEDY)])[0].tokens[0], Token)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from meshwright.engines.compare import Contestant, Pace, Row, compare
+from meshwright.engines.compare import Contestant, ContestRow, Pace, compare
 from meshwright.engines.layouts import layout_called
 from meshwright.engines.parity import verify_engine
 from meshwright.engines.registry import ENGINES
@@ -48,7 +48,9 @@ def installed(engine: str) -> bool:
     return all(importlib.util.find_spec(module) for module in ENGINES[engine].packages)
 
 
-def trained(folder: Path, recipe: list[str], rows: dict[str, str], checkout: Path | None = None) -> dict[str, Row]:
+def trained(
+    folder: Path, recipe: list[str], rows: dict[str, str], checkout: Path | None = None
+) -> dict[str, ContestRow]:
     """Ten steps of ours on one process, and of every engine in its layout; all have our losses and norms.
 
     Each of `rows` is an engine and a word -> its layout, and its options from `MORE`.
@@ -78,7 +80,7 @@ def trained(folder: Path, recipe: list[str], rows: dict[str, str], checkout: Pat
     return {row.name: row for row in found}
 
 
-def share(row: Row) -> float:
+def share(row: ContestRow) -> float:
     """Fraction of the layers' matrices that a rank holds."""
     held, whole = row.ran["matrices"]
     return held / whole

@@ -12,7 +12,7 @@ from meshwright.comm.quantize import Coded
 from meshwright.parallel.error_feedback import ErrorFeedback, KeptErrors
 from meshwright.parallel.quantized import QuantizedReduceScatter, Rounding
 from meshwright.spec.layout import LayoutSpec
-from meshwright.spec.quantized import BLOCK, KEPT, Piece, bytes_each, levels
+from meshwright.spec.quantized import BLOCK, KEPT, SentPart, bytes_each, levels
 from meshwright.spec.run import ResolvedRun
 from meshwright.testing.equivalence import build_here, loader_for, whole_of_all
 from meshwright.testing.proof import prove
@@ -42,7 +42,7 @@ def sent(kept: KeptErrors, values_RN: torch.Tensor) -> torch.Tensor:
     return decoded
 
 
-def kept_of(matrix: Piece, scale: float = 1.0) -> KeptErrors:
+def kept_of(matrix: SentPart, scale: float = 1.0) -> KeptErrors:
     kept = KeptErrors([matrix], 2)
     kept.allocate(torch.device("cpu"))
     ErrorFeedback([kept]).begin(scale)
@@ -56,7 +56,7 @@ def errors_of(kept: KeptErrors) -> torch.Tensor:
     return decoded
 
 
-MATRIX = Piece("wq", 3 * 300, 300, matrix=True, sent="int4")
+MATRIX = SentPart("wq", 3 * 300, 300, matrix=True, sent="int4")
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
@@ -86,14 +86,14 @@ def test_a_block_ends_with_its_row() -> None:
     """The gradient of a rare token's row is not rounded to zero because of a frequent one's."""
     rows = torch.ones(4, 96)
     rows[1::2] = 1e-3
-    piece = Piece("w1", rows.numel(), 96, matrix=True, sent="int4")
+    piece = SentPart("w1", rows.numel(), 96, matrix=True, sent="int4")
     coded = Coded(torch.empty(1, piece.sent_bytes(4), dtype=torch.uint8), piece.numbers, "int4", 96)
     coded.write(rows.reshape(1, -1).clone())
     decoded = torch.empty(1, piece.numbers)
     coded.read(decoded)
     torch.testing.assert_close(decoded.view(4, 96), rows, rtol=1e-6, atol=0.0)
     assert piece.sent_bytes(4) == 4 * 96 // 2 + 4 * 4
-    wide = Piece("wo", 2 * (BLOCK + 1), BLOCK + 1, matrix=True, sent="int8")
+    wide = SentPart("wo", 2 * (BLOCK + 1), BLOCK + 1, matrix=True, sent="int8")
     assert wide.sent_bytes(4) == wide.numbers + 4 * 4
 
 
@@ -241,7 +241,7 @@ def test_layouts_are_proved_with_the_errors_that_a_step_inherits(
 def off_by(steps: list[list[float]]) -> list[tuple[float, float]]:
     """Of each step, reductions of gradients of these sizes: the largest error of this rank's sum, and the largest that
     a proof allows. Collective."""
-    rank, piece = dist.get_rank(), Piece("wq", 4 * 64, 64, matrix=True, sent="int4")
+    rank, piece = dist.get_rank(), SentPart("wq", 4 * 64, 64, matrix=True, sent="int4")
     reduction, found = QuantizedReduceScatter([piece], kept_of(piece)), []
     group, generator = dist.group.WORLD, torch.Generator().manual_seed(0)
     assert group is not None

@@ -25,7 +25,7 @@ from meshwright.testing.equivalence import build_here, loader_for, one_step
 from meshwright.testing.layouts import EXPERT_PARALLEL, LAYOUTS
 from meshwright.testing.ranks import RankPool
 from meshwright.trainer.resolve import resolve_run
-from meshwright.trainer.setup import Place, build_trainer
+from meshwright.trainer.setup import RankContext, build_trainer
 from test_equivalence import alone, assert_equal
 from tiny import LR, tiny_run
 
@@ -176,7 +176,7 @@ def test_adapters_add_nothing_at_first() -> None:
     """Except magnitudes, which are the norms of drawn weights in fp32, like these weights."""
 
     def first_loss(finetune: dict[str, Any] | None) -> float:
-        trainer = build_trainer(tiny_run(LayoutSpec(), finetune=finetune), Place())
+        trainer = build_trainer(tiny_run(LayoutSpec(), finetune=finetune), RankContext())
         with loader_for(trainer) as loader:
             return trainer.train_step.gradients(loader.microbatches(0))[0]
 

@@ -10,9 +10,9 @@ import torch
 
 from meshwright.models.from_disk import blocks_from_disk
 from meshwright.models.generate import Sampling
-from meshwright.serve.engine import Engine, Request
+from meshwright.serve.engine import InferenceEngine, Request
 from meshwright.serve.from_disk import about_disk
-from meshwright.serve.served import Room, open_served
+from meshwright.serve.served import Capacity, open_served
 from meshwright.serve.trained import evaluate_texts, open_trained
 from meshwright.spec.errors import UserError
 from meshwright.spec.run import Run
@@ -25,7 +25,7 @@ def answers_of(model: Any) -> list[Any]:
         Request(prompt=list(range(3, 3 + length)), max_tokens=9, sampling=Sampling(temperature=t, seed=4), logprobs=2)
         for length, t in ((5, 0.0), (1, 0.9), (17, 0.0))
     ]
-    return [answer.tokens for answer in Engine(model).run(requests)]
+    return [answer.tokens for answer in InferenceEngine(model).run(requests)]
 
 
 @pytest.mark.every(1)
@@ -46,7 +46,7 @@ def test_answers_and_losses_are_those_of_weights_in_memory(family: str, tmp_path
     assert held <= max(sum(p.numel() for p in block.parameters()) for block in kept.model.layers.values())
     assert "read from disk" in about_disk(read.model)
     with pytest.raises(UserError, match="share their base's weights in memory"):
-        open_served(read, "base", {"sql": folder}, Room(max_batch=2))
+        open_served(read, "base", {"sql": folder}, Capacity(max_batch=2))
 
 
 def test_a_checkpoint_is_read_layer_by_layer(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from meshwright.cli.main import main
-from meshwright.serve.served import Room, open_served
+from meshwright.serve.served import Capacity, open_served
 from meshwright.serve.trained import open_trained
 from test_judge import answers_in, judging
 from test_serve import serving
@@ -79,7 +79,7 @@ def serve(words: list[str]) -> None:
     options = dict(zip(words[2::2], words[3::2], strict=True))
     name, path = options["--adapter"].split("=")
     trained = open_trained(Path(words[1]), device="cpu")
-    models = open_served(trained, options["--name"], {name: Path(path)}, Room(max_batch=4))
+    models = open_served(trained, options["--name"], {name: Path(path)}, Capacity(max_batch=4))
     with serving(models, votes=Path(options["--votes"])) as server:
         question = [{"role": "user", "content": "What does get_7 return?"}]
         said = server.client.chat.completions.create(model=name, messages=question, temperature=0, max_tokens=16)

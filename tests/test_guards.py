@@ -27,7 +27,7 @@ from meshwright.testing.ranks import RankPool
 from meshwright.trainer import saver as saver_module
 from meshwright.trainer.display import Display
 from meshwright.trainer.loop import train_loop
-from meshwright.trainer.metrics import Journal, read_journal, stepped_since
+from meshwright.trainer.metrics import MetricsJournal, read_journal, stepped_since
 from meshwright.trainer.replicas import ReplicaGuard, check_replicas, checksum
 from meshwright.trainer.run import read_result
 from meshwright.trainer.session import Outputs, Session
@@ -57,7 +57,7 @@ def train(trainer: Trainer, root: Path) -> str:
     first, said = trainer.worker.rank == 0, io.StringIO()
     display = Display(steps=STEPS, memory_bytes=1, device="cpu", enabled=first, stream=said)
     root.mkdir(exist_ok=True, parents=True)
-    with Journal(root / "metrics.jsonl") if first else nullcontext() as journal:
+    with MetricsJournal(root / "metrics.jsonl") if first else nullcontext() as journal:
         stop = StopRequest(raises=True)
         train_loop(Session(trainer, tiny_corpus(), Outputs(root, display, journal), stop, [ReplicaGuard()]))
     return said.getvalue()

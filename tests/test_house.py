@@ -6,6 +6,7 @@ import importlib
 import importlib.util
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -358,3 +359,14 @@ def parameters(function: Function) -> list[str]:
     taken = function.args
     given = [one.arg for one in (*taken.posonlyargs, *taken.args, *taken.kwonlyargs)]
     return [name for name in given if name not in ("self", "cls", "ctx")]
+
+
+def test_a_class_name_means_one_thing() -> None:
+    """A reader who meets a name need not ask which of two classes it is."""
+    names = Counter(
+        node.name
+        for tree in modules().values()
+        for node in nodes(tree)
+        if isinstance(node, ast.ClassDef) and not node.name.startswith("_")
+    )
+    assert not {name for name, times in names.items() if times > 1}

@@ -15,9 +15,9 @@ import torch
 from meshwright.cli.main import main
 from meshwright.judge.client import Client
 from meshwright.judge.prompts import SHIPPED, choice, rating, read_prompts
-from meshwright.judge.questions import Question, read_answers, read_questions
+from meshwright.judge.questions import JudgeQuestion, read_answers, read_questions
 from meshwright.judge.ratings import Verdict, bradley_terry, ratings, read_verdicts, settled, versus
-from meshwright.judge.run import Journal
+from meshwright.judge.run import VerdictJournal
 from meshwright.spec.errors import UserError
 from served import CHATML, hf_directory, model_of, tokenizer_of
 
@@ -244,7 +244,7 @@ def test_the_key_comes_from_the_environment(files, monkeypatch):
 
 def test_answers_cannot_write_the_prompt(tmp_path):
     prompts = read_prompts(None)
-    question = Question("1", ("{conversation_b}?",), reference=("{text}",))
+    question = JudgeQuestion("1", ("{conversation_b}?",), reference=("{text}",))
     prompt = prompts.pairwise(question, ["{reference}"], ["second"])
     assert prompt.count("second") == 1
     assert "### Assistant A:\n{reference}" in prompt
@@ -344,4 +344,4 @@ def test_misuse_is_told(files, capsys):
 def test_a_journal_keeps_the_last_verdict(tmp_path):
     path = tmp_path / "verdicts.jsonl"
     path.write_text('{"key": "k", "winner": null}\n{"key": "k", "winner": "tie"}\n')
-    assert Journal(path, "stub").records["k"]["winner"] == "tie"
+    assert VerdictJournal(path, "stub").records["k"]["winner"] == "tie"

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from meshwright.trainer.display import Display, ProgressLine, duration, short
-from meshwright.trainer.metrics import WINDOW, Journal, StepClock, StepRecord, new_record, read_journal
+from meshwright.trainer.metrics import WINDOW, MetricsJournal, StepClock, StepRecord, new_record, read_journal
 
 
 class FakeClock:
@@ -141,7 +141,7 @@ def test_short(number: float, text: str) -> None:
 def test_the_journal_survives_a_line_cut_short(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     written = [new_record("step", step=1, loss=2.0), new_record("step", step=2, loss=1.0)]
-    with Journal(path) as journal:
+    with MetricsJournal(path) as journal:
         for record in written:
             journal.write(record)
     with path.open("a") as file:
@@ -150,13 +150,13 @@ def test_the_journal_survives_a_line_cut_short(tmp_path: Path) -> None:
     assert [record["loss"] for record in records] == [2.0, 1.0]
     assert records == written
     assert json.loads(path.read_text().splitlines()[0])["kind"] == "step"
-    with Journal(path) as journal:  # a resumed run
+    with MetricsJournal(path) as journal:  # a resumed run
         journal.write(new_record("step", step=3, loss=0.5))
     assert [record["step"] for record in read_journal(path)] == [1, 2, 3]
 
 
 def test_a_full_disk_costs_no_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with Journal(tmp_path / "metrics.jsonl") as journal:
+    with MetricsJournal(tmp_path / "metrics.jsonl") as journal:
         journal.write(new_record("step", step=1))
         really, room = journal._file, 10
 

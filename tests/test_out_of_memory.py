@@ -25,7 +25,7 @@ from meshwright.cli.main import main
 from meshwright.launch.status import OUT_OF_MEMORY, STUCK, OutOfMemoryError, TrainingFailed
 from meshwright.models.batch import to_device
 from meshwright.parallel.ledger import Ledger, Storages
-from meshwright.parallel.timeline import BACKWARD, FORWARD, NAMED_EVERY, Timeline
+from meshwright.parallel.timeline import BACKWARD, FORWARD, NAMED_EVERY, RecordingLedger
 from meshwright.plan.forecast import forecast
 from meshwright.plan.machine import Machine
 from meshwright.rehearse.rank import rehearse_rank
@@ -43,7 +43,7 @@ from meshwright.trainer.held import OUTSIDE, held
 from meshwright.trainer.out_of_memory import (
     MOST_RETRIES,
     PAGE,
-    Moment,
+    OutOfMemoryState,
     is_out_of_memory,
     moment_of,
     page_of,
@@ -174,7 +174,7 @@ def test_what_is_lack_of_memory(error: Exception, yes: bool) -> None:
 def test_a_timeline_counts_what_the_ledger_counts_and_knows_phases_kinds_and_layers() -> None:
     run = tiny_run(LayoutSpec(), num_layers=3, **FP32)
     reports = []
-    for make in (lambda trainer: Ledger(dict), lambda trainer: Timeline(lambda: names(trainer), trainer.model)):
+    for make in (lambda trainer: Ledger(dict), lambda trainer: RecordingLedger(lambda: names(trainer), trainer.model)):
         trainer = build_here(run)
         with loader_for(trainer) as loader:
             trainer.train_step(1, loader.microbatches(0))
@@ -356,7 +356,7 @@ def test_the_first_remedy_of_each_situation_fits_when_it_is_rehearsed(
     assert fits["peak"] - first.found.memory.host + cost.context <= limit
     assert max(too_much["peak_by_kind"], key=lambda kind: too_much["peak_by_kind"][kind]) == most
     monkeypatch.setattr(out_of_memory, "find_machine", lambda device: machine)
-    page = str(page_of(before, Moment(0, "the forward pass", limit=limit)))
+    page = str(page_of(before, OutOfMemoryState(0, "the forward pass", limit=limit)))
     assert f"of {limit / GB:.3f} GB a rank" in page
     assert f"\n  {first.words} " in page
 
@@ -477,7 +477,7 @@ def test_nothing_is_named_while_a_storage_is_released() -> None:
         named_then.append(releases)
         return {}
 
-    with Timeline(name_storages, torch.nn.Identity()):
+    with RecordingLedger(name_storages, torch.nn.Identity()):
         kept = [torch.zeros(1) for _ in range(2 * NAMED_EVERY)]
         releases = True
         kept.clear()
@@ -526,10 +526,10 @@ def test_it_never_starts_again_for_ever(tmp_path: Path, capfd: pytest.CaptureFix
 def test_a_checkpoint_that_has_no_room_is_written_without_a_copy(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A save needs memory for a copy of the state: the remedy avoids the copy, and so the run fits."""
     run = tiny_run(LayoutSpec(), **FP32)
-    page = page_of(run, Moment(0, out_of_memory.SAVING, limit=0.9 * GB), folder)
+    page = page_of(run, OutOfMemoryState(0, out_of_memory.SAVING, limit=0.9 * GB), folder)
     assert "  checkpoint.asynchronous=false  " in str(page)
     assert json.loads((folder / PAGE).read_text())["remedies"][0] == ["checkpoint.asynchronous=false"]
     assert isinstance(page, OutOfMemoryError)
     checkpoint = run.run.checkpoint.model_copy(update={"asynchronous": False})
     direct = run.model_copy(update={"run": run.run.model_copy(update={"checkpoint": checkpoint})})
-    assert "asynchronous" not in str(page_of(direct, Moment(0, out_of_memory.SAVING, limit=0.9 * GB)))
+    assert "asynchronous" not in str(page_of(direct, OutOfMemoryState(0, out_of_memory.SAVING, limit=0.9 * GB)))

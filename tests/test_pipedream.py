@@ -13,7 +13,7 @@ from meshwright.checkpoint.manifest import checkpoint_name
 from meshwright.cli.main import main
 from meshwright.data.loader import HostBatch
 from meshwright.parallel.pipedream import Pipedream
-from meshwright.parallel.pipeline import Pass
+from meshwright.parallel.pipeline import PipelineRun
 from meshwright.plan.blueprint import blueprint
 from meshwright.plan.engine import engine_job
 from meshwright.plan.memory import predict_memory
@@ -141,8 +141,8 @@ def weights_of_passes(run: ResolvedRun) -> tuple[list[float], list[float], list[
 
     trainer = build_here(run)
     with (
-        mock.patch.object(Pass, "forward", watched("F", Pass.forward)),
-        mock.patch.object(Pass, "backward", watched("B", Pass.backward)),
+        mock.patch.object(PipelineRun, "forward", watched("F", PipelineRun.forward)),
+        mock.patch.object(PipelineRun, "backward", watched("B", PipelineRun.backward)),
         loader_for(trainer) as loader,
     ):
         for step in (1, 2, 3):

@@ -194,7 +194,7 @@ def test_clipping_and_muon(ranks: RankPool) -> None:
             assert ours == pytest.approx(theirs, rel=1e-9)
 
 
-def test_weight_gradients_that_are_put_off_are_the_same() -> None:
+def test_deferred_weight_gradients_are_the_same() -> None:
     """For a layer with a bias, twice; gradients are absent before they are added, and complete afterwards."""
     torch.manual_seed(0)
     model = torch.nn.Sequential(Linear(5, 7), torch.nn.Tanh(), Linear(7, 3, bias=False)).double()

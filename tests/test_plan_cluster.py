@@ -11,7 +11,7 @@ from statistics import mean
 import pytest
 
 from meshwright.cli.main import main
-from meshwright.plan.comm import Group, Wires, axis_group, visited
+from meshwright.plan.comm import CommGroup, Wires, axis_group, visited
 from meshwright.plan.constants import FITTED
 from meshwright.plan.hardware import (
     device_cluster,
@@ -154,25 +154,25 @@ def test_every_row_of_the_hardware_table_makes_a_cluster() -> None:
 
 def test_an_axis_leaves_the_node_where_its_ranks_do() -> None:
     cluster = device_cluster("h100", 32)
-    assert axis_group(cluster, 8, 1) == Group(8, 8)
-    assert axis_group(cluster, 16, 1) == Group(16, 8)
-    assert axis_group(cluster, 4, 8) == Group(4, 1)
-    assert axis_group(cluster, 8, 2) == Group(8, 4)
+    assert axis_group(cluster, 8, 1) == CommGroup(8, 8)
+    assert axis_group(cluster, 16, 1) == CommGroup(16, 8)
+    assert axis_group(cluster, 4, 8) == CommGroup(4, 1)
+    assert axis_group(cluster, 8, 2) == CommGroup(8, 4)
     assert axis_group(cluster, 8, 2).domains == 2
 
 
 def test_a_ring_of_several_nodes_is_as_fast_as_the_slower_of_link_and_network() -> None:
     wires = Wires.of(device_cluster("h100", 64), FITTED)
-    inside, across, lonely = Group(8, 8), Group(64, 8), Group(8, 1)
+    inside, across, lonely = CommGroup(8, 8), CommGroup(64, 8), CommGroup(8, 1)
     payload = 8e9
     assert wires.all_reduce(inside, payload) < wires.all_reduce(across, payload) < wires.all_reduce(lonely, payload)
     assert wires.all_reduce(inside, payload) == pytest.approx(2 * wires.all_gather(inside, payload), rel=0.01)
-    assert wires.all_gather(Group(1, 1), payload) == 0
+    assert wires.all_gather(CommGroup(1, 1), payload) == 0
 
 
 def test_a_relay_sends_a_token_once_to_each_place() -> None:
     wires = Wires.of(device_cluster("h100", 64), FITTED)
-    inside, across = Group(8, 8), Group(64, 8)
+    inside, across = CommGroup(8, 8), CommGroup(64, 8)
     assert visited(1, 5) == 1
     assert visited(8, 1) == pytest.approx(1 / 8)
     # By counting: of the 4**3 ways to draw 3 of 4 places, 37 have a given one.
@@ -194,7 +194,7 @@ def test_collectives_agree_with_measurements() -> None:
         ranks, payload = int(row["gpus"]), float(row["bytes"])
         wires = Wires.of(device_cluster(devices[row["system"]], 8), FITTED)
         operation = wires.all_reduce if row["collective"] == "all_reduce" else wires.all_gather
-        ratios.append(log(operation(Group(ranks, ranks), payload) / (float(row["time_ms"]) / 1e3)))
+        ratios.append(log(operation(CommGroup(ranks, ranks), payload) / (float(row["time_ms"]) / 1e3)))
     assert len(ratios) >= 30
     assert 1 / 1.3 < exp(mean(ratios)) < 1.3
     assert exp(mean(map(abs, ratios))) < 1.4

@@ -11,7 +11,7 @@ import pytest
 
 from meshwright.families import PRESETS, parameter_table, resolve_model
 from meshwright.plan.activations import block_activations, microbatches_in_flight
-from meshwright.plan.blueprint import Block, Blueprint, Matrix, blueprint
+from meshwright.plan.blueprint import Blueprint, LayerParameters, Matrix, blueprint
 from meshwright.plan.job import MESHWRIGHT, Job, Stack
 from meshwright.plan.memory import predict_memory, stage_memory
 from meshwright.plan.stages import balanced_stages, layer_costs
@@ -28,7 +28,7 @@ DEEPSPEED = replace(PAPER, state_bytes=16)
 
 def square(parameters: int, layers: int = 1) -> Blueprint:
     """A model with this many parameters and nothing else to count."""
-    block = Block((Matrix("w", parameters // layers, 1, split=True),), 0)
+    block = LayerParameters((Matrix("w", parameters // layers, 1, split=True),), 0)
     return Blueprint(
         hidden=1, num_heads=1, num_kv_heads=1, head_dim=1, vocab=0, gated=False, tied=True, kinds=(block,),
         pattern=(0,) * layers,
@@ -44,7 +44,7 @@ def gpt(hidden: int = 6144, heads: int = 64, layers: int = 4) -> Blueprint:
     )
     return Blueprint(
         hidden=hidden, num_heads=heads, num_kv_heads=heads, head_dim=hidden // heads, vocab=51200, gated=False,
-        tied=True, kinds=(Block(matrices, 0),), pattern=(0,) * layers,
+        tied=True, kinds=(LayerParameters(matrices, 0),), pattern=(0,) * layers,
     )  # fmt: skip
 
 

@@ -18,14 +18,14 @@ from meshwright.cli.main import main
 from meshwright.families import PRESETS, resolve_model
 from meshwright.plan import search as search_module
 from meshwright.plan.account import explain_field
-from meshwright.plan.blueprint import Block, Blueprint, Matrix, blueprint
+from meshwright.plan.blueprint import Blueprint, LayerParameters, Matrix, blueprint
 from meshwright.plan.candidate import Candidate, complexity, evaluate, family_name
 from meshwright.plan.engine import engine_job, layout_check, passes, refusal
 from meshwright.plan.explain import bandwidth, binding, in_fp8, relief, why_not
 from meshwright.plan.flops import flops_per_token
 from meshwright.plan.hardware import device_cluster, local_cluster, resolve_cluster
 from meshwright.plan.job import MESHWRIGHT, Job
-from meshwright.plan.layouts import Limits, divisors, layouts
+from meshwright.plan.layouts import SearchLimits, divisors, layouts
 from meshwright.plan.machine import Machine
 from meshwright.plan.memory import stage_memory
 from meshwright.plan.page import CHARACTERS
@@ -59,14 +59,14 @@ def recipe(tmp_path: Path) -> Path:
     return tmp_path / "run.yaml"
 
 
-def instance(seed: int) -> tuple[Job, ClusterSpec, Limits]:
+def instance(seed: int) -> tuple[Job, ClusterSpec, SearchLimits]:
     """A small random model, batch, cluster and limit; the first layers of a model of experts have none."""
     rng = random.Random(seed)
     heads = rng.choice([4, 6, 8])
     hidden, experts = 128 * heads, rng.choice([0, 0, 4])
     attention = [Matrix(f"attention.{name}", hidden, hidden, split=True) for name in ("wq", "wo")]
     kinds = tuple(
-        Block((
+        LayerParameters((
             *attention,
             Matrix("feed_forward.w1", 4 * hidden, hidden, split=True, experts=number),
             Matrix("feed_forward.w2", hidden, 4 * hidden, split=True, experts=number),
@@ -85,7 +85,7 @@ def instance(seed: int) -> tuple[Job, ClusterSpec, Limits]:
     )  # fmt: skip
     cluster = device_cluster(rng.choice(["a100", "h100", "v100"]), rng.choice([1, 2, 4, 6]))
     share = rng.choice([0.02, 0.05, 0.1, 1.0])  # so that for some all layouts fit, for some none
-    limits = Limits(recompute=rng.random() < 0.7, offload=rng.random() < 0.3)
+    limits = SearchLimits(recompute=rng.random() < 0.7, offload=rng.random() < 0.3)
     return job, cluster.model_copy(update={"memory_gb": cluster.memory_gb * share}), limits
 
 
@@ -172,7 +172,7 @@ def test_every_layout_is_legal_and_different() -> None:
     base = Job(model=blueprint(resolve_model(PRESETS["qwen3-30b-a3b"], base_dir=Path())), sequence=4096,
                global_batch=64, micro_batch=1)  # fmt: skip
     cluster = device_cluster("h100", 32)
-    found = list(layouts(base, cluster, Limits()))
+    found = list(layouts(base, cluster, SearchLimits()))
     assert len(set(found)) == len(found) > 500
     for layout, micro_batch in found:
         job = replace(base, layout=layout, micro_batch=micro_batch)
@@ -396,7 +396,7 @@ def test_a_plan_for_machines_and_a_recipe_that_trains(recipe: Path, capsys: pyte
 def test_some_layers_recompute_where_that_suffices(recipe: Path) -> None:
     """The written recipe trains with it."""
     run = load_recipe(recipe, ["model=llama-3-70b", "cluster=64xh100"])
-    plan, facts = plan_recipe(run, base_dir=recipe.parent, limits=Limits(micro_batch=False))
+    plan, facts = plan_recipe(run, base_dir=recipe.parent, limits=SearchLimits(micro_batch=False))
     assert re.search(r"recompute=\w+:\d+", facts["chosen"]["text"])
     (recipe.parent / "plan.yaml").write_text(dump_recipe(planned_run(run, plan)))
     chosen = load_recipe(recipe.parent / "plan.yaml")
@@ -489,7 +489,7 @@ def test_a_tight_choice_is_called_tight(recipe: Path, capsys: pytest.CaptureFixt
     shown = capsys.readouterr().out
     assert "may run out of memory; every layout that leaves 90% of it free (--margin) takes at least 2 times" in shown
     assert re.search(r"^\* .* tight +", shown, re.MULTILINE)
-    plan, _ = plan_recipe(load_recipe(recipe, words), base_dir=recipe.parent, top=1, limits=Limits(margin=0.9))
+    plan, _ = plan_recipe(load_recipe(recipe, words), base_dir=recipe.parent, top=1, limits=SearchLimits(margin=0.9))
     assert plan.chosen
     assert "that is tight (each one that fits takes at least 2 times as long) on 1 x RTX 3090" in choice_reason(plan)
 
@@ -573,7 +573,7 @@ def test_a_calibrated_machine_replaces_the_datasheet() -> None:
 @pytest.mark.slow
 def test_what_this_version_cannot_run_is_said_beside(recipe: Path, capsys: pytest.CaptureFixture) -> None:
     run = load_recipe(recipe)
-    plan, facts = plan_recipe(run, base_dir=recipe.parent, limits=Limits(micro_batch=False))
+    plan, facts = plan_recipe(run, base_dir=recipe.parent, limits=SearchLimits(micro_batch=False))
     assert 0.1 < facts["fp8"]["saved"] < 0.5
     assert facts["fp8"]["step_time"] == pytest.approx((1 - facts["fp8"]["saved"]) * plan.chosen.time.total)
     assert in_fp8(evaluate(plan.chosen.job, device_cluster("a100", 8))) is None
@@ -638,7 +638,7 @@ def test_whatever_the_search_calls_runnable_is_not_refused(recipe: Path, words: 
     spec = resolve_model(run.model, base_dir=recipe.parent)
     check = layout_check(run, spec, "cuda")
     base = engine_job(run, blueprint(spec), global_batch=4, micro_batch=1, layout=LayoutSpec(dp_replicate=2))
-    found = layouts(base, device_cluster("h100", 4), Limits(micro_batch=False))
+    found = layouts(base, device_cluster("h100", 4), SearchLimits(micro_batch=False))
     everything = [replace(base, layout=layout, micro_batch=micro) for layout, micro in found]
     runnable = [job for job in everything if passes(check)(job)]
     for job in runnable:

@@ -8,7 +8,7 @@ import pytest
 from meshwright.families import PRESETS, resolve_model
 from meshwright.plan.blueprint import blueprint
 from meshwright.plan.hardware import device_cluster
-from meshwright.plan.interval import NOMINAL, Interval, time_sigma
+from meshwright.plan.interval import NOMINAL, PredictionInterval, time_sigma
 from meshwright.plan.job import Job, Stack
 from meshwright.plan.pipeline import PROBE_RANKS, pipeline_seconds
 from meshwright.plan.step_time import predict_step_time
@@ -128,7 +128,7 @@ def test_adapters_read_and_write_beside_their_matrices() -> None:
 
 
 def test_intervals_hold_their_value_and_widen_with_what_is_unsure() -> None:
-    interval = Interval.spread(2.0, 0.1)
+    interval = PredictionInterval.spread(2.0, 0.1)
     assert interval.low < interval.value < interval.high
     assert interval.high / interval.value == pytest.approx(interval.value / interval.low)
     assert NOMINAL == 0.8

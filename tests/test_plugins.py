@@ -16,7 +16,7 @@ import torch.distributed as dist
 from meshwright.callbacks import Callback, Training
 from meshwright.cli.main import main
 from meshwright.data.mixture import training_samples
-from meshwright.data.prepare import Corpus, Stream, prepare_corpus
+from meshwright.data.prepare import Corpus, TokenStream, prepare_corpus
 from meshwright.data.token_file import file_in_memory
 from meshwright.data.tokenizer import load_tokenizer, numbers_tokenizer
 from meshwright.families import family_of, parameter_table, resolve_model
@@ -462,7 +462,7 @@ def test_what_is_no_dataset_is_refused(tmp_path: Path, items: Any, why: str) -> 
 
 def other_data(first: int) -> str:
     file = file_in_memory([np.arange(first * dist.get_rank(), 9)])
-    stream = Stream(name="a", train=file, held_out=None, weight=None)
+    stream = TokenStream(name="a", train=file, held_out=None, weight=None)
     try:
         check_same(Corpus(tokenizer=numbers_tokenizer(50), streams=(stream,)))
     except UserError as error:

@@ -17,7 +17,7 @@ from meshwright.data.chat import TEMPLATES
 from meshwright.data.describe import describe_sample
 from meshwright.data.loader import Loader
 from meshwright.data.packing import NO_LABEL, build_samples
-from meshwright.data.prepare import Corpus, Stream, prepare_corpus
+from meshwright.data.prepare import Corpus, TokenStream, prepare_corpus
 from meshwright.data.token_file import file_in_memory
 from meshwright.models.batch import to_device
 from meshwright.prove.inputs import RandomSamples
@@ -127,7 +127,7 @@ def references_of(run: ResolvedRun, folder: Path) -> np.ndarray:
     generator = np.random.default_rng(0)
     answers = [generator.integers(0, 50, generator.integers(3, 9)) for _ in range(56)]
     train, held_out = (replace(file_in_memory(part), is_pairs=True) for part in (answers[8:], answers[:8]))
-    stream = Stream(name="pairs", train=train, held_out=held_out, weight=None)
+    stream = TokenStream(name="pairs", train=train, held_out=held_out, weight=None)
     corpus = Corpus(tokenizer=chat_tokenizer(), streams=(stream,))
     (found,) = with_references(build_here(run), corpus, folder).streams
     assert found.held_out is not None

@@ -9,7 +9,7 @@ import yaml
 
 import meshwright
 from meshwright.spec import document
-from meshwright.spec.document import Place, dotted, read_yaml, write_yaml
+from meshwright.spec.document import Origin, dotted, read_yaml, write_yaml
 from meshwright.spec.model import ModelFields
 from meshwright.spec.problems import _all_paths
 from meshwright.spec.recipe import RecipeError, dump_recipe, load_recipe, parse_spec
@@ -84,7 +84,7 @@ def test_a_recipe_is_read_and_what_is_not_given_takes_its_default(tmp_path):
     ],
 )
 def test_scalars_follow_yaml_1_2(text, value):
-    document = read_yaml(f"key: {text}", lambda line: Place(line, str(line)))
+    document = read_yaml(f"key: {text}", lambda line: Origin(line, str(line)))
     assert not document.problems
     assert document.value == {"key": value}
     assert type(document.value["key"]) is type(value)
@@ -466,7 +466,7 @@ def test_what_is_written_means_the_same_to_readers_of_yaml_1_1():
     }
     text = write_yaml(value)
     assert yaml.safe_load(text) == value
-    assert read_yaml(text, lambda line: Place(line, "")).value == value
+    assert read_yaml(text, lambda line: Origin(line, "")).value == value
 
 
 @pytest.mark.parametrize("around", ["model: {}gpt2", "- {}a\n- b", "a: |{}\n  text\nb: 1", "a: 1\n{}b: [2, 'c']"])
@@ -476,6 +476,6 @@ def test_libyaml_and_the_loader_in_python_read_the_same(monkeypatch, around):
         found = []
         for loader in (yaml.CSafeLoader, yaml.SafeLoader):
             monkeypatch.setattr(document, "_FAST", loader)
-            read = read_yaml(text, lambda line: Place(line, f"line {line}"))
+            read = read_yaml(text, lambda line: Origin(line, f"line {line}"))
             found.append((read.value, read.places, read.problems))
         assert found[0] == found[1], text

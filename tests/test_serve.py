@@ -29,17 +29,17 @@ from meshwright.models.generate import Sampling
 from meshwright.serve import engine as engine_file
 from meshwright.serve.browser import CHAT, STYLE, page
 from meshwright.serve.connections import configured
-from meshwright.serve.conversation import Prompts
-from meshwright.serve.engine import Engine, Request
-from meshwright.serve.http import Limits, Served, Server
-from meshwright.serve.served import Room, open_adapter, open_served, serve_as
+from meshwright.serve.conversation import PromptEncoder
+from meshwright.serve.engine import InferenceEngine, Request
+from meshwright.serve.http import Served, Server, ServerLimits
+from meshwright.serve.served import Capacity, open_adapter, open_served, serve_as
 from meshwright.serve.trained import Settings, TrainedModel, continue_texts, open_trained
 from meshwright.spec.batch import Batch
 from meshwright.spec.errors import UserError
 from served import CHATML, VOCAB, adapted, model_of, tokenizer_of
 
 TOKENIZER = tokenizer_of(CHATML)
-PROMPTS = Prompts(TOKENIZER)
+PROMPTS = PromptEncoder(TOKENIZER)
 QUESTION = [{"role": "user", "content": "def add_7(x):"}]
 SECONDS = 30
 
@@ -86,7 +86,7 @@ def trained(model: Any) -> TrainedModel:
 
 @contextmanager
 def running(models: dict[str, Any], *, max_batch: int = 8, load: Any = None, **limits: Any) -> Iterator[Running]:
-    served = [serve_as(trained(model), name, Room(max_batch=max_batch)) for name, model in models.items()]
+    served = [serve_as(trained(model), name, Capacity(max_batch=max_batch)) for name, model in models.items()]
     with serving(served, load=load, **limits) as found:
         yield found
 
@@ -94,7 +94,7 @@ def running(models: dict[str, Any], *, max_batch: int = 8, load: Any = None, **l
 @contextmanager
 def serving(served: list[Served], *, load: Any = None, **limits: Any) -> Iterator[Running]:
     listening = socket.create_server(("127.0.0.1", 0))
-    server = uvicorn.Server(configured(Server(served, Limits(**limits), load).app(), log_level="error"))
+    server = uvicorn.Server(configured(Server(served, ServerLimits(**limits), load).app(), log_level="error"))
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})
     thread.start()
     while not server.started:
@@ -122,7 +122,7 @@ def alone(model: Any, prompt: list[int], ends: Any, **settings: Any) -> Any:
     """The engine's answer to one request."""
     sampling = {name: settings.pop(name) for name in ("temperature", "seed", "top_p") if name in settings}
     request = Request(prompt=prompt, sampling=Sampling(**sampling), ends=ends, **settings)
-    return Engine(model, decode=TOKENIZER.decode_text).run([request])[0]
+    return InferenceEngine(model, decode=TOKENIZER.decode_text).run([request])[0]
 
 
 def asked(model: Any, messages: Any = QUESTION, **settings: Any) -> Any:
@@ -526,7 +526,7 @@ def test_adapters_share_the_weights_of_their_base(runs: Path) -> None:
     with pytest.raises(UserError, match="has no adapters"):
         open_adapter(base, runs / "base")
     with pytest.raises(UserError, match="name x is given twice"):
-        open_served(base, "x", {"x": runs / "lora"}, Room(max_batch=1))
+        open_served(base, "x", {"x": runs / "lora"}, Capacity(max_batch=1))
 
 
 SERVE = """

@@ -15,8 +15,8 @@ from meshwright.checkpoint.peft import Base, write_adapter
 from meshwright.cli.main import main
 from meshwright.judge.ratings import read_verdicts
 from meshwright.models.generate import Sampling
-from meshwright.serve.engine import Engine, Request
-from meshwright.serve.served import Room, loader_of, open_adapter
+from meshwright.serve.engine import InferenceEngine, Request
+from meshwright.serve.served import Capacity, loader_of, open_adapter
 from meshwright.serve.trained import TrainedModel
 from meshwright.spec.errors import UserError
 from meshwright.spec.finetune import LoraSpec
@@ -31,7 +31,7 @@ def answer(model: Any, max_tokens: int = 12) -> str:
     """The greedy answer of a model alone."""
     prompt, ends = PROMPTS.conversation(QUESTION), PROMPTS.answer_ends
     request = Request(prompt=prompt, max_tokens=max_tokens, sampling=Sampling(temperature=0), ends=ends)
-    return Engine(model, decode=TOKENIZER.decode_text).run([request])[0].text
+    return InferenceEngine(model, decode=TOKENIZER.decode_text).run([request])[0].text
 
 
 def asked(server: Running, name: str, max_tokens: int = 12) -> str | None:
@@ -83,7 +83,7 @@ def hf_other(folder: Path) -> Path:
 @pytest.mark.slow
 def test_adapters_come_and_go_while_the_server_runs(base: TrainedModel) -> None:
     loras = base.source.parent / "loras"
-    load = loader_of(base, loras, Room(max_batch=4))
+    load = loader_of(base, loras, Capacity(max_batch=4))
     expected = {name: answer(adapted(base.model, seed=seed + 2)) for seed, name in enumerate(("one", "two"))}
     with running({"base": base.model}, load=load) as server:
         before = asked(server, "base")
@@ -108,7 +108,7 @@ def test_adapters_come_and_go_while_the_server_runs(base: TrainedModel) -> None:
 @pytest.mark.slow
 def test_answers_that_are_being_written_outlive_their_adapter(base: TrainedModel) -> None:
     loras = base.source.parent / "loras"
-    load = loader_of(base, loras, Room(max_batch=4))
+    load = loader_of(base, loras, Capacity(max_batch=4))
     with running({"base": base.model}, load=load) as server:
         assert post(server, "/v1/load_lora_adapter", lora_name="one", lora_path="one").status_code == 200
         texts: list[str] = []
@@ -137,7 +137,7 @@ def test_answers_that_are_being_written_outlive_their_adapter(base: TrainedModel
 def test_a_server_loads_only_adapters_of_its_folder(base: TrainedModel, body: dict, status: int, message: str) -> None:
     loras = base.source.parent / "loras"
     (loras / "empty").mkdir(exist_ok=True)
-    load = loader_of(base, loras, Room(max_batch=4))
+    load = loader_of(base, loras, Capacity(max_batch=4))
     with running({"base": base.model}, load=load) as server:
         told = post(server, "/v1/load_lora_adapter", **body)
         assert told.status_code == status

@@ -15,7 +15,7 @@ import torch
 
 from meshwright.data.tokenizer import numbers_tokenizer
 from meshwright.models.generate import Sampling
-from meshwright.serve.engine import Engine, Request
+from meshwright.serve.engine import InferenceEngine, Request
 from meshwright.serve.grammar import LARGEST, Grammars
 from meshwright.spec.errors import UserError
 from served import VOCAB, adapted, model_of
@@ -135,7 +135,9 @@ def test_other_forms_are_kept_too(server: Running) -> None:
 
 def test_tokens_are_the_likeliest_that_the_grammar_allows(base: Any, grammars: Grammars) -> None:
     """Greedily, step by step, compared with a full sort of the logits; log-probabilities are those before the mask."""
-    answer = Engine(base, decode=TOKENIZER.decode_text).run([request_of(grammars, temperature=0, logprobs=VOCAB)])[0]
+    answer = InferenceEngine(base, decode=TOKENIZER.decode_text).run(
+        [request_of(grammars, temperature=0, logprobs=VOCAB)]
+    )[0]
     matcher = grammars.compile("schema", SCHEMA, PROMPTS.answer_ends).begin()
     special = {TOKENIZER.token_id(token) for token in TOKENIZER.special_tokens}
     forbidden = 0
@@ -164,7 +166,7 @@ def test_tokens_are_the_likeliest_that_the_grammar_allows(base: Any, grammars: G
     ids=lambda more: next(iter(more)),
 )
 def test_the_grammar_holds_under_every_setting(base: Any, grammars: Grammars, more: dict[str, Any]) -> None:
-    answer = Engine(base, decode=TOKENIZER.decode_text).run([request_of(grammars, **more)])[0]
+    answer = InferenceEngine(base, decode=TOKENIZER.decode_text).run([request_of(grammars, **more)])[0]
     Pet.model_validate_json(answer.text)
 
 
@@ -181,7 +183,7 @@ def test_an_end_is_allowed_only_where_the_grammar_may_end(grammars: Grammars) ->
 
 def test_a_grammar_that_grows_too_complex_ends_its_own_answer_only(base: Any, grammars: Grammars) -> None:
     request, heard = request_of(grammars), list[Any]()
-    engine = Engine(base, decode=TOKENIZER.decode_text)
+    engine = InferenceEngine(base, decode=TOKENIZER.decode_text)
     planted = engine.submit(request, lambda answer, tokens, text: heard.append((len(tokens), text, answer.finish)))
     other = engine.submit(request)
     rows = engine._waiting

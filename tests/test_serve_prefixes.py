@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from meshwright.models.generate import Sampling
-from meshwright.serve.engine import Engine, Request
+from meshwright.serve.engine import InferenceEngine, Request
 from meshwright.serve.prefixes import SHORTEST, Prefixes
 from served import model_of
 
@@ -21,7 +21,7 @@ def numbers(length: int, start: int = 3) -> list[int]:
     return [(start + 7 * place) % 290 + 1 for place in range(length)]
 
 
-def talk(engine: Engine, turns: int = 3) -> list[tuple[list[int], list[float]]]:
+def talk(engine: InferenceEngine, turns: int = 3) -> list[tuple[list[int], list[float]]]:
     """A conversation, with other answers of other lengths that end before and after it, so that rows move."""
     said, found = numbers(20), []
     for turn in range(turns):
@@ -35,8 +35,8 @@ def talk(engine: Engine, turns: int = 3) -> list[tuple[list[int], list[float]]]:
 @pytest.mark.parametrize("family", ["llama", "mistral", "gpt2", "deepseek_v3"])
 def test_a_conversation_is_answered_as_without_reuse(family: str) -> None:
     model, prefixes = model_of(family), Prefixes(MIB)
-    found = talk(Engine(model, prefixes=prefixes))
-    expected = talk(Engine(model))
+    found = talk(InferenceEngine(model, prefixes=prefixes))
+    expected = talk(InferenceEngine(model))
     assert [ids for ids, _ in found] == [ids for ids, _ in expected]
     for (_, one), (_, other) in zip(found, expected, strict=True):
         assert one == pytest.approx(other, abs=1e-9)
@@ -52,13 +52,13 @@ def model() -> Any:
 
 def test_an_equal_prompt_reads_its_last_token_and_the_other_part_of_one_alike_is_read(model: Any) -> None:
     prefixes = Prefixes(MIB)
-    engine = Engine(model, prefixes=prefixes)
+    engine = InferenceEngine(model, prefixes=prefixes)
     prompt = numbers(40)
     (first,) = engine.run([request(prompt)])
     for asked, reused in ((prompt, 39), (prompt[:25], 24), ([*prompt[:30], 2, 2, 2], 30), (prompt[: SHORTEST - 1], 0)):
         before = prefixes.reused
         (found,) = engine.run([request(asked)])
-        (expected,) = Engine(model).run([request(asked)])
+        (expected,) = InferenceEngine(model).run([request(asked)])
         assert found.ids == expected.ids
         assert prefixes.reused - before == reused
     assert engine.run([request(prompt)])[0].ids == first.ids
@@ -66,7 +66,7 @@ def test_an_equal_prompt_reads_its_last_token_and_the_other_part_of_one_alike_is
 
 def test_a_scored_prompt_is_read_whole(model: Any) -> None:
     prefixes = Prefixes(MIB)
-    engine = Engine(model, prefixes=prefixes)
+    engine = InferenceEngine(model, prefixes=prefixes)
     engine.run([request(numbers(30))])
     (answer,) = engine.run([request(numbers(30), scores_prompt=True)])
     assert (len(answer.prompt), prefixes.reused) == (30, 0)
@@ -76,7 +76,7 @@ def test_memory_is_bounded_and_the_least_recently_used_goes_first(model: Any) ->
     size = 2 * 2 * 2 * 8 * 8 * 28
     """Bytes of 28 tokens: keys and values of 2 layers with 2 heads of width 8 in fp64."""
     prefixes = Prefixes(2 * size)
-    engine = Engine(model, prefixes=prefixes)
+    engine = InferenceEngine(model, prefixes=prefixes)
     for start in (1, 2):
         engine.run([request(numbers(20, start))])
         assert prefixes.num_bytes == start * size
@@ -95,10 +95,10 @@ def test_memory_is_bounded_and_the_least_recently_used_goes_first(model: Any) ->
 def test_models_do_not_share_and_an_error_frees_all(model: Any) -> None:
     prefixes = Prefixes(MIB)
     other = model_of("llama", seed=9)
-    one, two = Engine(model, prefixes=prefixes), Engine(other, prefixes=prefixes)
+    one, two = InferenceEngine(model, prefixes=prefixes), InferenceEngine(other, prefixes=prefixes)
     one.run([request(numbers(30))])
     (found,) = two.run([request(numbers(30))])
-    assert found.ids == Engine(other).run([request(numbers(30))])[0].ids
+    assert found.ids == InferenceEngine(other).run([request(numbers(30))])[0].ids
     assert prefixes.reused == 0
     assert prefixes.num_bytes > 0
     two.reset()
@@ -112,6 +112,6 @@ def test_compiled_steps_go_on_from_what_is_restored() -> None:
     if model.next_step is None:
         pytest.skip("no compiler")
     prefixes = Prefixes(MIB)
-    found = talk(Engine(model, prefixes=prefixes))
-    assert [ids for ids, _ in found] == [ids for ids, _ in talk(Engine(model))]
+    found = talk(InferenceEngine(model, prefixes=prefixes))
+    assert [ids for ids, _ in found] == [ids for ids, _ in talk(InferenceEngine(model))]
     assert prefixes.reused > 60

@@ -20,7 +20,7 @@ from meshwright.finetune import apply_finetune
 from meshwright.models import build_model, packed
 from meshwright.models.generate import Sampling
 from meshwright.parallel import build_meshes
-from meshwright.serve.engine import Answer, Engine, Request
+from meshwright.serve.engine import Answer, InferenceEngine, Request
 from meshwright.serve.examine import examinee_of
 from meshwright.serve.grammar import Grammars
 from meshwright.serve.ranks import Ranks
@@ -83,8 +83,8 @@ def found_on_ranks(folder: Path, text: Path) -> dict[str, Any]:
     found["kept"] = local.to_local().numel() / local.numel()
     if ranks.leads:
         ranks.lead(opened.model)
-        found["led"] = told(Engine(opened.model, max_batch=4).run(requests()))
-        engine = Engine(opened.model)
+        found["led"] = told(InferenceEngine(opened.model, max_batch=4).run(requests()))
+        engine = InferenceEngine(opened.model)
         engine.submit(requests()[0])
         engine.step()
         engine.reset()  # as after an error
@@ -105,7 +105,7 @@ def logits_read(reader: CachedReader) -> torch.Tensor:
 def everything_of(opened: Any, text: Path) -> dict[str, Any]:
     examinee = examinee_of(opened)
     return {
-        "answers": told(Engine(opened.model, max_batch=4).run(requests())),
+        "answers": told(InferenceEngine(opened.model, max_batch=4).run(requests())),
         "loss": evaluate_texts(opened, sources=[str(text)], sequence_length=32),
         "chosen": [one.logprob for one in examinee.logprobs([([5, 6, 7], [8]), ([9, 4], [3, 2, 1])])],
         "written": examinee.write([[5, 6, 7], [9]], Writing(max_tokens=5)),

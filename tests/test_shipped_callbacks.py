@@ -28,7 +28,7 @@ from meshwright.testing.ranks import RankPool
 from meshwright.trainer import display
 from meshwright.trainer.display import following
 from meshwright.trainer.evaluate import evaluate_held_out
-from meshwright.trainer.metrics import Journal, read_journal
+from meshwright.trainer.metrics import MetricsJournal, read_journal
 from meshwright.trainer.run import TrainResult
 from meshwright.trainer.run import train as train_run
 from sessions import tiny, train
@@ -398,7 +398,7 @@ def test_a_notebook_shows_a_bar(kernel: Handle, tmp_path: Path, monkeypatch: pyt
     session = train(tiny("single"), tmp_path, [])
     assert [line.split("  ")[0] for line in kernel.shown] == [f"step {step}/6" for step in range(1, 7)]
     assert "gnorm" not in session.display.stream.getvalue()  # pyright: ignore[reportAttributeAccessIssue]
-    with following(tmp_path / "metrics.jsonl", 8), Journal(tmp_path / "metrics.jsonl") as journal:
+    with following(tmp_path / "metrics.jsonl", 8), MetricsJournal(tmp_path / "metrics.jsonl") as journal:
         journal.write({"kind": "checkpoint", "step": 7})
         journal.write({"kind": "step", "step": 7, "loss": 1.0, "lr": 0.1, "eta": 3.2})
         journal.write({"kind": "step", "step": 8, "loss": 1.0, "lr": 0.1, "eta": None})

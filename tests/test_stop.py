@@ -26,7 +26,7 @@ from meshwright.testing.ranks import RankPool
 from meshwright.trainer import evaluate
 from meshwright.trainer.display import Display
 from meshwright.trainer.loop import train_loop
-from meshwright.trainer.metrics import Journal, read_journal
+from meshwright.trainer.metrics import MetricsJournal, read_journal
 from meshwright.trainer.saver import Saver
 from meshwright.trainer.session import Outputs, Session
 from tiny import STRATEGIES, tiny_corpus, tiny_run
@@ -178,7 +178,10 @@ def train_and_signal(run: ResolvedRun, root: Path, phase: str) -> tuple[int, lis
 
     display = Display(steps=6, memory_bytes=1, device="cpu", enabled=False)
     first = trainer.worker.rank == 0
-    with StopRequest(raises=False) as stop, Journal(root / "metrics.jsonl") if first else nullcontext() as journal:
+    with (
+        StopRequest(raises=False) as stop,
+        MetricsJournal(root / "metrics.jsonl") if first else nullcontext() as journal,
+    ):
         stop.running()
         setattr(owner, name, hitting)
         try:

@@ -21,7 +21,7 @@ from meshwright.spec.layout import LayoutSpec
 from meshwright.spec.tasks import TaskSpec
 from meshwright.tasks import questions
 from meshwright.tasks.ask import open_tasks
-from meshwright.tasks.examinee import Found
+from meshwright.tasks.examinee import ContinuationScore
 from meshwright.tasks.own import encode_pair, open_task, run_task
 from meshwright.tasks.questions import layout_of, read_questions
 from meshwright.testing.equivalence import build_here
@@ -67,11 +67,11 @@ def trained_of(tmp_path: Path, *, template: str | None = None, dtype=torch.float
     )
 
 
-def alone(model, before, asked) -> Found:
+def alone(model, before, asked) -> ContinuationScore:
     """One continuation's log-probability, by one pass without padding."""
     ids = [*before, *asked]
     logprobs = model.logits(Batch(torch.tensor([ids]))).detach().double().log_softmax(-1)[0, len(before) - 1 : -1]
-    return Found(
+    return ContinuationScore(
         float(logprobs.gather(1, torch.tensor(asked)[:, None]).sum()), logprobs.argmax(-1).tolist() == list(asked)
     )
 

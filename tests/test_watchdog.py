@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from meshwright.launch.launcher import Worker, join_group
 from meshwright.launch.status import STUCK, StuckError
-from meshwright.launch.watchdog import TIMES_LONGEST, TIMES_UNKNOWN, Collective, Report, Watchdog, explain
+from meshwright.launch.watchdog import TIMES_LONGEST, TIMES_UNKNOWN, Collective, RankReport, Watchdog, explain
 from meshwright.spec.guards import GuardSpec
 from meshwright.spec.run import Run
 from meshwright.testing.ranks import RankPool
@@ -57,9 +57,9 @@ def test_a_patient_phase_has_no_limit() -> None:
     assert ended == [STUCK]
 
 
-def reports(numbers: list[int], waiting: list[bool]) -> list[Report | None]:
+def reports(numbers: list[int], waiting: list[bool]) -> list[RankReport | None]:
     return [
-        Report(
+        RankReport(
             rank,
             f"host{rank}",
             "step 7",
@@ -83,7 +83,7 @@ def test_who_is_blamed() -> None:
     assert "check the network" in explain(reports([9, 9], [True, True]), {}, 0)
     silent = reports([9, 9, 9], [True, True, True])
     silent[2] = None
-    text = explain(silent, {2: Report(2, "host2", "step 6", 1.0)}, 0)
+    text = explain(silent, {2: RankReport(2, "host2", "step 6", 1.0)}, 0)
     assert "stuck: rank 2 does not respond" in text
     assert "last report: on host2, in step 6" in text
 

@@ -50,7 +50,7 @@ FLASH_CUDA, FLASH_CUDA_BACKWARD = (
 )
 """The same on a GPU."""
 
-DEAR_OPS = (
+EXPENSIVE_OPS = (
     *((torch.ops.torch_attn._varlen_attn.default,) if hasattr(torch.ops.torch_attn, "_varlen_attn") else ()),
     aten._grouped_mm.default,
     *(getattr(aten, name).default for name in ("_scaled_mm", "_scaled_mm_v2") if hasattr(aten, name)),

@@ -5,7 +5,7 @@ import torch
 from meshwright.callbacks.callback import Callback, Record, Training
 from meshwright.callbacks.memory_page import memory_page
 from meshwright.parallel.ledger import Storages
-from meshwright.parallel.timeline import Timeline
+from meshwright.parallel.timeline import RecordingLedger
 from meshwright.spec.errors import UserError
 from meshwright.torch_internals import all_tensors, local_tensor, passing_tensors, record_allocations, save_allocations
 
@@ -30,7 +30,7 @@ class MemoryTimeline(Callback):
             raise UserError(f"MemoryTimeline: rank={rank!r} must be a rank, 0 or more")
         self.step, self.rank = step, rank
         self._first = 0
-        self._running: Timeline | None = None
+        self._running: RecordingLedger | None = None
 
     def on_start(self, training: Training) -> None:
         """Refuse a rank or a step that the run does not have."""
@@ -65,7 +65,7 @@ class MemoryTimeline(Callback):
         if training.step + 1 != self._first or training.rank != self.rank:
             return
         device = training.device.type
-        running = Timeline(lambda: _storages(training), training.model, device_type=device)
+        running = RecordingLedger(lambda: _storages(training), training.model, device_type=device)
         running.watch(local_tensor(tensor) for tensor in all_tensors() if local_tensor(tensor).device.type == device)
         if device == "cuda":
             record_allocations()

@@ -11,7 +11,7 @@ import numpy as np
 
 from meshwright.cli.common import add_recipe_arguments, positive, read_recipe
 from meshwright.cli.output import add_json_argument, print_result
-from meshwright.data.audit import CHECKS, EXAMPLES, PlannedRun, Report, audit
+from meshwright.data.audit import CHECKS, EXAMPLES, AuditReport, PlannedRun, audit
 from meshwright.data.describe import describe_formats, describe_mixture, describe_sample, length_histogram
 from meshwright.data.loader import Loader
 from meshwright.data.mixture import held_out_samples, training_samples
@@ -205,7 +205,7 @@ def attention_sees(documents_bT: np.ndarray) -> np.ndarray:
     ).numpy()
 
 
-def _verdicts(report: Report, left_out: set[str]) -> Iterator[str]:
+def _verdicts(report: AuditReport, left_out: set[str]) -> Iterator[str]:
     for name, claim in CHECKS.items():
         if name in left_out:
             continue

@@ -14,11 +14,11 @@ from meshwright.cli.output import add_json_argument, print_result, progress_on_s
 from meshwright.cli.serve import read_key
 from meshwright.judge.client import Client
 from meshwright.judge.prompts import read_prompts
-from meshwright.judge.questions import Answers, Question, answer_record, read_answers, read_questions
+from meshwright.judge.questions import JudgeQuestion, ModelAnswers, answer_record, read_answers, read_questions
 from meshwright.judge.ratings import Rated, Verdict, mean_ratings, ratings, read_verdicts, settled, versus
 from meshwright.judge.run import (
-    Cost,
-    Journal,
+    TokensUsed,
+    VerdictJournal,
     estimate,
     items_of,
     judge_all,
@@ -125,7 +125,7 @@ def _compared(verdicts: Sequence[Verdict], rated: Sequence[Rated]) -> dict[str, 
 
 
 def _judge(
-    arguments: argparse.Namespace, questions: Sequence[Question], found: dict[str, Any]
+    arguments: argparse.Namespace, questions: Sequence[JudgeQuestion], found: dict[str, Any]
 ) -> tuple[list[Verdict], list[Rated]]:
     """Judge, record the cost in `found`, and return the verdicts on pairs and the ratings."""
     if not arguments.answers or (arguments.judge is None and not arguments.dry_run):
@@ -135,13 +135,13 @@ def _judge(
     items = items_of(questions, _answers(arguments, questions), arguments.mode, prompts)
     if arguments.dry_run:
         spent = estimate(
-            items, Journal(arguments.out / "verdicts.jsonl", arguments.judge_model or ""), arguments.max_tokens
+            items, VerdictJournal(arguments.out / "verdicts.jsonl", arguments.judge_model or ""), arguments.max_tokens
         )
         found["estimate"] = _figures(spent, arguments)
         return [], []
     key = read_key(arguments.api_key_file) or os.environ.get(KEY) or None
     client = Client(str(arguments.judge), arguments.judge_model, key=key)
-    journal = Journal(arguments.out / "verdicts.jsonl", client.model)
+    journal = VerdictJournal(arguments.out / "verdicts.jsonl", client.model)
     for name, text in prompts.texts.items():
         (arguments.out / "prompts").mkdir(exist_ok=True)
         write_durably(arguments.out / "prompts" / f"{name}.txt", text)
@@ -163,7 +163,7 @@ def _judge(
     return verdicts_of(items, journal), single_ratings(items, journal)
 
 
-def _answers(arguments: argparse.Namespace, questions: Sequence[Question]) -> list[Answers]:
+def _answers(arguments: argparse.Namespace, questions: Sequence[JudgeQuestion]) -> list[ModelAnswers]:
     found = []
     for given in arguments.answers:
         name, _, path = given.rpartition("=")
@@ -188,7 +188,7 @@ def _answers(arguments: argparse.Namespace, questions: Sequence[Question]) -> li
     return found
 
 
-def _figures(cost: Cost, arguments: argparse.Namespace) -> dict[str, Any]:
+def _figures(cost: TokensUsed, arguments: argparse.Namespace) -> dict[str, Any]:
     return {**asdict(cost), "price": cost.price(arguments.price)}
 
 

@@ -10,7 +10,7 @@ from meshwright.cli.output import add_json_argument, print_result
 from meshwright.plan.account import explain_field
 from meshwright.plan.candidate import MARGIN, TIGHT
 from meshwright.plan.changes import CHANGES, GROUPS, asked_changes
-from meshwright.plan.layouts import Limits
+from meshwright.plan.layouts import SearchLimits
 from meshwright.plan.page import plan_page
 from meshwright.plan.recipe import plan_recipe, planned_run
 from meshwright.spec.errors import UserError
@@ -112,7 +112,7 @@ def _plan(arguments: argparse.Namespace) -> int:
         base_dir=path.parent,
         cluster=arguments.cluster,
         top=arguments.top,
-        limits=Limits(margin=arguments.margin),
+        limits=SearchLimits(margin=arguments.margin),
         consider=asked_changes(arguments.consider) if arguments.consider else (),
     )
     if arguments.explain:

@@ -58,7 +58,7 @@ def started(arguments: argparse.Namespace) -> int | None:
     from meshwright.launch import forkserver
 
     untouched = forkserver.untouched()
-    from meshwright.launch.launcher import Job, Nodes, start_workers
+    from meshwright.launch.launcher import Nodes, RankJob, start_workers
     from meshwright.launch.signals import StopRequest
     from meshwright.launch.status import STOPPED, TrainingStopped
     from meshwright.launch.supervise import RestartPolicy
@@ -68,7 +68,7 @@ def started(arguments: argparse.Namespace) -> int | None:
     words = ["meshwright.cli.ranks", *arguments.command]
     try:
         with StopRequest(raises=True) as stop:
-            status = start_workers(Job(LayoutSpec(tp=degree)), Nodes(), words, stop, RestartPolicy(run_dir=None))
+            status = start_workers(RankJob(LayoutSpec(tp=degree)), Nodes(), words, stop, RestartPolicy(run_dir=None))
     except TrainingStopped:
         status = STOPPED
     if status == STOPPED:
@@ -132,7 +132,7 @@ def main() -> int:
 def _joined(worker: Any, degree: int, device_name: str) -> Any:
     import torch
 
-    from meshwright.launch.launcher import Job, join_group, threads_per_rank
+    from meshwright.launch.launcher import RankJob, join_group, threads_per_rank
     from meshwright.parallel import build_meshes
     from meshwright.plan.machine import find_machine
     from meshwright.serve.ranks import Ranks
@@ -143,7 +143,7 @@ def _joined(worker: Any, degree: int, device_name: str) -> Any:
         report_to_parent(f"process {worker.rank} of {degree} failed: {' '.join(str(error).split())[:200]}")
         os._exit(1)
 
-    job = Job(LayoutSpec(tp=degree))
+    job = RankJob(LayoutSpec(tp=degree))
     device = choose_device(find_machine(device_name), worker.local_rank)
     torch.set_num_threads(threads_per_rank(worker.local_world_size))
     join_group(worker, job, device)

@@ -101,14 +101,14 @@ def run(arguments: argparse.Namespace) -> int:
         import uvicorn
 
         from meshwright.serve.connections import configured
-        from meshwright.serve.http import LOCAL, Limits, Server
+        from meshwright.serve.http import LOCAL, Server, ServerLimits
     except ImportError as error:
         if (error.name or "").split(".")[0] not in ("starlette", "uvicorn"):
             raise
         raise UserError("serve needs starlette and uvicorn: pip install 'meshwright[serve]'") from error
     # Torch loads here, so that --help and usage errors never wait for it.
     from meshwright.serve.prefixes import Prefixes
-    from meshwright.serve.served import Room, default_name, loader_of, open_served
+    from meshwright.serve.served import Capacity, default_name, loader_of, open_served
 
     key = read_key(arguments.api_key_file)
     if arguments.host not in LOCAL and key is None:
@@ -123,9 +123,11 @@ def run(arguments: argparse.Namespace) -> int:
         raise UserError(f"--adapters-from {arguments.adapters_from}: is not a folder")
     if arguments.votes is not None and not (adapters or beside or arguments.adapters_from):
         raise UserError("--votes: an arena needs two models; give another with --beside or --adapter")
-    limits = Limits(max_body=arguments.max_body, max_queue=arguments.max_queue, api_key=key, votes=arguments.votes)
+    limits = ServerLimits(
+        max_body=arguments.max_body, max_queue=arguments.max_queue, api_key=key, votes=arguments.votes
+    )
     prefixes = Prefixes(arguments.prefix_cache * 2**20) if arguments.prefix_cache else None
-    room = Room(max_batch=arguments.max_batch, max_context=arguments.max_context, prefixes=prefixes)
+    room = Capacity(max_batch=arguments.max_batch, max_context=arguments.max_context, prefixes=prefixes)
     with listen(arguments.host, arguments.port) as listening:  # before loading, because the port may be in use
         trained = _opened(arguments)
         models = open_served(trained, arguments.name or default_name(trained), adapters, room, beside=beside)

@@ -65,7 +65,7 @@ class PlannedRun:
 
 
 @dataclass
-class Report:
+class AuditReport:
     """The findings of an audit."""
 
     findings: dict[str, list[str]] = field(default_factory=lambda: {name: [] for name in CHECKS})
@@ -90,9 +90,9 @@ class Report:
         return not self.counts
 
 
-def audit(run: PlannedRun, progress: Callable[[str, int, int], None] | None = None) -> Report:
+def audit(run: PlannedRun, progress: Callable[[str, int, int], None] | None = None) -> AuditReport:
     """Read the whole run and prove it, or report its faults."""
-    report = Report()
+    report = AuditReport()
     for stream, samples in zip(run.corpus.streams, run.mixture.streams, strict=True):
         for problem in packing_problems(stream.train, samples, run.data, keep_tail=False):
             report.add("packing", f"{stream.name}: {problem}")
@@ -160,7 +160,7 @@ def expected_sample(file: TokenFile, samples: Samples, index: int, data: DataSpe
 class _Reading:
     """One pass over all batches."""
 
-    def __init__(self, run: PlannedRun, report: Report):
+    def __init__(self, run: PlannedRun, report: AuditReport):
         self.run, self.report = run, report
         self.seen = [np.zeros(len(samples), np.int32) for samples in run.mixture.streams]
         self.last = [np.full((len(samples), 2), -1, np.int32) for samples in run.mixture.streams]
@@ -350,7 +350,7 @@ def attention_problems(sees: Callable[[np.ndarray], np.ndarray], row: Sample, do
             yield f"{int(wrong_TT.sum())} times a token {what}, first at position {query} (position {key})"
 
 
-def _check_held_out(run: PlannedRun, report: Report) -> None:
+def _check_held_out(run: PlannedRun, report: AuditReport) -> None:
     if run.held_out is None:
         return
     for (number, samples), file in zip(enumerate(run.held_out.streams), run.corpus.held_out, strict=True):

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from meshwright.data.prepare import Stream
+from meshwright.data.prepare import TokenStream
 from meshwright.data.readers import read_documents
 from meshwright.data.token_file import TokenFile
 from meshwright.data.tokenizer import TextTokenizer
@@ -20,7 +20,7 @@ _EMPTY_THOUGHT = re.compile(r"^<think>\s*</think>\s*")
 """The text that templates of reasoning models insert before an answer without a thought."""
 
 
-def trained_text_problems(stream: Stream, tokenizer: TextTokenizer, data: DataSpec) -> Iterator[str]:
+def trained_text_problems(stream: TokenStream, tokenizer: TextTokenizer, data: DataSpec) -> Iterator[str]:
     """Faults in the trained tokens of a stream of records; dropped records may be missing."""
     if data.chat.train_on == "all":
         for file in _sides(stream):
@@ -49,7 +49,7 @@ def trained_text_problems(stream: Stream, tokenizer: TextTokenizer, data: DataSp
                 yield f"document {number} trains on {shown!r}, which is not an assistant's text in the records"
 
 
-def _sides(stream: Stream) -> list[TokenFile]:
+def _sides(stream: TokenStream) -> list[TokenFile]:
     return [stream.train, *([stream.held_out] if stream.held_out else [])]
 
 

@@ -40,7 +40,7 @@ Progress = Callable[[str, int, int], None]
 """Called with (task, bytes of the corpus done, bytes of the corpus)."""
 
 
-class Place(NamedTuple):
+class BuildProgress(NamedTuple):
     """Progress of a tokenization."""
 
     file: int = 0
@@ -57,7 +57,7 @@ class Place(NamedTuple):
 class Commit:
     """One line of the journal."""
 
-    place: Place = field(default_factory=Place)
+    place: BuildProgress = field(default_factory=BuildProgress)
     census: Census = field(default_factory=Census)
     train: Mark = field(default_factory=Mark)
     held_out: Mark = field(default_factory=Mark)
@@ -72,7 +72,7 @@ class _Piece:
     ends_document: bool
     counts: tuple[int, int] | None
     """Characters and hash of the record that ends here."""
-    place: Place
+    place: BuildProgress
     """The progress after this piece."""
 
 
@@ -188,7 +188,7 @@ def counted(what: str, files: Sequence[SourceFile], progress: Progress) -> Itera
 
 
 def _pieces(
-    files: Sequence[SourceFile], split: Split, cut_text: Callable[[str], list[str]], place: Place
+    files: Sequence[SourceFile], split: Split, cut_text: Callable[[str], list[str]], place: BuildProgress
 ) -> Iterator[_Piece]:
     """The pieces of all documents after `place`, in order."""
     done, skip_pieces, num_bytes = place.record, place.pieces, place.num_bytes
@@ -203,10 +203,10 @@ def _pieces(
             ]
             for number, (held_out, text, ends) in enumerate(cut[skip_pieces:], start=skip_pieces + 1):
                 last = number == len(cut)
-                after = Place(index, document.record - 1, number, num_bytes)
+                after = BuildProgress(index, document.record - 1, number, num_bytes)
                 if last:
                     num_bytes += document.num_bytes
-                    after = Place(index, document.record, 0, num_bytes)
+                    after = BuildProgress(index, document.record, 0, num_bytes)
                 yield _Piece(
                     where=document.id,
                     text=text,
@@ -258,7 +258,7 @@ def _read_journal(directory: Path) -> tuple[Split | None, Commit | None]:
         return split, None
     last = commits[-1]
     commit = Commit(
-        place=Place(*last["place"]),
+        place=BuildProgress(*last["place"]),
         census=Census(**last["census"]),
         train=Mark(*last["train"]),
         held_out=Mark(*last["held_out"]),

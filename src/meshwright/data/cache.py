@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.data.build import HELD_OUT, TRAIN, remove_scaffolding
-from meshwright.data.checksums import Sums
+from meshwright.data.checksums import BlockChecksums
 from meshwright.data.token_file import MASK
 from meshwright.spec.errors import UserError
 from meshwright.storage.lock import Lock
@@ -48,7 +48,7 @@ def damage_of(directory: Path) -> str:
         for path in (directory / name for name in names):
             beside = [path.with_suffix(ending) for ending in (".idx", MASK)]
             for found in [path, *(one for one in beside if one.exists())]:
-                Sums.beside(found, "").compare_all()
+                BlockChecksums.beside(found, "").compare_all()
             json.loads(path.with_suffix(".json").read_bytes())
     except (OSError, ValueError) as error:
         return str(error)

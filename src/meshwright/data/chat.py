@@ -10,7 +10,7 @@ from typing import Any
 from meshwright.data.marks import RESERVED, THOUGHTS
 from meshwright.data.sandbox import BEGIN, END, Sandbox
 from meshwright.data.tokenizer import TextTokenizer
-from meshwright.data.tools import Form, form_of, in_form
+from meshwright.data.tools import ToolCallFormat, form_of, in_form
 from meshwright.data.turns import Conversation, Message, TurnFinder
 from meshwright.spec.data import ChatSpec
 from meshwright.spec.errors import UserError
@@ -116,13 +116,13 @@ class ChatTemplate:
         return "probe_thought" in self.render([{"role": "user", "content": "?"}, said])
 
     @cached_property
-    def _form(self) -> Form:
+    def _form(self) -> ToolCallFormat:
         return form_of(lambda messages: self._render(list(messages), None, False))
 
     def _in_form(self, messages: Iterable[Message]) -> list[dict[str, Any]]:
         messages = list(messages)
         calls = any(message.get("tool_calls") for message in messages)
-        return in_form(messages, self._form if calls else Form())
+        return in_form(messages, self._form if calls else ToolCallFormat())
 
     def _check(self, messages: Sequence[Message], tools: Any) -> None:
         """Raise UserError for content that the template would omit, or that would collide with the markers."""

@@ -41,10 +41,10 @@ def write_sums(path: Path) -> None:
 class Checked(np.ndarray):
     """Numbers of a memory-mapped file. Slices are compared with the checksums and returned as ordinary arrays.
 
-    Operations on the whole array (`sum`, `==`) are not checked; call `Sums.compare_all` before them.
+    Operations on the whole array (`sum`, `==`) are not checked; call `BlockChecksums.compare_all` before them.
     """
 
-    _sums: "Sums | None" = None
+    _sums: "BlockChecksums | None" = None
 
     def __array_finalize__(self, obj: Any) -> None:
         """numpy's hook: a part is compared with the same checksums."""
@@ -67,7 +67,7 @@ class Checked(np.ndarray):
         return super().__getitem__(slice(start, stop))  # type: ignore[return-value]
 
 
-class Sums:
+class BlockChecksums:
     """The checksums of one memory-mapped file, and which of its blocks have been compared."""
 
     def __init__(self, path: Path, sums: np.ndarray, remedy: str):
@@ -81,7 +81,7 @@ class Sums:
         self._begin = _address(self._bytes)
 
     @classmethod
-    def beside(cls, path: Path, remedy: str) -> "Sums":
+    def beside(cls, path: Path, remedy: str) -> "BlockChecksums":
         """The checksums next to a file. Raises UserError if there are none."""
         try:
             return cls(path, np.fromfile(sums_path(path), "<u4"), remedy)

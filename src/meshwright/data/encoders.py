@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from meshwright.data.examples import Encoded, Encoder, build_encoder
+from meshwright.data.examples import EncodedText, Encoder, build_encoder
 
 ItemT = TypeVar("ItemT")
 
@@ -40,12 +40,12 @@ class Encoders:
         for process in self._processes:
             self._threads.submit(self._introduce, process)
 
-    def map(self, chunks: Iterable[tuple[ItemT, Sequence[str]]]) -> Iterator[tuple[ItemT, list[Encoded]]]:
+    def map(self, chunks: Iterable[tuple[ItemT, Sequence[str]]]) -> Iterator[tuple[ItemT, list[EncodedText]]]:
         """Each chunk's item with the tokens of its texts. At most two chunks per process are in memory."""
         if not self._processes:
             yield from ((item, self._encoder.encode(texts)) for item, texts in chunks)
             return
-        ahead: deque[tuple[ItemT, Future[list[Encoded]]]] = deque()
+        ahead: deque[tuple[ItemT, Future[list[EncodedText]]]] = deque()
         for item, texts in chunks:
             ahead.append((item, self._threads.submit(self._ask, texts)))
             if len(ahead) > 2 * len(self._processes):
@@ -69,7 +69,7 @@ class Encoders:
             _send(self._encoder.settings, process.stdin)
         self._idle.put(process)
 
-    def _ask(self, texts: Sequence[str]) -> list[Encoded]:
+    def _ask(self, texts: Sequence[str]) -> list[EncodedText]:
         process = self._idle.get()
         try:
             assert process.stdin is not None
@@ -94,7 +94,7 @@ def _send(value: Any, stream: Any) -> None:
     stream.flush()
 
 
-def _packed(encoded: Sequence[Encoded]) -> tuple[bytes, bytes, bytes, list[tuple[str, str]]]:
+def _packed(encoded: Sequence[EncodedText]) -> tuple[bytes, bytes, bytes, list[tuple[str, str]]]:
     """As bytes: the number of documents of each text, the number of tokens of each document, all tokens; and each
     text's note and error, empty if there is none."""
     documents = [ids for found in encoded for ids in found.documents]
@@ -105,12 +105,12 @@ def _packed(encoded: Sequence[Encoded]) -> tuple[bytes, bytes, bytes, list[tuple
     return counts.tobytes(), lengths.tobytes(), ids.tobytes(), told if any(map(any, told)) else []
 
 
-def _unpacked(counts: bytes, lengths: bytes, ids: bytes, told: list[Any]) -> list[Encoded]:
+def _unpacked(counts: bytes, lengths: bytes, ids: bytes, told: list[Any]) -> list[EncodedText]:
     borders = np.cumsum(np.frombuffer(lengths, np.int32))
     documents = iter(np.split(np.frombuffer(ids, np.int32), borders))
     numbers = np.frombuffer(counts, np.int32)
     return [
-        Encoded(tuple(islice(documents, count)), note, error)
+        EncodedText(tuple(islice(documents, count)), note, error)
         for count, (note, error) in zip(numbers, told or [("", "")] * len(numbers), strict=True)
     ]
 

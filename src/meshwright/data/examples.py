@@ -17,7 +17,7 @@ from meshwright.spec.data import ChatSpec
 from meshwright.spec.errors import UserError
 
 
-class Encoded(NamedTuple):
+class EncodedText(NamedTuple):
     """The tokens of one text."""
 
     documents: tuple[np.ndarray, ...]
@@ -37,9 +37,9 @@ class TextEncoder:
         self.settings = {"files": dict(tokenizer.files)}
         """Plain data from which `build_encoder` rebuilds it in another process."""
 
-    def encode(self, texts: Sequence[str]) -> list[Encoded]:
+    def encode(self, texts: Sequence[str]) -> list[EncodedText]:
         """One result for each text."""
-        return [Encoded((np.asarray(ids, np.int32),)) for ids in self.tokenizer.encode_batch(texts)]
+        return [EncodedText((np.asarray(ids, np.int32),)) for ids in self.tokenizer.encode_batch(texts)]
 
 
 class RecordEncoder:
@@ -61,27 +61,27 @@ class RecordEncoder:
         chat = self.chat.model_dump(mode="json")
         return {"files": dict(self.tokenizer.files), "template": template, "chat": chat, "labels": self.max_labels}
 
-    def encode(self, texts: Sequence[str]) -> list[Encoded]:
+    def encode(self, texts: Sequence[str]) -> list[EncodedText]:
         """One result for each record."""
         return [self._encoded(json.loads(text)) for text in texts]
 
-    def _encoded(self, record: Mapping[str, Any]) -> Encoded:
+    def _encoded(self, record: Mapping[str, Any]) -> EncodedText:
         if record.get("weight") == 0:
-            return Encoded((), "unweighted")
+            return EncodedText((), "unweighted")
         sides = (record["chosen"], record["rejected"]) if "chosen" in record else (record,)
         if self.chat.special_tokens == "drop" and any("messages" in side and self._spelled(side) for side in sides):
-            return Encoded((), "spelled")
+            return EncodedText((), "spelled")
         try:
             documents = [self._tokens(side) for side in sides]
         except UserError as error:
-            return Encoded((), error=str(error))
+            return EncodedText((), error=str(error))
         note = ""
         num_tokens = sum(len(ids) - 1 for ids in documents)
         if num_tokens > self.max_labels:
             note = "truncated" if self.chat.overlong == "truncate" else "overlong"
             documents = [ids[: self.max_labels // len(sides) + 1] for ids in documents]
         if self.chat.overlong == "error" and note:
-            return Encoded(
+            return EncodedText(
                 (),
                 error=f"its {num_tokens} tokens are more than data.sequence_length={self.max_labels}; raise it (in "
                 "eval, --sequence-length) up to the model's positions, shorten the record, or set "
@@ -90,8 +90,8 @@ class RecordEncoder:
         if note != "overlong" and not all((ids[1:] >= 0).any() for ids in documents):
             note = "unlabelled"
             if self.chat.unlabelled == "error":
-                return Encoded((), error="it has no trained tokens; fix it, or set data.chat.unlabelled=drop")
-        return Encoded(() if note in ("overlong", "unlabelled") else tuple(documents), note)
+                return EncodedText((), error="it has no trained tokens; fix it, or set data.chat.unlabelled=drop")
+        return EncodedText(() if note in ("overlong", "unlabelled") else tuple(documents), note)
 
     def _tokens(self, record: Mapping[str, Any]) -> np.ndarray:
         """One side's tokens, ~id for a token without loss."""

@@ -30,7 +30,7 @@ HostBatch = Batch[np.ndarray]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Share:
+class BatchShare:
     """The part of all samples that one data-parallel rank reads, and its form."""
 
     rank: int = 0
@@ -40,7 +40,7 @@ class Share:
     padding: Padding = "kept"
 
     @classmethod
-    def of_run(cls, resolved: ResolvedRun, rank: int, places: np.ndarray | None = None) -> "Share":
+    def of_run(cls, resolved: ResolvedRun, rank: int, places: np.ndarray | None = None) -> "BatchShare":
         """The share of data-parallel rank `rank` of a run."""
         world_size = resolved.run.layout.data_parallel
         return cls(rank=rank, world_size=world_size, places=places, padding=padding_of(resolved))
@@ -60,7 +60,7 @@ class Loader:
     def __init__(
         self,
         samples: Samples | Mixture,
-        share: Share | None = None,
+        share: BatchShare | None = None,
         *,
         seed: int,
         global_batch: int,
@@ -72,7 +72,7 @@ class Loader:
 
         Raises UserError if they do not divide, or if the share's rank is not below its world size.
         """
-        share = share or Share()
+        share = share or BatchShare()
         rank, world_size = share.rank, share.world_size
         if global_batch % (micro_batch * world_size):
             raise UserError(
@@ -96,7 +96,7 @@ class Loader:
         """The loader of data-parallel rank `rank` of a run."""
         return cls(
             samples,
-            Share.of_run(resolved, rank, places),
+            BatchShare.of_run(resolved, rank, places),
             seed=resolved.run.training.seed,
             global_batch=resolved.global_batch,
             micro_batch=resolved.micro_batch,
@@ -199,14 +199,14 @@ def _joined(batch: HostBatch) -> HostBatch:
 
 
 def evaluation_batches(
-    samples: Samples, share: Share | None = None, *, micro_batch: int, num_samples: int | None = None
+    samples: Samples, share: BatchShare | None = None, *, micro_batch: int, num_samples: int | None = None
 ) -> Iterator[HostBatch]:
     """Every sample once over all ranks, in order; or `num_samples` of them, evenly spaced. `share` as in `Loader`.
 
     Every rank gets the same number of microbatches, so that all make the same collective calls; blank samples without
     labels fill the end. Sums over labels and ranks are the same for every world size.
     """
-    share = share or Share()
+    share = share or BatchShare()
     count = len(samples) if num_samples is None else min(len(samples), num_samples)
     for start in range(0, count, micro_batch * share.world_size):
         first = start + share.rank * micro_batch

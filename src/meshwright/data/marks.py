@@ -33,7 +33,7 @@ class Span(NamedTuple):
     end: int
 
 
-class Text(NamedTuple):
+class MarkedText(NamedTuple):
     """A marked text of a message."""
 
     message: int
@@ -64,7 +64,7 @@ class Written:
     """A template's output without marks, and the positions of the marks."""
 
     text: str
-    places: list[tuple[Span, Text]] = field(default_factory=list)
+    places: list[tuple[Span, MarkedText]] = field(default_factory=list)
     """The first occurrence of each marked text, in the output's order."""
     generated: list[Span] = field(default_factory=list)
     """The spans marked by `{% generation %}`."""
@@ -106,7 +106,7 @@ class Marker:
         """`empty`: mark empty texts too. `roles`: mark only messages with these roles. `special` matches special
         tokens, which are not tags."""
         self._empty, self._roles, self._special = empty, roles, special
-        self._texts: list[Text] = []
+        self._texts: list[MarkedText] = []
 
     def mark(self, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         """The messages with marks around their texts."""
@@ -145,12 +145,14 @@ class Marker:
         fields: dict[str, Any] = {}
         for name in ("content", *THOUGHTS):
             if isinstance(message.get(name), str):
-                fields[name] = self._marked(message[name], Text(number, name), whole=not message.get("tool_calls"))
+                fields[name] = self._marked(
+                    message[name], MarkedText(number, name), whole=not message.get("tool_calls")
+                )
         if message.get("tool_calls"):
-            fields["tool_calls"] = self._deep(message["tool_calls"], Text(number, "tool_calls"))
+            fields["tool_calls"] = self._deep(message["tool_calls"], MarkedText(number, "tool_calls"))
         return fields
 
-    def _deep(self, value: Any, text: Text) -> Any:
+    def _deep(self, value: Any, text: MarkedText) -> Any:
         """Tool calls with marks around names and arguments: keys, and values that are text."""
         if isinstance(value, list):
             return [self._deep(item, text) for item in value]
@@ -161,11 +163,11 @@ class Marker:
             return {key + self._wrap("", text): self._deep(item, text) for key, item in value.items()}
         return self._marked(value, text) if isinstance(value, str) else value
 
-    def _call(self, function: Mapping[str, Any], text: Text) -> dict[str, Any]:
+    def _call(self, function: Mapping[str, Any], text: MarkedText) -> dict[str, Any]:
         marked = {"name": self._marked(function["name"], text)}
         return {**function, **marked, "arguments": self._deep(function.get("arguments", {}), text)}
 
-    def _marked(self, value: str, text: Text, *, whole: bool = False) -> str:
+    def _marked(self, value: str, text: MarkedText, *, whole: bool = False) -> str:
         if not value.strip():
             return value + self._wrap("", text) if self._empty and whole and text.field == "content" else value
         parts = self._parts(value)
@@ -185,13 +187,13 @@ class Marker:
                 parts[-1] += part
         return parts
 
-    def _edged(self, part: str, text: Text, *, tag: bool) -> str:
+    def _edged(self, part: str, text: MarkedText, *, tag: bool) -> str:
         core = part.strip()
         if not core or tag:
             return part
         start = part.index(core)
         return part[:start] + self._wrap(core, text) + part[start + len(core) :]
 
-    def _wrap(self, core: str, text: Text) -> str:
+    def _wrap(self, core: str, text: MarkedText) -> str:
         self._texts.append(text)
         return f"{OPEN}{str(len(self._texts) - 1).translate(_NUMBERS)}{core}{CLOSE}"

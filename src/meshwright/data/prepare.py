@@ -12,7 +12,7 @@ import numpy as np
 
 from meshwright.data.build import HELD_OUT, TRAIN, Progress, Tokenization, counted
 from meshwright.data.cache import cached, damage_of
-from meshwright.data.checksums import ENDING, Sums, sums_of, write_sums
+from meshwright.data.checksums import ENDING, BlockChecksums, sums_of, write_sums
 from meshwright.data.examples import RecordEncoder, TextEncoder, record_encoder
 from meshwright.data.readers import read_documents, told_apart
 from meshwright.data.sources import SourceFile, find_files, names_of
@@ -41,7 +41,7 @@ BLOCK = 1 << 12
 
 
 @dataclass(frozen=True, kw_only=True)
-class Stream:
+class TokenStream:
     """Tokens read in one order: of one weighted source, or of all unweighted text together."""
 
     name: str
@@ -64,7 +64,7 @@ class Corpus:
 
     tokenizer: TextTokenizer
     """The tokenizer that made its tokens."""
-    streams: tuple[Stream, ...]
+    streams: tuple[TokenStream, ...]
     """At least one."""
 
     @property
@@ -155,7 +155,9 @@ def prepare_corpus(
             train, held_out = _tokenized(work, cache, mend)
         weight = data.sources[files[0].source].weight
         formats = ("tokens",) if files[0].is_tokens else tuple(dict.fromkeys(file.format for file in files))
-        stream = Stream(name=name, train=train, held_out=held_out, weight=weight, formats=formats, files=tuple(files))
+        stream = TokenStream(
+            name=name, train=train, held_out=held_out, weight=weight, formats=formats, files=tuple(files)
+        )
         streams.append(stream)
     return Corpus(tokenizer=tokenizer, streams=tuple(streams))
 
@@ -280,7 +282,7 @@ def _given_tokens(
         whole = open_token_file(file.path, tokenizer)
     else:
         whole = open_indexed(file.path, index=directory / f"{SCANNED}.idx", dtype=dtype)
-    sums = Sums(
+    sums = BlockChecksums(
         file.path,
         np.fromfile(directory / f"{SCANNED}{ENDING}", "<u4"),
         f"; if it should have changed, delete {directory} to read it again",
@@ -330,7 +332,9 @@ def _trained_tokenizer(
 
     about = [_identities([file for files in groups.values() for file in files]), data.held_out, data.tokenizer_vocab]
     directory = cached(cache, [*about, list(groups)], build)
-    Sums.beside(directory / TOKENIZER / "tokenizer.json", f"; delete {directory} to train it again").compare_all()
+    BlockChecksums.beside(
+        directory / TOKENIZER / "tokenizer.json", f"; delete {directory} to train it again"
+    ).compare_all()
     return load_tokenizer(directory / TOKENIZER)
 
 

@@ -19,7 +19,7 @@ from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 
-from meshwright.data.checksums import Checked, Sums, write_sums
+from meshwright.data.checksums import BlockChecksums, Checked, write_sums
 from meshwright.data.tokenizer import TextTokenizer
 from meshwright.spec.errors import UserError
 from meshwright.storage.durable import regular
@@ -268,7 +268,7 @@ def open_indexed(
     num_bytes = path.stat().st_size
     if num_bytes != expected:
         raise UserError(f"{path} is damaged: it has {num_bytes} bytes, but its index requires {expected}")
-    sums = None if remedy is None else Sums.beside(path, remedy)
+    sums = None if remedy is None else BlockChecksums.beside(path, remedy)
     tokens = _map(path, dtype, 0, num_bytes // dtype.itemsize, sums)
     return TokenFile(path=path, tokens=tokens, places=places, firsts=firsts, lengths=lengths)
 
@@ -279,7 +279,7 @@ def _open_mask(path: Path, num_tokens: int, rebuild: str) -> np.ndarray | None:
         return None
     if mask.stat().st_size != num_tokens:
         raise UserError(f"{mask} is damaged: it has {mask.stat().st_size} bytes instead of {num_tokens}{rebuild}")
-    return _map(mask, np.dtype(np.uint8), 0, num_tokens, Sums.beside(mask, rebuild) if rebuild else None)
+    return _map(mask, np.dtype(np.uint8), 0, num_tokens, BlockChecksums.beside(mask, rebuild) if rebuild else None)
 
 
 def file_in_memory(
@@ -341,7 +341,7 @@ def _open_index(path: Path, remedy: str | None) -> tuple[np.dtype, np.ndarray, n
     # Multimodal files have an extra byte per sequence.
     if path.stat().st_size not in (sizes[-1], sizes[-1] + sequences) or not documents:
         raise UserError(f"{path} is damaged: it has {path.stat().st_size} bytes instead of {sizes[-1]}")
-    sums = None if remedy is None else Sums.beside(path, remedy)
+    sums = None if remedy is None else BlockChecksums.beside(path, remedy)
     lengths = _map(path, np.dtype("<i4"), int(sizes[0]), sequences, sums)
     places = _map(path, np.dtype("<i8"), int(sizes[1]), sequences, sums)
     firsts = _map(path, np.dtype("<i8"), int(sizes[2]), documents, sums)
@@ -355,7 +355,7 @@ def _span(numbers: np.ndarray, start: int, stop: int) -> np.ndarray:
     return numbers.span(start, stop) if isinstance(numbers, Checked) else numbers[start:stop]
 
 
-def _map(path: Path, dtype: np.dtype, offset: int, count: int, sums: Sums | None = None) -> np.ndarray:
+def _map(path: Path, dtype: np.dtype, offset: int, count: int, sums: BlockChecksums | None = None) -> np.ndarray:
     """Numbers of a file; with `sums`, compared with these when they are read."""
     if not count:  # an empty range cannot be mapped
         return np.zeros(0, dtype)

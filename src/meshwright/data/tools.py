@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from meshwright.spec.errors import UserError
 
 
-class Form(NamedTuple):
+class ToolCallFormat(NamedTuple):
     """The form in which a template expects tool calls."""
 
     arguments_as_text: bool = False
@@ -41,7 +41,7 @@ def calls_of(value: Any, where: str) -> list[dict[str, Any]]:
     return [_call(call, where) for call in (calls if isinstance(calls, list) else [calls])]
 
 
-def in_form(messages: Sequence[Mapping[str, Any]], form: Form) -> list[dict[str, Any]]:
+def in_form(messages: Sequence[Mapping[str, Any]], form: ToolCallFormat) -> list[dict[str, Any]]:
     """The messages in this form."""
     changed, waiting, count = [], list[str](), 0
     for message in messages:
@@ -61,13 +61,13 @@ def in_form(messages: Sequence[Mapping[str, Any]], form: Form) -> list[dict[str,
     return changed
 
 
-def form_of(write: Callable[[Sequence[Mapping[str, Any]]], str]) -> Form:
+def form_of(write: Callable[[Sequence[Mapping[str, Any]]], str]) -> ToolCallFormat:
     """The form in which `write` expects tool calls: the first that omits nothing and writes JSON once."""
     asked = {"role": "user", "content": "?"}
     call = {"type": "function", "function": {"name": "probe_name", "arguments": {"probe_key": "probe_value"}}}
     messages = [asked, {"role": "assistant", "content": "", "tool_calls": [call]}, {"role": "tool", "content": "!"}]
     for bare, ids, text in product((False, True), repeat=3):
-        form = Form(arguments_as_text=text, without_content=bare, needs_ids=ids)
+        form = ToolCallFormat(arguments_as_text=text, without_content=bare, needs_ids=ids)
         for probe in (messages, messages[:2]):
             try:
                 written = write(in_form(probe, form))
@@ -75,7 +75,7 @@ def form_of(write: Callable[[Sequence[Mapping[str, Any]]], str]) -> Form:
                 continue
             if _says(written):
                 return form
-    return Form()
+    return ToolCallFormat()
 
 
 def _says(written: str) -> bool:

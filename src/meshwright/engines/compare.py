@@ -57,7 +57,7 @@ class Contestant:
 
 
 @dataclass(kw_only=True)
-class Row:
+class ContestRow:
     """A contestant's results."""
 
     name: str
@@ -87,7 +87,7 @@ class Row:
         seconds = [second for turn in self.turns for second in turn]
         return None if self.error or not seconds else self.tokens_per_step / statistics.median(seconds)
 
-    def ratio_to(self, other: "Row") -> tuple[float, float, float] | None:
+    def ratio_to(self, other: "ContestRow") -> tuple[float, float, float] | None:
         """Its speed relative to another's: by the medians of all steps, then the least and the largest of single
         rounds."""
         mine, theirs = self.tokens_per_second, other.tokens_per_second
@@ -100,7 +100,7 @@ class Row:
         ]
         return mine / theirs, min(rounds), max(rounds)
 
-    def difference_from(self, other: "Row", what: str = "losses") -> float | None:
+    def difference_from(self, other: "ContestRow", what: str = "losses") -> float | None:
         """The largest difference of a step's losses, or of another list."""
         pairs = zip(getattr(self, what), getattr(other, what), strict=False)
         return None if self.error or other.error else max((abs(a - b) for a, b in pairs), default=None)
@@ -108,7 +108,7 @@ class Row:
 
 def compare(
     contestants: Sequence[Contestant], folder: Path, *, pace: Pace, patience: float, say: Callable[[str], None]
-) -> list[Row]:
+) -> list[ContestRow]:
     """Train every contestant in turns on this machine; `folder` receives programs, inputs and journals.
 
     An engine becomes a row with an error if it cannot express its recipe, is not installed, fails, makes no step for
@@ -121,7 +121,7 @@ def compare(
     with ExitStack() as stack:
         for contestant in contestants:
             layout = contestant.resolved.run.layout
-            row = Row(name=contestant.name, engine=contestant.engine.name, strategy=layout.strategy)
+            row = ContestRow(name=contestant.name, engine=contestant.engine.name, strategy=layout.strategy)
             row.tokens_per_step = contestant.resolved.tokens_per_step
             rows.append(row)
             one = _Running(contestant, row, folder / _file_name(contestant.name), pace, patience)
@@ -145,7 +145,7 @@ def compare(
 class _Running:
     """A contestant's processes."""
 
-    def __init__(self, contestant: Contestant, row: Row, folder: Path, pace: Pace, patience: float) -> None:
+    def __init__(self, contestant: Contestant, row: ContestRow, folder: Path, pace: Pace, patience: float) -> None:
         self.contestant, self.row, self.folder, self.pace, self.patience = contestant, row, folder, pace, patience
         self.program: RankedProgram | None = None
 

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 from html import escape
 
-from meshwright.engines.compare import Row
+from meshwright.engines.compare import ContestRow
 from meshwright.engines.report import introduction, left_out, made, ran, reference, table
 
 COLOURS = ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377", "#999999", "#ee8866")
@@ -20,7 +20,7 @@ h2{font-size:1.1em;margin:1.6em 0 .3em}pre{overflow:auto;background:#f6f6f6;padd
 .error{color:#a00}</style></head><body>"""
 
 
-def comparison_page(rows: Sequence[Row], about: dict[str, str]) -> str:
+def comparison_page(rows: Sequence[ContestRow], about: dict[str, str]) -> str:
     """The page of a comparison."""
     first, measured = reference(rows), [row for row in rows if row.losses and not row.error]
     head, *body = table(rows)
@@ -45,7 +45,7 @@ def comparison_page(rows: Sequence[Row], about: dict[str, str]) -> str:
     return HEAD + "\n".join(parts) + "</ul></body></html>\n"
 
 
-def _engine(row: Row) -> str:
+def _engine(row: ContestRow) -> str:
     parts = [f"<p><b>{escape(row.name)}</b>"]
     if row.ran:
         parts.append(f": {escape(ran(row))}")
@@ -57,7 +57,7 @@ def _engine(row: Row) -> str:
     return "".join(parts)
 
 
-def _speeds(rows: Sequence[Row]) -> str:
+def _speeds(rows: Sequence[ContestRow]) -> str:
     """A bar an engine."""
     rounds = [[row.tokens_per_step * len(turn) / sum(turn) for turn in row.turns] for row in rows]
     most = max(max(speeds) for speeds in rounds)

@@ -10,7 +10,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from meshwright.engines.compare import Contestant, Pace, Row
+from meshwright.engines.compare import Contestant, ContestRow, Pace
 
 PACKAGES = (
     *("torch", "transformers", "accelerate", "lightning-fabric", "lightning"),
@@ -35,12 +35,12 @@ of one process. First step: from starting the processes to the end of the first 
 files."""
 
 
-def reference(rows: Sequence[Row]) -> Row:
+def reference(rows: Sequence[ContestRow]) -> ContestRow:
     """The row that others are compared with: the first measured one."""
     return next((row for row in rows if row.error is None), rows[0])
 
 
-def as_json(rows: Sequence[Row]) -> dict[str, Any]:
+def as_json(rows: Sequence[ContestRow]) -> dict[str, Any]:
     """The output of `--json`."""
     first = reference(rows)
     return {
@@ -58,7 +58,7 @@ def as_json(rows: Sequence[Row]) -> dict[str, Any]:
     }
 
 
-def as_data(rows: Sequence[Row], about: dict[str, str]) -> dict[str, Any]:
+def as_data(rows: Sequence[ContestRow], about: dict[str, str]) -> dict[str, Any]:
     """The same with all measurements and the machine."""
     data, first = as_json(rows), reference(rows)
     for found, row in zip(data["engines"], rows, strict=True):
@@ -109,7 +109,7 @@ def compared(contestants: Sequence[Contestant]) -> str:
     return f"The recipes differ in {', '.join(named)}; ratios and differences include the effect of these settings."
 
 
-def introduction(rows: Sequence[Row], about: Mapping[str, str]) -> str:
+def introduction(rows: Sequence[ContestRow], about: Mapping[str, str]) -> str:
     """The common settings of the rows, and the meaning of the columns."""
     return f"{about.get('compared', SAME)}\n{ABOUT.format(first=reference(rows).name)}"
 
@@ -119,13 +119,13 @@ def made(about: Mapping[str, str]) -> dict[str, str]:
     return {key: value for key, value in about.items() if key != "compared"}
 
 
-def table(rows: Sequence[Row]) -> list[list[str]]:
+def table(rows: Sequence[ContestRow]) -> list[list[str]]:
     """Header and rows of the table; an engine that was not measured has only its name."""
     head = ["engine", "tokens/s", "x", "rounds", "peak GiB", "first step s", "loss differs", "norm differs", "lines"]
     return [head, *(_cells(row, reference(rows)) for row in rows)]
 
 
-def _cells(row: Row, first: Row) -> list[str]:
+def _cells(row: ContestRow, first: ContestRow) -> list[str]:
     lines = "" if row.translation is None else str(row.translation.lines)
     if row.error or row.tokens_per_second is None:
         return [row.name, "-", "", "", "", "", "", "", lines]
@@ -144,7 +144,7 @@ def _cells(row: Row, first: Row) -> list[str]:
     ]
 
 
-def text(rows: Sequence[Row]) -> str:
+def text(rows: Sequence[ContestRow]) -> str:
     """The table for a terminal, and why engines have no figures."""
     cells = table(rows)
     widths = [max(len(line[column]) for line in cells) for column in range(len(cells[0]))]
@@ -158,7 +158,7 @@ def text(rows: Sequence[Row]) -> str:
     return "\n".join([*lines, *(f"{row.name}: {row.error}" for row in rows if row.error)])
 
 
-def markdown(rows: Sequence[Row], about: dict[str, str]) -> str:
+def markdown(rows: Sequence[ContestRow], about: dict[str, str]) -> str:
     """The page `compare.md`."""
     head, *body = table(rows)
     parts = ["# Engines side by side\n", introduction(rows, about), ""]
@@ -175,7 +175,7 @@ def markdown(rows: Sequence[Row], about: dict[str, str]) -> str:
     return "\n".join([*parts, "", *(f"- {key}: {value}" for key, value in made(about).items()), ""])
 
 
-def ran(row: Row) -> str:
+def ran(row: ContestRow) -> str:
     """An engine's report of itself, in a line."""
     found = row.ran
     return (
@@ -185,13 +185,13 @@ def ran(row: Row) -> str:
     )
 
 
-def left_out(row: Row) -> str:
+def left_out(row: ContestRow) -> str:
     """The settings that its program leaves out, in a line."""
     settings = row.translation.left_out if row.translation else []
     return "; ".join(f"{setting.path}={setting.shown} ({setting.why})" for setting in settings)
 
 
-def _losses(rows: Sequence[Row]) -> str:
+def _losses(rows: Sequence[ContestRow]) -> str:
     measured = [row for row in rows if row.losses and not row.error]
     lines = [f"| step | {' | '.join(row.name for row in measured)} |", "|---" * (len(measured) + 1) + "|"]
     steps = zip(*(row.losses for row in measured), strict=False)

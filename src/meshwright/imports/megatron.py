@@ -4,7 +4,7 @@ import re
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from meshwright.imports.megatron_combined import LISTS, SWITCHES, Form, combine, model_defaults
+from meshwright.imports.megatron_combined import LISTS, SWITCHES, MegatronForm, combine, model_defaults
 from meshwright.imports.megatron_combined import RULES as COMBINED_RULES
 from meshwright.imports.reading import Reading, Rule, check_number
 from meshwright.imports.rules import always, choice, fact, ignored, nothing, only, positive, when, words
@@ -228,10 +228,10 @@ def read_megatron(reading: Reading, values: Mapping[str, Any], file: str) -> Non
     reading.take({flag: value for flag, value in values.items() if flag in left}, RULES, file)
     if "Megatron-FSDP" in reading.facts:
         reading.facts["zero"] = reading.facts.get("sharding", (3, reading.facts["Megatron-FSDP"][1]))
-    settle(reading, values.keys(), file, Form())
+    settle(reading, values.keys(), file, MegatronForm())
 
 
-def settle(reading: Reading, given: Collection[str], file: str, form: Form) -> None:
+def settle(reading: Reading, given: Collection[str], file: str, form: MegatronForm) -> None:
     """Set what follows from several settings, and Megatron's defaults where no flag is `given`."""
     said = f"{file} (Megatron's default)"
     for name, beta in (("beta1", 0.9), ("beta2", 0.999)):
@@ -259,7 +259,7 @@ def settle(reading: Reading, given: Collection[str], file: str, form: Form) -> N
     _schedule_and_optimizer(reading, given, file, form)
 
 
-def _schedule_and_optimizer(reading: Reading, given: Collection[str], file: str, form: Form) -> None:
+def _schedule_and_optimizer(reading: Reading, given: Collection[str], file: str, form: MegatronForm) -> None:
     """Name what Megatron's schedule and optimizer do by default, but ours do not."""
     settings = reading.settings
     if reading.value("training.lr_schedule.name") == "wsd" and "lr-wsd-decay-style" not in given:

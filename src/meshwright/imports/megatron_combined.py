@@ -1,6 +1,6 @@
 """Settings that follow from several of Megatron-LM's flags, and its defaults that a recipe lacks.
 
-Megatron-Bridge and NeMo have the same settings under other names, which a `Form` tells.
+Megatron-Bridge and NeMo have the same settings under other names, which a `MegatronForm` tells.
 """
 
 from collections.abc import Callable, Collection, Mapping
@@ -73,7 +73,7 @@ def _two_thirds(hidden: int) -> int:
 
 
 @dataclass(frozen=True)
-class Form:
+class MegatronForm:
     """How a file writes Megatron's settings, and where its program's defaults differ from Megatron-LM's."""
 
     key: Callable[[str], str] = _as_flag
@@ -88,14 +88,14 @@ class Form:
     """Whether Megatron's other defaults count; a file that changes a recipe in Python keeps that one's settings."""
 
 
-def combine(reading: Reading, file: str, form: Form) -> None:
+def combine(reading: Reading, file: str, form: MegatronForm) -> None:
     """Set what several flags say together."""
     _low_precision(reading, file, form)
     _in_samples(reading)
     recomputation(reading)
 
 
-def model_defaults(reading: Reading, given: Collection[str], file: str, form: Form) -> None:
+def model_defaults(reading: Reading, given: Collection[str], file: str, form: MegatronForm) -> None:
     """Megatron's defaults of the model where no flag is `given`; those that no recipe can express are named."""
     settings = reading.settings
     family = settings["model.family"][0]
@@ -142,7 +142,7 @@ def _key_value_heads(reading: Reading, given: Collection[str], file: str) -> Non
         reading.default(path, 1, f"{file}: group-query-attention (Megatron's default)")
 
 
-def _low_precision(reading: Reading, file: str, form: Form) -> None:
+def _low_precision(reading: Reading, file: str, form: MegatronForm) -> None:
     """The precision of matrix products, with its recipe."""
     facts = {name: reading.facts[name] for name in COMBINED.values() if name in reading.facts}
     eight, four = facts.pop("fp8 format", None), facts.pop("fp4 format", None)
@@ -161,7 +161,7 @@ def _low_precision(reading: Reading, file: str, form: Form) -> None:
 
 
 def _eight_bits(
-    reading: Reading, given: tuple[Any, str], facts: dict[str, tuple[Any, str]], file: str, form: Form
+    reading: Reading, given: tuple[Any, str], facts: dict[str, tuple[Any, str]], file: str, form: MegatronForm
 ) -> None:
     kind, origin = given
     recipe, where = facts.pop("fp8 recipe", ("delayed", f"{file} (Megatron's default)"))
@@ -206,7 +206,7 @@ def _delayed(reading: Reading, facts: dict[str, tuple[Any, str]], where: str) ->
         reading.set("training.low_precision.margin", *facts["fp8 margin"])
 
 
-def _narrow(reading: Reading, precision: str, origin: str, form: Form) -> None:
+def _narrow(reading: Reading, precision: str, origin: str, form: MegatronForm) -> None:
     """Set the precision of products beside that of everything else, which another flag has set."""
     path = "training.precision"
     beside, where = reading.settings.pop(path, ("fp32", ""))
@@ -217,7 +217,7 @@ def _narrow(reading: Reading, precision: str, origin: str, form: Form) -> None:
         reading.set("training.low_precision.compute", "fp32", f"no {form.key('bf16')}")
 
 
-def _wide_layers(reading: Reading, facts: dict[str, tuple[Any, str]], form: Form) -> None:
+def _wide_layers(reading: Reading, facts: dict[str, tuple[Any, str]], form: MegatronForm) -> None:
     """The first and last layers that stay in bf16."""
     ends = [facts.get(f"fp8 {end}") for end in ("first", "last")]
     if "fp8 ends" not in facts:

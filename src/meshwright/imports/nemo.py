@@ -5,7 +5,7 @@ from typing import Any
 
 from meshwright.imports.megatron import RULES as FLAGS
 from meshwright.imports.megatron import settle
-from meshwright.imports.megatron_combined import Form
+from meshwright.imports.megatron_combined import MegatronForm
 from meshwright.imports.nemo_precision import SECTION, named, precision_rules, reduced, settle_formats
 from meshwright.imports.reading import Reading, Rule, flat
 from meshwright.imports.rules import (
@@ -327,10 +327,10 @@ def read_nemo(reading: Reading, values: Mapping[str, Any], file: str) -> None:
         )
 
 
-def _form(*, old: bool, defaults: bool, whole: bool) -> Form:
+def _form(*, old: bool, defaults: bool, whole: bool) -> MegatronForm:
     """How the file writes settings: Megatron-Bridge's way, or NeMo's before it."""
     names = {**NAMES, "swiglu": "model.activation", "disable-bias-linear": "model.bias"} if old else NAMES
-    return Form(
+    return MegatronForm(
         key=lambda flag: names.get(flag, flag),
         groups_when_asked=False,
         gated_ffn=lambda hidden: 4 * hidden,

@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from meshwright.imports.shell_words import Piece, Word, inner_end, read_word
+from meshwright.imports.shell_words import QuotedPart, Word, inner_end, read_word
 from meshwright.spec.errors import UserError
 
 USE = re.compile(r"\$(\w+|[@*])|\$[{(]|`")
@@ -51,7 +51,7 @@ class Values:
             self.put_in.discard(name)
             return
         first, *rest = word.pieces
-        pieces = [Piece(first.text.partition("=")[2], first.quote), *rest]
+        pieces = [QuotedPart(first.text.partition("=")[2], first.quote), *rest]
         text = self._joined([part for piece in pieces for part in self._parts(piece)])
         before, *others = self.words.get(name) or [""]
         self.words[name] = [before + text, *others] if more else [text]
@@ -73,7 +73,7 @@ class Values:
                         found[-1] = f"{found[-1] or ''}{text}"
         return [text for text in found if text is not None]
 
-    def _parts(self, piece: Piece) -> list[_Part | None]:
+    def _parts(self, piece: QuotedPart) -> list[_Part | None]:
         """The parts of a piece; None between two items of a list."""
         if piece.quote == "'":
             return [_Part(piece.text)]

@@ -16,7 +16,7 @@ NAME = re.compile(r"\$\w+|\$[@*#?$!-]")
 
 
 @dataclass(frozen=True)
-class Piece:
+class QuotedPart:
     """A part of a word with one kind of quotation."""
 
     text: str
@@ -28,7 +28,7 @@ class Piece:
 class Word:
     """A word of a command."""
 
-    pieces: list[Piece] = field(default_factory=list)
+    pieces: list[QuotedPart] = field(default_factory=list)
     items: "list[Word] | None" = None
     """The words of a list: NAME=(...)."""
 
@@ -64,7 +64,7 @@ def read_word(text: str, file: str) -> Word:
     lexer = _Lexer(text, file)
     while lexer.at < len(text):
         found = lexer.piece()
-        pieces.append(found or Piece(text[lexer.at]))
+        pieces.append(found or QuotedPart(text[lexer.at]))
         lexer.at += 0 if found else 1
     return Word(pieces)
 
@@ -122,17 +122,17 @@ class _Lexer:
                 words.append(word)
         yield Command(words, "\n")
 
-    def piece(self) -> Piece | None:
+    def piece(self) -> QuotedPart | None:
         """The next part of a word; None where the word ends."""
         text, start = self.text, self.at
         if found := PLAIN.match(text, start):
             self.at = found.end()
-            return Piece(found[0])
+            return QuotedPart(found[0])
         if start >= len(text) or text.startswith("\\\n", start):
             return None
         if text[start] == "\\":
             self.at += 2
-            return Piece(text[start + 1 : start + 2], "'")
+            return QuotedPart(text[start + 1 : start + 2], "'")
         if text[start] in "'\"`" or text.startswith(("$(", "${"), start):
             end = inner_end(text, start)
             if end is None:
@@ -143,12 +143,12 @@ class _Lexer:
                 )
             self.at = end
             if text[start] in "'\"":
-                return Piece(text[start + 1 : end - 1].replace("\\\n", " "), text[start])
-            return Piece(text[start:end])
+                return QuotedPart(text[start + 1 : end - 1].replace("\\\n", " "), text[start])
+            return QuotedPart(text[start:end])
         if text[start] == "$":
             name = NAME.match(text, start)
             self.at = name.end() if name else start + 1
-            return Piece(text[start : self.at])
+            return QuotedPart(text[start : self.at])
         return None
 
     def _word(self) -> Word | None:

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from meshwright.judge.questions import Question
+from meshwright.judge.questions import JudgeQuestion
 from meshwright.spec.errors import UserError
 
 SHIPPED = Path(__file__).with_name("prompts")
@@ -26,12 +26,12 @@ _RATING = re.compile(r"\[\[(\d+(?:\.\d+)?)\]\]")
 
 
 @dataclass(frozen=True)
-class Prompts:
+class JudgePrompts:
     """The texts of the prompts, with fields in braces."""
 
     texts: Mapping[str, str]
 
-    def pairwise(self, question: Question, first: Sequence[str], second: Sequence[str]) -> str:
+    def pairwise(self, question: JudgeQuestion, first: Sequence[str], second: Sequence[str]) -> str:
         """The prompt that asks which of the two last answers is better; each message so far has one answer."""
         return self._filled(
             "pairwise",
@@ -41,12 +41,12 @@ class Prompts:
             conversation_b=_conversation(question, second, "assistant B"),
         )
 
-    def single(self, question: Question, answer: Sequence[str]) -> str:
+    def single(self, question: JudgeQuestion, answer: Sequence[str]) -> str:
         """The prompt that asks for a rating of the last answer; each message so far has one answer."""
         conversation = _conversation(question, answer, "assistant")
         return self._filled("single", question, len(answer), conversation=conversation)
 
-    def _filled(self, name: str, question: Question, turn: int, **values: str) -> str:
+    def _filled(self, name: str, question: JudgeQuestion, turn: int, **values: str) -> str:
         shown, reference = "", question.reference
         if len(reference) == len(question.turns):
             reference = reference[:turn]  # one per turn, as in MT-bench: later ones would reveal the next turns
@@ -55,7 +55,7 @@ class Prompts:
         return _fill(self.texts[name], {"reference": shown, **values})
 
 
-def read_prompts(folder: Path | None) -> Prompts:
+def read_prompts(folder: Path | None) -> JudgePrompts:
     """The prompts in a folder (`pairwise.txt`, `single.txt`, `reference.txt`), and ours for missing ones.
 
     Raises `UserError` if one has no placeholder for an answer.
@@ -68,7 +68,7 @@ def read_prompts(folder: Path | None) -> Prompts:
         missing = [field for field in fields if f"{{{field}}}" not in texts[name]]
         if missing:
             raise UserError(f"{path}: does not use {missing[0]}; write {{{missing[0]}}} where it belongs")
-    return Prompts(texts)
+    return JudgePrompts(texts)
 
 
 def choice(reply: str) -> str | None:
@@ -88,6 +88,6 @@ def _fill(text: str, values: Mapping[str, str]) -> str:
     return _FIELD.sub(lambda found: values.get(found[1], found[0]), text)
 
 
-def _conversation(question: Question, answers: Sequence[str], name: str) -> str:
+def _conversation(question: JudgeQuestion, answers: Sequence[str], name: str) -> str:
     said = zip(question.turns, answers, strict=False)
     return "\n\n".join(f"### User:\n{asked}\n\n### {name[0].upper()}{name[1:]}:\n{answer}" for asked, answer in said)

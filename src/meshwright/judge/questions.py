@@ -10,7 +10,7 @@ from meshwright.storage.jsonl import read_objects
 
 
 @dataclass(frozen=True)
-class Question:
+class JudgeQuestion:
     """A user's messages, asked one after another."""
 
     id: str
@@ -22,7 +22,7 @@ class Question:
 
 
 @dataclass(frozen=True)
-class Answers:
+class ModelAnswers:
     """One model's answers."""
 
     model: str
@@ -30,12 +30,12 @@ class Answers:
     """Question's id -> the answer to each of its messages."""
 
 
-def read_questions(path: Path, limit: int | None = None) -> list[Question]:
+def read_questions(path: Path, limit: int | None = None) -> list[JudgeQuestion]:
     """The questions of a file: `turns` and `question_id` as in MT-bench, or `question` (or `prompt`).
 
     Raises `UserError` if a line is not a question, or two have the same id.
     """
-    found: dict[str, Question] = {}
+    found: dict[str, JudgeQuestion] = {}
     for place, row in read_objects(path):
         turns = row.get("turns", row.get("question", row.get("prompt")))
         turns, reference = _texts(turns), _texts(row.get("reference") or [])
@@ -46,13 +46,13 @@ def read_questions(path: Path, limit: int | None = None) -> list[Question]:
         number = str(row.get("question_id", row.get("id", len(found) + 1)))
         if number in found:
             raise UserError(f"{place}: question {number} occurs twice; give each its own question_id")
-        found[number] = Question(number, turns, reference, str(row.get("category") or ""))
+        found[number] = JudgeQuestion(number, turns, reference, str(row.get("category") or ""))
     if not found:
         raise UserError(f"{path}: contains no question")
     return list(found.values())[:limit]
 
 
-def read_answers(path: Path, questions: Sequence[Question], model: str | None = None) -> Answers:
+def read_answers(path: Path, questions: Sequence[JudgeQuestion], model: str | None = None) -> ModelAnswers:
     """A model's answers to the questions: `choices[0].turns` and `question_id` as in MT-bench, or `answer`, with an
     `id` or in the questions' order.
 
@@ -71,10 +71,10 @@ def read_answers(path: Path, questions: Sequence[Question], model: str | None = 
     for question in questions:
         if len(found.get(question.id, ())) < len(question.turns):
             raise UserError(f"{path}: question {question.id} has no answer to each of its {len(question.turns)} turns")
-    return Answers(str(model or path.stem), found)
+    return ModelAnswers(str(model or path.stem), found)
 
 
-def answer_record(question: Question, model: str, turns: Sequence[str]) -> dict[str, Any]:
+def answer_record(question: JudgeQuestion, model: str, turns: Sequence[str]) -> dict[str, Any]:
     """One answer in MT-bench's form."""
     return {"question_id": question.id, "model_id": model, "choices": [{"index": 0, "turns": list(turns)}]}
 

@@ -53,7 +53,7 @@ class Rated:
 
 
 @dataclass(frozen=True)
-class Interval:
+class BootstrapInterval:
     """A value, and the range of 95 % of its bootstrap samples."""
 
     value: float
@@ -71,7 +71,7 @@ class Versus:
     """Answers of the first that were better."""
     ties: int
     losses: int
-    rate: Interval
+    rate: BootstrapInterval
     """Wins and half of the ties, as a share."""
 
 
@@ -128,7 +128,7 @@ def versus(verdicts: Sequence[Verdict]) -> list[Versus]:
     return found
 
 
-def ratings(verdicts: Sequence[Verdict]) -> dict[str, Interval]:
+def ratings(verdicts: Sequence[Verdict]) -> dict[str, BootstrapInterval]:
     """Each model's Bradley-Terry rating by settled verdicts, best first; a tie is half a win for both."""
     models = sorted({name for verdict in verdicts for name in (verdict.model_a, verdict.model_b)})
     if len(models) < 2:
@@ -167,7 +167,7 @@ def bradley_terry(wins: np.ndarray) -> np.ndarray:
     return CENTRE + SCALE * np.log10(strengths)
 
 
-def mean_ratings(rated: Sequence[Rated]) -> dict[str, Interval]:
+def mean_ratings(rated: Sequence[Rated]) -> dict[str, BootstrapInterval]:
     """Each model's mean of single ratings, best first."""
     found = {}
     for model in sorted({one.model for one in rated}):
@@ -187,10 +187,10 @@ def _resamples(questions: Sequence[str]) -> list[np.ndarray]:
     return [np.concatenate([groups[index] for index in sample]) for sample in drawn]
 
 
-def _mean(values: np.ndarray, questions: Sequence[str]) -> Interval:
+def _mean(values: np.ndarray, questions: Sequence[str]) -> BootstrapInterval:
     return _interval(values.mean(), [values[drawn].mean() for drawn in _resamples(questions)])
 
 
-def _interval(value: Any, samples: Any) -> Interval:
+def _interval(value: Any, samples: Any) -> BootstrapInterval:
     low, high = np.percentile(np.asarray(samples, dtype=float), [2.5, 97.5])
-    return Interval(float(value), float(low), float(high))
+    return BootstrapInterval(float(value), float(low), float(high))

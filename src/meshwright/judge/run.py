@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from meshwright.judge.client import Reply
-from meshwright.judge.prompts import Prompts, choice, rating
-from meshwright.judge.questions import Answers, Question
+from meshwright.judge.prompts import JudgePrompts, choice, rating
+from meshwright.judge.questions import JudgeQuestion, ModelAnswers
 from meshwright.judge.ratings import WINNERS, Rated, Verdict
 from meshwright.spec.errors import UserError
 from meshwright.storage.jsonl import read_objects
@@ -41,7 +41,7 @@ class Item:
 
 
 @dataclass
-class Cost:
+class TokensUsed:
     """Tokens that the judge read and wrote."""
 
     requests: int = 0
@@ -55,7 +55,9 @@ class Cost:
         return (self.prompt_tokens * price[0] + self.completion_tokens * price[1]) / 1e6
 
 
-def items_of(questions: Sequence[Question], answers: Sequence[Answers], mode: Mode, prompts: Prompts) -> list[Item]:
+def items_of(
+    questions: Sequence[JudgeQuestion], answers: Sequence[ModelAnswers], mode: Mode, prompts: JudgePrompts
+) -> list[Item]:
     """All prompts: for each turn of each question, each pair of answers in both orders, or each answer alone.
 
     Raises `UserError` if two models have the same name, or there are too few.
@@ -74,7 +76,7 @@ def items_of(questions: Sequence[Question], answers: Sequence[Answers], mode: Mo
     return found
 
 
-class Journal:
+class VerdictJournal:
     """The file of verdicts: existing ones, and new ones as they arrive."""
 
     def __init__(self, path: Path, judge: str) -> None:
@@ -117,17 +119,22 @@ class Journal:
 
 def judge_all(
     items: Sequence[Item],
-    journal: Journal,
+    journal: VerdictJournal,
     ask: Callable[[str], Reply],
     *,
     at_once: int,
     progress: Callable[[int, int], None] = lambda done, total: None,
-) -> Cost:
+) -> TokensUsed:
     """Ask the judge about every item that is not in the journal, `at_once` at a time; returns the tokens spent.
 
     After an error, requests in progress are still recorded. Raises the first error.
     """
-    waiting, cost, lock, stopping = [item for item in items if not journal.has(item)], Cost(), threading.Lock(), []
+    waiting, cost, lock, stopping = (
+        [item for item in items if not journal.has(item)],
+        TokensUsed(),
+        threading.Lock(),
+        [],
+    )
 
     def work(item: Item) -> None:
         if stopping:
@@ -151,14 +158,14 @@ def judge_all(
     return cost
 
 
-def estimate(items: Iterable[Item], journal: Journal, most_written: int) -> Cost:
+def estimate(items: Iterable[Item], journal: VerdictJournal, most_written: int) -> TokensUsed:
     """Estimated cost of judging the rest: prompts by their length, replies of maximum length."""
     waiting = [item for item in items if not journal.has(item)]
     read = sum(len(item.prompt) for item in waiting) // CHARACTERS_PER_TOKEN
-    return Cost(len(waiting), read, len(waiting) * most_written)
+    return TokensUsed(len(waiting), read, len(waiting) * most_written)
 
 
-def verdicts_of(items: Sequence[Item], journal: Journal) -> list[Verdict]:
+def verdicts_of(items: Sequence[Item], journal: VerdictJournal) -> list[Verdict]:
     """The verdicts on pairs, for the items that have one."""
     winners = [(item, journal.record(item).get("winner")) for item in items]
     return [
@@ -168,13 +175,13 @@ def verdicts_of(items: Sequence[Item], journal: Journal) -> list[Verdict]:
     ]
 
 
-def single_ratings(items: Sequence[Item], journal: Journal) -> list[Rated]:
+def single_ratings(items: Sequence[Item], journal: VerdictJournal) -> list[Rated]:
     """The ratings of single answers, for the items that have one."""
     rated = [(item, journal.record(item).get("rating")) for item in items]
     return [Rated(item.question, item.models[0], float(given), item.turn) for item, given in rated if given is not None]
 
 
-def unclear(items: Sequence[Item], journal: Journal) -> int:
+def unclear(items: Sequence[Item], journal: VerdictJournal) -> int:
     """Number of items whose reply held no verdict."""
     return sum(not journal.has(item) for item in items)
 

@@ -60,7 +60,7 @@ class Worker:
 
 
 @dataclass(frozen=True)
-class Job:
+class RankJob:
     """The common work of processes that train no `Run`."""
 
     layout: LayoutSpec
@@ -153,7 +153,7 @@ def _started_by_srun(environment: Mapping[str, str]) -> bool:
 
 
 def start_workers(
-    run: Run | Job,
+    run: Run | RankJob,
     nodes: Nodes,
     words: list[str],
     stop: StopRequest,
@@ -202,7 +202,7 @@ def start_workers(
     return supervise(spec, stop)
 
 
-def _meeting_of_launchers(run: Run | Job, nodes: Nodes) -> tuple[dist.Store, str, bytes]:
+def _meeting_of_launchers(run: Run | RankJob, nodes: Nodes) -> tuple[dist.Store, str, bytes]:
     """The store of all machines' launchers, its address, and the secret of the run.
 
     It is in this process and not in a worker, so that it outlives workers, and no worker meets one of another attempt.
@@ -247,7 +247,7 @@ def rank_environments(ranks: int) -> list[dict[str, str]]:
     return [{**alone, **shared, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)]
 
 
-def join_group(worker: Worker, run: Run | Job, device: torch.device) -> None:
+def join_group(worker: Worker, run: Run | RankJob, device: torch.device) -> None:
     """Make this process one rank of the default process group; gloo serves CPUs, nccl GPUs (gloo their host copies).
 
     Raises `StuckError`, naming the missing ranks, if ranks have not arrived within `guards.arrive_within`.
@@ -276,7 +276,7 @@ def join_group(worker: Worker, run: Run | Job, device: torch.device) -> None:
         gather_everywhere("here")  # every rank here knows the secret
 
 
-def _meet(worker: Worker, run: Run | Job) -> tuple[dist.Store, dist.Store]:
+def _meet(worker: Worker, run: Run | RankJob) -> tuple[dist.Store, dist.Store]:
     """The store of this attempt, plain and signed, after all ranks have arrived; this rank's values are signed too."""
     seconds, opened = run.guards.arrive_within, _open_store(worker, run.guards.arrive_within)
     # A prefix for each attempt, so that no rank finds the address of a dead one.

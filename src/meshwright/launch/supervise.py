@@ -74,7 +74,7 @@ class WorkerSpec:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class RestartDecision:
     """The decision after a failed attempt, for every machine."""
 
     again: bool
@@ -89,7 +89,7 @@ class Verdict:
 def supervise(spec: WorkerSpec, stop: StopRequest) -> int:
     """Run the workers until all have succeeded or the supervisor gives up; returns the exit status."""
     stop.running()
-    attempt, verdict = 0, Verdict(True, 0, 0, _newest_step(spec.policy.run_dir), "")
+    attempt, verdict = 0, RestartDecision(True, 0, 0, _newest_step(spec.policy.run_dir), "")
     while True:
         failure = _run_attempt(spec, attempt, stop)
         if failure is None:
@@ -119,11 +119,11 @@ def _leave_together(spec: WorkerSpec, attempt: int) -> None:
         time.sleep(2 * POLL_SECONDS)  # so that every launcher's last message is read
 
 
-def _agreed(spec: WorkerSpec, key: str, mine: Verdict) -> Verdict:
+def _agreed(spec: WorkerSpec, key: str, mine: RestartDecision) -> RestartDecision:
     """The verdict of the first launcher to decide; if the store does not answer, ours, without a restart."""
     try:
         answer = within(ANSWER_SECONDS, lambda: spec.store.compare_set(key, "", json.dumps(asdict(mine))))
-        return Verdict(**json.loads(answer))
+        return RestartDecision(**json.loads(answer))
     except UserError as error:  # written by a stranger, which is why our workers were ended
         return replace(mine, again=False, status=MISUSE, message=f"error: {error}")
     except (dist.DistError, TimeoutError):
@@ -273,7 +273,7 @@ def _kill(workers: list[_Worker]) -> None:
         worker.process.wait()
 
 
-def _judge(spec: WorkerSpec, attempt: int, failure: _Failure, before: Verdict) -> Verdict:
+def _judge(spec: WorkerSpec, attempt: int, failure: _Failure, before: RestartDecision) -> RestartDecision:
     """Whether to restart after `failure`."""
     reached = _newest_step(spec.policy.run_dir)
     fruitless = 1 if reached > before.reached else before.fruitless + 1
@@ -289,7 +289,7 @@ def _judge(spec: WorkerSpec, attempt: int, failure: _Failure, before: Verdict) -
         else:
             status = CRASH_LOOP
             message += f"\nerror: giving up after {spec.policy.restarts} restarts without a new checkpoint; {newest}"
-    return Verdict(again, status, fruitless, reached, message)
+    return RestartDecision(again, status, fruitless, reached, message)
 
 
 def after_stop(run_dir: Path) -> str:

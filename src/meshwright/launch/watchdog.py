@@ -50,7 +50,7 @@ class Collective:
 
 
 @dataclass
-class Report:
+class RankReport:
     """The report of one rank."""
 
     rank: int
@@ -141,18 +141,18 @@ class Watchdog:
         """Whether a rank has reported a hang. Raises `UserError` if the report is not signed by one of our ranks."""
         return self._store.check(["stuck"]) and bool(self._store.get("stuck"))
 
-    def _publish(self, what: str, report: Report) -> None:
+    def _publish(self, what: str, report: RankReport) -> None:
         self._store.set(f"{what}/{self._rank}", json.dumps(asdict(report)))
 
-    def _report(self, seconds: float) -> Report:
-        return Report(self._rank, socket.gethostname(), self._doing, seconds, self.limit)
+    def _report(self, seconds: float) -> RankReport:
+        return RankReport(self._rank, socket.gethostname(), self._doing, seconds, self.limit)
 
-    def _read(self, what: str, rank: int) -> Report | None:
+    def _read(self, what: str, rank: int) -> RankReport | None:
         if not self._store.check([f"{what}/{rank}"]):
             return None
         values: dict[str, Any] = json.loads(self._store.get(f"{what}/{rank}"))
         values["collectives"] = [Collective(**value) for value in values["collectives"]]
-        return Report(**values)
+        return RankReport(**values)
 
     def _give_up(self, seconds: float) -> None:
         """Publish this rank's report, or print all reports, and end the process."""
@@ -191,14 +191,14 @@ def last_collectives() -> list[Collective]:
     return list(last.values())
 
 
-def explain(reports: list[Report | None], pulses: dict[int, Report | None], noticed: int) -> str:
+def explain(reports: list[RankReport | None], pulses: dict[int, RankReport | None], noticed: int) -> str:
     """The rank at fault with its stack, and the last collective of every rank; `noticed` is the rank that detected the
     hang."""
     silent = [rank for rank, report in enumerate(reports) if report is None]
     there = [report for report in reports if report is not None]
     first = next(report for report in there if report.rank == noticed)
     lines = [f"error: no progress for {first.seconds:.0f} s in {first.doing} (limit {first.limit:.0f} s)"]
-    blamed: list[Report] = []
+    blamed: list[RankReport] = []
     for rank in silent:
         pulse = pulses.get(rank)
         last = f"; last report: on {pulse.host}, in {pulse.doing}" if pulse else ""
@@ -220,7 +220,7 @@ def explain(reports: list[Report | None], pulses: dict[int, Report | None], noti
     return "\n".join(lines)
 
 
-def _late(reports: list[Report]) -> list[Report]:
+def _late(reports: list[RankReport]) -> list[RankReport]:
     """The ranks that wait for no one while others wait; else those that are behind in a group."""
     if len(reports) == 1:
         return reports
@@ -228,7 +228,7 @@ def _late(reports: list[Report]) -> list[Report]:
     return free or [report for report in reports if _behind(report, reports)]
 
 
-def _behind(report: Report, reports: list[Report]) -> Collective | None:
+def _behind(report: RankReport, reports: list[RankReport]) -> Collective | None:
     """A collective that others are in and this rank is not."""
     mine = {found.group: found.number for found in report.collectives}
     for other in reports:
@@ -238,7 +238,7 @@ def _behind(report: Report, reports: list[Report]) -> Collective | None:
     return None
 
 
-def _why(report: Report, reports: list[Report]) -> str:
+def _why(report: RankReport, reports: list[RankReport]) -> str:
     missed = _behind(report, reports)
     if missed is None:
         return f"in {report.doing}"

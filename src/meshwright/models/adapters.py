@@ -12,7 +12,7 @@ import torch.nn.functional as F
 
 from meshwright.models.cpu_kernels import linear
 from meshwright.models.dropout import Dropout
-from meshwright.models.slots import Op, Place, Weights, unreduced
+from meshwright.models.slots import Op, OpPosition, Weights, unreduced
 
 
 class Lora(Op):
@@ -23,7 +23,7 @@ class Lora(Op):
     treats the row's own norm as a constant, as in section 4.3 there.
     """
 
-    place = Place.ADAPTER
+    place = OpPosition.ADAPTER
 
     def __init__(self, scale: float, dropout: Dropout | None = None) -> None:
         """`dropout` is a submodule of the layer, so that it knows whether the layer trains."""
@@ -71,7 +71,7 @@ class LoraRows(Op):
     """An embedding's low-rank adapter: the row of W and scale B a, with a the token's row of A; `lora_a` [V, R] and
     `lora_b` [D, R]."""
 
-    place = Place.ADAPTER
+    place = OpPosition.ADAPTER
 
     def __init__(self, scale: float) -> None:
         self.scale = scale
@@ -94,7 +94,7 @@ class Scaled(Op):
     """A factor for each output of a linear layer, or for each input (Liu et al., "IA3", 2022): `factors` [N], or
     [D]."""
 
-    place = Place.ADAPTER
+    place = OpPosition.ADAPTER
 
     def __init__(self, *, scales_input: bool) -> None:
         self.scales_input = scales_input

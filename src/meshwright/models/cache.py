@@ -30,7 +30,7 @@ KEYS = 16
 
 
 @dataclass(frozen=True)
-class Part:
+class NewTokens:
     """Several new tokens of one sequence."""
 
     row: int
@@ -48,7 +48,7 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Step:
+class CacheStep:
     """The tokens of one forward pass, and the keys that they attend to."""
 
     singles: int
@@ -61,7 +61,7 @@ class Step:
     """The keys read by these P tokens."""
     mask: torch.Tensor | None
     """Added to their scores, [P, 1, 1, S]."""
-    parts: tuple[Part, ...]
+    parts: tuple[NewTokens, ...]
     """The parts of all other sequences."""
     padding: int = 0
     """Trailing tokens that belong to no sequence."""
@@ -76,7 +76,7 @@ class LayerCache:
         """Keys, then values."""
 
     @property
-    def step(self) -> Step:
+    def step(self) -> CacheStep:
         """The forward pass in progress."""
         return self._cache.step
 
@@ -106,7 +106,7 @@ class LayerCache:
         k_PGSK, v_PGSK = self.both_2MGCK[:, :count, :, step.keys].unbind()
         return F.scaled_dot_product_attention(q_PGRK, k_PGSK, v_PGSK, attn_mask=step.mask)
 
-    def attend_part(self, core: "Core", part: Part, q_1HNK: torch.Tensor, new_N2GK: torch.Tensor) -> torch.Tensor:
+    def attend_part(self, core: "Core", part: NewTokens, q_1HNK: torch.Tensor, new_N2GK: torch.Tensor) -> torch.Tensor:
         """The same for one sequence of several new tokens: [1, H, T, K]."""
         self.make_room(new_N2GK.shape[1] // 2, new_N2GK.shape[2], new_N2GK.dtype)
         new = slice(part.begin, part.end)
@@ -129,7 +129,7 @@ class LayerCache:
 class Cache:
     """The sequences, and every layer's keys and values for them. Capacity grows with them."""
 
-    step: Step
+    step: CacheStep
 
     def __init__(self, model: "Decoder", multiple: int = 1) -> None:
         """`multiple`: each step's row is padded to a multiple of this many tokens, which ranks can split."""
@@ -174,7 +174,7 @@ class Cache:
             self.lengths[row] = stop = start + len(tokens)
             if index >= singles:
                 mask = attention_mask(len(tokens), stop, window=self._window, device=self._like.device)
-                parts.append(Part(row, begin, start, stop, mask))
+                parts.append(NewTokens(row, begin, start, stop, mask))
             begin += len(tokens)
         self._grow()
         self._places = {}
@@ -216,7 +216,7 @@ class Cache:
         device = self._like.device
         return Batch(torch.tensor([tokens], device=device), position_ids=torch.tensor([places], device=device))
 
-    def _begin(self, places: Sequence[int], parts: tuple[Part, ...], padding: int) -> Step:
+    def _begin(self, places: Sequence[int], parts: tuple[NewTokens, ...], padding: int) -> CacheStep:
         device, count = self._like.device, len(places)
         first = 0 if self._window is None else max(0, min(places, default=0) + 1 - self._window)
         last = max(places, default=0) + 1
@@ -231,7 +231,7 @@ class Cache:
             mask_P11S = torch.zeros_like(seen_PS, dtype=self._like.dtype).masked_fill_(~seen_PS, -torch.inf)
             mask_P11S = mask_P11S[:, None, None]
         rows_P = torch.arange(count, device=device)
-        return Step(count, rows_P, places_P, slice(first, last), mask_P11S, parts, padding)
+        return CacheStep(count, rows_P, places_P, slice(first, last), mask_P11S, parts, padding)
 
     def _grow(self) -> None:
         if len(self.lengths) > self.rows:

@@ -7,13 +7,13 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from meshwright.models.slots import Layer, Op, Place, Weights
+from meshwright.models.slots import Layer, Op, OpPosition, Weights
 
 
 class LookUp(Op):
     """The rows [B, T, D] of numbers [B, T], int64."""
 
-    place = Place.PRODUCT
+    place = OpPosition.PRODUCT
 
     def forward(self, x: torch.Tensor, weights: Weights) -> torch.Tensor:
         """[B, T] to [B, T, D]."""

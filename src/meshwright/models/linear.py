@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from meshwright.models.cpu_kernels import linear, matmul
-from meshwright.models.slots import Layer, Op, Place, Weights
+from meshwright.models.slots import Layer, Op, OpPosition, Weights
 
 Kept = tuple[torch.Tensor, ...]
 """The tensors that the forward pass saves of a product's input."""
@@ -22,7 +22,7 @@ Kept = tuple[torch.Tensor, ...]
 class Product(Op):
     """`x W^T + b`, by three functions that need no autograd: `compute`, `input_gradient` and `weight_gradient`."""
 
-    place = Place.PRODUCT
+    place = OpPosition.PRODUCT
     names: tuple[str, ...] = ("weight",)
     """The parameters that make up the matrix W, and the entries that `noted` adds. Only the first may train."""
 

@@ -17,14 +17,14 @@ import torch.nn.functional as F
 from torch import nn
 
 from meshwright.models.attention import Attention, Core
-from meshwright.models.cache import LayerCache, Step
+from meshwright.models.cache import CacheStep, LayerCache
 from meshwright.models.decoder import Block, Decoder
 from meshwright.models.feed_forward import FeedForward
 from meshwright.models.from_disk import blocks_from_disk
 from meshwright.models.linear import Linear, Plain
 from meshwright.models.norm import LayerNorm, RMSNorm
 from meshwright.models.rope import RopeTables
-from meshwright.models.slots import Place
+from meshwright.models.slots import OpPosition
 from meshwright.torch_internals import linear_by_onednn, onednn_multiplies, reorder_for_onednn
 
 SMALL = 2**16
@@ -107,7 +107,9 @@ class PackedAttention:
         self._out = PackedLinear([attention.wo], columns=q_HK[heads_GR.T.flatten()].flatten(), total=total)
         self._norms = [None if norm is None else _norm(norm, pairs_K) for norm in (attention.q_norm, attention.k_norm)]
 
-    def __call__(self, x_1ND: torch.Tensor, rope: RopeTables | None, cache: LayerCache, step: Step) -> torch.Tensor:
+    def __call__(
+        self, x_1ND: torch.Tensor, rope: RopeTables | None, cache: LayerCache, step: CacheStep
+    ) -> torch.Tensor:
         """[1, N, D] to [1, N, D]."""
         heads_NEK = self._into(x_1ND)[0].unflatten(-1, (-1, self._width))
         both = self._heads + self._groups
@@ -311,7 +313,9 @@ def _may_pack_feed_forward(layer: nn.Module, total: Total | None) -> bool:
 
 def all_plain(*layers: Linear) -> bool:
     """Whether products are plain ones, or sums of plain ones over ranks."""
-    return all(type(layer.ops[0]) is Plain and all(op.place == Place.SPLIT for op in layer.ops[1:]) for layer in layers)
+    return all(
+        type(layer.ops[0]) is Plain and all(op.place == OpPosition.SPLIT for op in layer.ops[1:]) for layer in layers
+    )
 
 
 def _is_known(norm: nn.Module) -> bool:

@@ -25,7 +25,7 @@ Weights = dict[str, Any]
 """A layer's parameters by name, as its ops use them: tensors, or None if a parameter is absent."""
 
 
-class Place(IntEnum):
+class OpPosition(IntEnum):
     """The position of an op in a layer's stack, from the inside out."""
 
     PRODUCT = 0
@@ -59,7 +59,7 @@ class Viewed(nn.Module):
 class Op:
     """One step of a layer's computation."""
 
-    place: ClassVar[Place]
+    place: ClassVar[OpPosition]
     inner: "Op"
     """The op within; `Layer.put` sets it."""
 

@@ -17,13 +17,13 @@ from contextlib import contextmanager
 import torch
 
 from meshwright.comm.quantize import Coded
-from meshwright.spec.quantized import KEPT, Piece
+from meshwright.spec.quantized import KEPT, SentPart
 
 
 class KeptErrors:
     """This rank's errors in the gradients of matrices that are reduced together."""
 
-    def __init__(self, matrices: Sequence[Piece], ranks: int) -> None:
+    def __init__(self, matrices: Sequence[SentPart], ranks: int) -> None:
         """
         Args:
             matrices: as sent to one rank.
@@ -40,12 +40,12 @@ class KeptErrors:
         size = sum(piece.kept_bytes for piece in self.matrices)
         self.bytes_RB = torch.zeros(self.ranks, size, dtype=torch.uint8, device=device)
 
-    def of(self, piece: Piece) -> Coded:
+    def of(self, piece: SentPart) -> Coded:
         """The errors of a matrix."""
         start = sum(other.kept_bytes for other in self.matrices[: self.matrices.index(piece)])
         return Coded(self.bytes_RB[:, start : start + piece.kept_bytes], piece.numbers, KEPT, piece.row)
 
-    def write(self, piece: Piece, values_RN: torch.Tensor, sent: Coded) -> None:
+    def write(self, piece: SentPart, values_RN: torch.Tensor, sent: Coded) -> None:
         """Encode a matrix's gradient plus its error, and keep the new error; row by row, to save memory."""
         kept = self.of(piece)
         for row in range(self.ranks):

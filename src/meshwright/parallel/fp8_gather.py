@@ -35,7 +35,7 @@ TENSORS = Scaling(E4M3, 1, None)
 
 
 @dataclass(frozen=True)
-class Part:
+class GatheredPart:
     """A rank's part of a parameter, among those that are gathered together."""
 
     numbers: int
@@ -53,7 +53,7 @@ class Part:
 class Fp8AllGather(FsdpAllGather):
     """FSDP2's gather of weights; some are sent in e4m3."""
 
-    def __init__(self, parts: Sequence[Part], others: Sequence[dist.ProcessGroup]) -> None:
+    def __init__(self, parts: Sequence[GatheredPart], others: Sequence[dist.ProcessGroup]) -> None:
         """`others`: further groups whose ranks have other parts of the same matrices."""
         self.parts, self.others = tuple(parts), tuple(others)
 
@@ -79,7 +79,7 @@ class Fp8AllGather(FsdpAllGather):
                 blocks = codes.view(torch.float8_e4m3fn).view(like.codes.shape)
                 values.copy_(Encoded(blocks, like.scales, like.shape, like.multiplies).decode().flatten())
 
-    def _cut(self, values_N: torch.Tensor) -> Iterator[tuple[Part, torch.Tensor]]:
+    def _cut(self, values_N: torch.Tensor) -> Iterator[tuple[GatheredPart, torch.Tensor]]:
         yield from zip(self.parts, values_N.split([part.numbers for part in self.parts]), strict=True)
 
     def _maxima(self, values_N: torch.Tensor, group: dist.ProcessGroup) -> list[torch.Tensor]:
@@ -97,7 +97,7 @@ class Fp8AllGather(FsdpAllGather):
         return [largest.view(-1, max(1, part.matrices)) for part, largest in found]
 
     @staticmethod
-    def _encoded(part: Part, values: torch.Tensor, largest: torch.Tensor) -> Encoded:
+    def _encoded(part: GatheredPart, values: torch.Tensor, largest: torch.Tensor) -> Encoded:
         """A part's numbers, encoded with the scales of its matrices."""
         return encode(values.view(part.matrices, -1), TENSORS, (unreduced, lambda _: largest.view(-1, 1, 1, 1)))
 
@@ -114,15 +114,18 @@ def apply_fp8_gather(model: nn.Module, meshes: Meshes, layout: LayoutSpec) -> No
         if not isinstance(module, FSDPModule):
             continue
         found = [(weight, shape.numel()) for weight, shape in grouped_parts(module)]
-        parts = [_part(weight, numbers, layout) if id(weight) in coded else Part(numbers) for weight, numbers in found]
+        parts = [
+            _part(weight, numbers, layout) if id(weight) in coded else GatheredPart(numbers)
+            for weight, numbers in found
+        ]
         if any(part.matrices for part in parts):
             dense = any(weight.dim() == 2 and id(weight) in coded for weight, _ in found)
             module.set_custom_all_gather(Fp8AllGather(parts, [tp.get_group()] if tp is not None and dense else ()))
 
 
-def _part(weight: nn.Parameter, numbers: int, layout: LayoutSpec) -> Part:
+def _part(weight: nn.Parameter, numbers: int, layout: LayoutSpec) -> GatheredPart:
     if weight.dim() == 2:
-        return Part(numbers, 1)
+        return GatheredPart(numbers, 1)
     experts, shards = weight.shape[0] // layout.ep, layout.expert_shard
     own = expert_shard_dim(tuple(weight.shape), shards, split=layout.ep > 1) == 0
-    return Part(numbers, numbers // math.prod(weight.shape[1:]) if own else experts, own)
+    return GatheredPart(numbers, numbers // math.prod(weight.shape[1:]) if own else experts, own)

@@ -28,7 +28,7 @@ from meshwright.models.batch import TensorBatch
 from meshwright.models.decoder import Read
 from meshwright.objectives import Objective
 from meshwright.parallel.passes import GradientSync, Scale
-from meshwright.parallel.pipeline import Link, Pass, Pipeline, Stages
+from meshwright.parallel.pipeline import Link, Pipeline, PipelineRun, Stages
 from meshwright.spec.actions import Action, Program
 from meshwright.spec.stream import cut_stream
 from meshwright.torch_internals import copy_all_, keep_gradient_as_made, local_tensor
@@ -117,7 +117,7 @@ class Pipedream(Pipeline):
         self.sum_copies()
 
 
-class _StreamPass(Pass):
+class _StreamPass(PipelineRun):
     """The passes in flight on a rank; every microbatch keeps the weights of its forward pass."""
 
     def __init__(self, pipeline: Pipedream) -> None:

@@ -28,7 +28,7 @@ from meshwright.models.batch import TensorBatch
 from meshwright.models.decoder import Read
 from meshwright.objectives import Objective
 from meshwright.parallel.passes import GradientSync, Passes, Scale, evaluating, scale_of
-from meshwright.parallel.weight_gradients import Waiting, WeightGradients, add_weight_gradients
+from meshwright.parallel.weight_gradients import DeferredInputs, WeightGradients, add_weight_gradients
 from meshwright.spec.actions import Action, Program, Schedule, Transfer, forward_only, with_transfers
 from meshwright.spec.run import ResolvedRun
 from meshwright.torch_internals import local_tensor
@@ -137,7 +137,7 @@ class Pipeline(Passes):
         """See `Passes`; takes one batch for each microbatch of the schedule."""
         assert len(batches) == self.stage_plan.schedule.num_microbatches
         self.sync.announce(self.model.modules(), False)  # later backward passes go through the other stages' modules
-        running = Pass(self, self.loss, scale)
+        running = PipelineRun(self, self.loss, scale)
         running.run(self.training_program, enumerate(batches))
         self.sync.release()
         self.sum_copies()
@@ -149,7 +149,7 @@ class Pipeline(Passes):
         rest = iter(batches)
         with evaluating(self.model):
             while some := tuple(islice(rest, self.stage_plan.schedule.num_microbatches)):
-                running = Pass(self, read, None)
+                running = PipelineRun(self, read, None)
                 running.run(self.evaluation_program(len(some)), enumerate(some))
                 yield from (found for _, found in sorted(running.found.items()))
 
@@ -203,7 +203,7 @@ class Pipeline(Passes):
         local += local_of_peer.wait()
 
 
-class Pass:
+class PipelineRun:
     """One run of a rank's list of actions, and the results, computed or received, that are still needed."""
 
     def __init__(self, pipeline: Pipeline, read: Read, scale: Scale | None) -> None:
@@ -219,12 +219,12 @@ class Pass:
         self.arriving: dict[Key, Message] = {}
         self.sent: list[Message] = []
         self.graphs: dict[tuple[int, int], tuple[torch.Tensor | None, torch.Tensor]] = {}
-        self.put_off: dict[tuple[int, int], list[Waiting]] = {}
+        self.deferred: dict[tuple[int, int], list[DeferredInputs]] = {}
 
     def run(self, program: Program, microbatches: Iterable[tuple[int, TensorBatch]]) -> None:
         """Run all actions."""
         self.go_on(program, microbatches)
-        left = (self.results, self.graphs, self.put_off)
+        left = (self.results, self.graphs, self.deferred)
         assert not any(left)
 
     def go_on(self, program: Program, microbatches: Iterable[tuple[int, TensorBatch]]) -> None:
@@ -272,10 +272,10 @@ class Pass:
         assert self.pipeline.weights is not None
         self.pipeline.sync.hold(self.pipeline.modules_of(action.stage))
         self._through(action)
-        self.put_off[action.stage, action.microbatch] = self.pipeline.weights.take()
+        self.deferred[action.stage, action.microbatch] = self.pipeline.weights.take()
 
     def _backward_weight(self, action: Action) -> None:
-        add_weight_gradients(self.put_off.pop((action.stage, action.microbatch)))
+        add_weight_gradients(self.deferred.pop((action.stage, action.microbatch)))
         self.pipeline.announce(action, self.pipeline.sync.reduce)
 
     def _through(self, action: Action) -> None:

@@ -27,14 +27,14 @@ from meshwright.models import Decoder
 from meshwright.parallel.error_feedback import ErrorFeedback, KeptErrors
 from meshwright.spec.errors import UserError
 from meshwright.spec.layout import LayoutSpec
-from meshwright.spec.quantized import BITS, BLOCK, KEPT, Piece, Sent, levels
+from meshwright.spec.quantized import BITS, BLOCK, KEPT, Sent, SentPart, levels
 from meshwright.torch_internals import FsdpAllGather, FsdpReduceScatter, grouped_parts
 
 
 class _Comm:
     """The layout of the bytes on the wire, for gather and reduction."""
 
-    def __init__(self, pieces: Sequence[Piece]) -> None:
+    def __init__(self, pieces: Sequence[SentPart]) -> None:
         self.pieces = tuple(pieces)
 
     def _bytes(self, width: int) -> int:
@@ -43,7 +43,7 @@ class _Comm:
 
     def _parts(
         self, values_RN: torch.Tensor, bytes_RB: torch.Tensor
-    ) -> Iterator[tuple[Piece, torch.Tensor, torch.Tensor]]:
+    ) -> Iterator[tuple[SentPart, torch.Tensor, torch.Tensor]]:
         """Every piece with its columns of values and of bytes."""
         numbers = size = 0
         for piece in self.pieces:
@@ -51,7 +51,7 @@ class _Comm:
             yield piece, values_RN[:, numbers : numbers + piece.numbers], bytes_RB[:, size : size + count]
             numbers, size = numbers + piece.numbers, size + count
 
-    def _coded(self, piece: Piece, rows: torch.Tensor) -> Coded:
+    def _coded(self, piece: SentPart, rows: torch.Tensor) -> Coded:
         return Coded(rows, piece.numbers, piece.sent, piece.row)
 
     def _write(self, values_RN: torch.Tensor, bytes_RB: torch.Tensor, kept: KeptErrors | None = None) -> None:
@@ -92,12 +92,12 @@ class Rounding:
     norms: dict[str, torch.Tensor] = field(default_factory=dict)
     """The norm of the same over all numbers."""
 
-    def add(self, piece: Piece, half_B: torch.Tensor) -> None:
+    def add(self, piece: SentPart, half_B: torch.Tensor) -> None:
         """Count a reduction, from half a step of each block, summed over ranks."""
         self.most[piece.name] = self.most.get(piece.name, 0) + half_B.max()
         self.norms[piece.name] = self.norms.get(piece.name, 0) + half_B.norm() * min(BLOCK, piece.row) ** 0.5
 
-    def add_fed_back(self, piece: Piece, half_B: torch.Tensor, before_B: torch.Tensor | None) -> None:
+    def add_fed_back(self, piece: SentPart, half_B: torch.Tensor, before_B: torch.Tensor | None) -> None:
         """The same with error feedback. Of all reductions together only the errors from before the first and after the
         last remain, and the rounding of every error that was kept; `before_B`: half the steps of the previous one."""
         repaid = piece.name in self.most
@@ -112,7 +112,7 @@ class Rounding:
 class QuantizedReduceScatter(_Comm, FsdpReduceScatter):
     """FSDP2's reduction of gradients; matrices' gradients are sent as codes."""
 
-    def __init__(self, pieces: Sequence[Piece], kept: KeptErrors | None = None) -> None:
+    def __init__(self, pieces: Sequence[SentPart], kept: KeptErrors | None = None) -> None:
         super().__init__(pieces)
         self.kept = kept
         """Errors to add; None without error feedback."""
@@ -201,11 +201,11 @@ def apply_quantized(model: Decoder, layout: LayoutSpec) -> None:
             module.set_custom_reduce_scatter(_REDUCTIONS[module])
 
 
-def _piece(name: str, shape: torch.Size, sent: Sent) -> Piece:
-    return Piece(name, shape.numel(), shape[-1], matrix=len(shape) >= 2, sent=sent)
+def _piece(name: str, shape: torch.Size, sent: Sent) -> SentPart:
+    return SentPart(name, shape.numel(), shape[-1], matrix=len(shape) >= 2, sent=sent)
 
 
-def _kept_errors(module: FSDPModule, trained: Sequence[Piece]) -> KeptErrors | None:
+def _kept_errors(module: FSDPModule, trained: Sequence[SentPart]) -> KeptErrors | None:
     """Room for the errors of the matrices that are reduced together around a module; None without matrices."""
     parameter = grouped_parts(module)[0][0]
     assert isinstance(parameter, DTensor)

@@ -26,7 +26,7 @@ PRODUCTS: dict[Any, int] = {**dict.fromkeys((aten.mm.default, aten.bmm.default, 
 # reverse: attention and matrix products are kept, the cheap element-wise operations between them are recomputed.
 # Results of reductions and of exchanges between ranks are kept too; products with adapters of low rank are not.
 EXCHANGES = functional.all_to_all_single.default, functional.reduce_scatter_tensor.default
-KEPT = frozenset((*PRODUCTS, *EXCHANGES, *torch_internals.DEAR_OPS))
+KEPT = frozenset((*PRODUCTS, *EXCHANGES, *torch_internals.EXPENSIVE_OPS))
 
 
 def _keep_dear_results(

@@ -28,7 +28,7 @@ from meshwright.models import Decoder
 from meshwright.models.adapters import Lora
 from meshwright.models.embedding import Embedding
 from meshwright.models.linear import Linear
-from meshwright.models.slots import Op, Place, Viewed, Weights
+from meshwright.models.slots import Op, OpPosition, Viewed, Weights
 from meshwright.parallel.view import LocalView
 from meshwright.spec.errors import UserError
 from meshwright.spec.model import ModelSpec, Parameter
@@ -103,7 +103,7 @@ class RowParallel(Op):
     """A linear layer with a part of the inputs on each rank: the products are summed over ranks and scattered along the
     sequence. The bias is added once, to this rank's tokens."""
 
-    place = Place.SPLIT
+    place = OpPosition.SPLIT
 
     def __init__(self, sequence: "_Sequence") -> None:
         self.sequence = sequence
@@ -121,7 +121,7 @@ class RowParallel(Op):
 class VocabularyParallel(Op):
     """An embedding with a part of the rows on each rank: each looks up its own, and the sum over ranks is scattered."""
 
-    place = Place.SPLIT
+    place = OpPosition.SPLIT
 
     def __init__(self, vocab: int, sequence: "_Sequence") -> None:
         self.vocab, self.sequence = vocab, sequence
@@ -142,7 +142,7 @@ class VocabularyParallel(Op):
 class OwnPositions(Op):
     """An embedding replicated on every rank: each looks up its own part of the sequence."""
 
-    place = Place.SPLIT
+    place = OpPosition.SPLIT
 
     def __init__(self, sequence: "_Sequence") -> None:
         self.sequence = sequence

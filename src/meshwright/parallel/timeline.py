@@ -37,7 +37,7 @@ class _Storage:
     size: int = 0
 
 
-class Timeline(Ledger):
+class RecordingLedger(Ledger):
     """A ledger that remembers every change."""
 
     def __init__(
@@ -57,7 +57,7 @@ class Timeline(Ledger):
         self._handles: list[Any] = []
         self._unnamed = False
 
-    def __enter__(self) -> "Timeline":
+    def __enter__(self) -> "RecordingLedger":
         self._handles = [
             register_module_forward_pre_hook(self._enter_module),
             register_module_forward_hook(self._leave_module, always_call=True),

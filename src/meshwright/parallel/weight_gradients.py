@@ -14,10 +14,10 @@ import torch
 from torch import nn
 
 from meshwright.models.linear import Kept, Linear, Product
-from meshwright.models.slots import Op, Place, Weights
+from meshwright.models.slots import Op, OpPosition, Weights
 
 
-class Waiting(NamedTuple):
+class DeferredInputs(NamedTuple):
     """The inputs of one linear layer's deferred weight gradient."""
 
     product: Product
@@ -32,12 +32,12 @@ class WeightGradients:
     def __init__(self, model: nn.Module) -> None:
         """Make every linear layer of `model` with a trained matrix defer its gradient; adapters' gradients are not
         deferred."""
-        self._waiting: list[Waiting] = []
+        self._waiting: list[DeferredInputs] = []
         for module in model.modules():
             if isinstance(module, Linear) and module.get_parameter(module.product.names[0]).requires_grad:
                 module.put(Deferred(self._waiting.append))
 
-    def take(self) -> list[Waiting]:
+    def take(self) -> list[DeferredInputs]:
         """The deferred gradients since the last call."""
         waiting = list(self._waiting)
         self._waiting.clear()
@@ -45,7 +45,7 @@ class WeightGradients:
 
 
 @torch.no_grad()
-def add_weight_gradients(waiting: list[Waiting]) -> None:
+def add_weight_gradients(waiting: list[DeferredInputs]) -> None:
     """Add the deferred gradients to the weights' and biases' gradients."""
     for product, weights, kept, grad in waiting:
         weight, bias_N = weights[product.names[0]], weights.get("bias")
@@ -58,9 +58,9 @@ def add_weight_gradients(waiting: list[Waiting]) -> None:
 class Deferred(Op):
     """The product, except the gradients of its weight and bias, which are passed to `leave`."""
 
-    place = Place.DEFERRED
+    place = OpPosition.DEFERRED
 
-    def __init__(self, leave: Callable[[Waiting], None]) -> None:
+    def __init__(self, leave: Callable[[DeferredInputs], None]) -> None:
         self.leave = leave
 
     def forward(self, x: torch.Tensor, weights: Weights) -> torch.Tensor:
@@ -94,6 +94,6 @@ class _InputGradientAlone(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Any):
         (grad,) = grad_outputs
-        ctx.leave(Waiting(ctx.product, ctx.weights, ctx.saved_tensors, grad))
+        ctx.leave(DeferredInputs(ctx.product, ctx.weights, ctx.saved_tensors, grad))
         grad_x = ctx.product.input_gradient(grad, ctx.weights) if ctx.needs_input_grad[0] else None
         return grad_x, None, None, None, None

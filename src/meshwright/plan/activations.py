@@ -8,7 +8,7 @@ import functools
 from collections.abc import Callable, Sequence
 from math import inf
 
-from meshwright.plan.blueprint import Block
+from meshwright.plan.blueprint import LayerParameters
 from meshwright.plan.job import Groups, Job, Kinds, adapted
 from meshwright.plan.pipeline import most_in_flight
 from meshwright.spec.precision import FP32
@@ -50,11 +50,11 @@ def microbatches_in_flight(job: Job, stage: int, *, at_loss: bool = False) -> fl
     )
 
 
-def _once(figure: Callable[[Job, Block, Policy], float]) -> Callable[[Job, Block, Policy], float]:
+def _once(figure: Callable[[Job, LayerParameters, Policy], float]) -> Callable[[Job, LayerParameters, Policy], float]:
     """Cache a job's figure of a block: all pipeline ranks ask for the same ones."""
 
     @functools.wraps(figure)
-    def remembered(job: Job, block: Block, policy: Policy) -> float:
+    def remembered(job: Job, block: LayerParameters, policy: Policy) -> float:
         key = figure, id(block), policy
         found = job.of_blocks.get(key)
         if found is None:
@@ -65,7 +65,7 @@ def _once(figure: Callable[[Job, Block, Policy], float]) -> Callable[[Job, Block
 
 
 @_once
-def block_activations(job: Job, block: Block, policy: Policy) -> float:
+def block_activations(job: Job, block: LayerParameters, policy: Policy) -> float:
     """Bytes that one block saves of one microbatch for its backward pass, by recomputation policy."""
     if policy == "none":
         return _saved_everything(job, block) + _beside(job, block, policy)
@@ -98,7 +98,7 @@ def passing_activations(job: Job, stages: Sequence[Groups]) -> tuple[float, floa
 
 
 @_once
-def _passing(job: Job, block: Block, policy: Policy) -> float:
+def _passing(job: Job, block: LayerParameters, policy: Policy) -> float:
     """Activations that one block recomputes before its backward pass, besides its saved ones, and gradients of
     activations while the feed-forward layer's backward pass runs: of the stream, and of the layer's inner tensors
     beyond those that it frees meanwhile."""
@@ -112,13 +112,13 @@ def _passing(job: Job, block: Block, policy: Policy) -> float:
     )
 
 
-def inner_bytes(job: Job, block: Block) -> float:
+def inner_bytes(job: Job, block: LayerParameters) -> float:
     """Bytes of a tensor as wide as the widest feed-forward layer of a block."""
     widest = max((inner * per_token for inner, per_token, _ in _inner_widths(job, block)), default=0)
     return job.tokens / job.layout.tp * widest * job.width
 
 
-def _saved_everything(job: Job, block: Block) -> float:
+def _saved_everything(job: Job, block: LayerParameters) -> float:
     """Norms' inputs and outputs, attention's operands and result, the feed-forward layer's steps."""
     width, tokens = job.width, job.tokens / job.layout.tp
     saved = 2 * job.stream_bytes + _normed(job)
@@ -139,13 +139,13 @@ def _less_in_codes(job: Job, *kinds: str) -> int:
     return job.width - 1 if job.stack.coded_inputs in kinds and not job.frozen else 0
 
 
-def _normed_in_codes(job: Job, block: Block) -> float:
+def _normed_in_codes(job: Job, block: LayerParameters) -> float:
     """Bytes saved of the norms' outputs in codes; a router reads the number that experts' rows are copied from."""
     dense = 2 - any(routed for *_, routed in _inner_widths(job, block))
     return dense * _normed(job) / 2 * _less_in_codes(job, "all") / job.width
 
 
-def _saved_selectively(job: Job, block: Block) -> float:
+def _saved_selectively(job: Job, block: LayerParameters) -> float:
     """The block's input, and the results of matrix products and attention."""
     model, width, tokens = job.model, job.width, job.tokens / job.layout.tp
     if not job.stack.saves_products:  # norms and activation functions are computed again, all else is kept
@@ -163,7 +163,7 @@ def _saved_selectively(job: Job, block: Block) -> float:
     return saved + max(0.0, wider) * _product_results(job, block)
 
 
-def _product_results(job: Job, block: Block) -> float:
+def _product_results(job: Job, block: LayerParameters) -> float:
     """Numbers that the matrix products of a block return."""
     model, tokens = job.model, job.tokens / job.layout.tp
     summed = (_whole(job) or job.stream_bytes) / job.width  # before the sum over tensor-parallel ranks is scattered
@@ -174,7 +174,7 @@ def _product_results(job: Job, block: Block) -> float:
     return results
 
 
-def _beside(job: Job, block: Block, policy: Policy) -> float:
+def _beside(job: Job, block: LayerParameters, policy: Policy) -> float:
     """Bytes of adapters' tensors: a single process's cast of A, at least until the forward pass ends; A x, if products
     are saved; scaled B and the dropped-out x with its mask, if everything is saved."""
     if not job.adapter_rank:
@@ -210,7 +210,7 @@ def _queries_and_keys(job: Job) -> float:
     return job.width * (job.model.num_heads + kv_heads(job)) * job.model.head_dim
 
 
-def _projected(job: Job, block: Block) -> float:
+def _projected(job: Job, block: LayerParameters) -> float:
     """Bytes of a token's queries, keys and values, and of the inputs of the heads' norms."""
     return _queries_and_keys(job) * (2 if block.head_norms else 1) + job.width * kv_heads(job) * job.model.head_dim
 
@@ -228,7 +228,7 @@ def _score_bytes(job: Job) -> float:
     return 5 * job.tokens / job.layout.tp * span * job.model.num_heads
 
 
-def _inner_widths(job: Job, block: Block) -> list[tuple[int, float, bool]]:
+def _inner_widths(job: Job, block: LayerParameters) -> list[tuple[int, float, bool]]:
     """(width, visits per token, whether routed) of every feed-forward layer of a block, shared experts included."""
     model = job.model
     return [

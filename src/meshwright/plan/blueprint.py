@@ -30,7 +30,7 @@ class Matrix:
 
 
 @dataclass(frozen=True)
-class Block:
+class LayerParameters:
     """One layer's parameters by kind."""
 
     matrices: tuple[Matrix, ...]
@@ -100,7 +100,7 @@ class Blueprint:
     window: int | None = None
     top_k: int = 0
     """Experts per token."""
-    kinds: tuple[Block, ...]
+    kinds: tuple[LayerParameters, ...]
     """The different blocks."""
     pattern: tuple[int, ...]
     """Kind of every layer, first to last."""
@@ -111,7 +111,7 @@ class Blueprint:
         return len(self.pattern)
 
     @cached_property
-    def blocks(self) -> tuple[Block, ...]:
+    def blocks(self) -> tuple[LayerParameters, ...]:
         """The block of every layer."""
         return tuple(self.kinds[kind] for kind in self.pattern)
 
@@ -189,9 +189,9 @@ def condense(table: Iterable[Parameter], **sizes) -> Blueprint:
             final += row.numel
         if row.name.startswith("layers."):
             layers.setdefault(row.name.split(".", 2)[1], []).append(row)
-    kinds: dict[Block, int] = {}
+    kinds: dict[LayerParameters, int] = {}
     pattern = []
-    seen: dict[tuple[tuple[int, ...], ...], Block] = {}
+    seen: dict[tuple[tuple[int, ...], ...], LayerParameters] = {}
     for rows in layers.values():
         key = tuple(row.shape for row in rows)
         if key not in seen:
@@ -200,7 +200,7 @@ def condense(table: Iterable[Parameter], **sizes) -> Blueprint:
     return Blueprint(kinds=tuple(kinds), pattern=tuple(pattern), final=final, **sizes)
 
 
-def _block(rows: list[Parameter]) -> Block:
+def _block(rows: list[Parameter]) -> LayerParameters:
     matrices, vectors = [], 0
     for row in rows:
         if len(row.shape) == 1 or ("experts" in row.dims and len(row.shape) == 2 and row.dims[0] == "experts"):
@@ -211,4 +211,4 @@ def _block(rows: list[Parameter]) -> Block:
         name = row.name.split(".", 2)[2].removesuffix(".weight")
         split, keys = bool(TP_SPLITS & set(dims)), "kv_heads" in dims
         matrices.append(Matrix(name, shape[0], shape[1], split, experts, keys))
-    return Block(tuple(matrices), vectors, any(row.name.endswith("attention.q_norm.weight") for row in rows))
+    return LayerParameters(tuple(matrices), vectors, any(row.name.endswith("attention.q_norm.weight") for row in rows))

@@ -5,7 +5,7 @@ from functools import cached_property
 from typing import Literal
 
 from meshwright.plan.changes import Change
-from meshwright.plan.interval import Interval, memory_sigma, time_sigma
+from meshwright.plan.interval import PredictionInterval, memory_sigma, time_sigma
 from meshwright.plan.job import Job
 from meshwright.plan.memory import MemoryUse, predict_memory
 from meshwright.plan.step_time import StepModel, StepTime
@@ -55,14 +55,14 @@ class Candidate:
         return self.memory.host * self.cluster.per_node
 
     @property
-    def seconds(self) -> Interval:
+    def seconds(self) -> PredictionInterval:
         """Seconds of a step."""
-        return Interval.spread(self.time.total, time_sigma(self.time, self.job, self.cluster))
+        return PredictionInterval.spread(self.time.total, time_sigma(self.time, self.job, self.cluster))
 
     @property
-    def memory_bytes(self) -> Interval:
+    def memory_bytes(self) -> PredictionInterval:
         """Bytes of the rank with the highest use."""
-        return Interval.spread(self.memory.total, memory_sigma(self.memory, self.job))
+        return PredictionInterval.spread(self.memory.total, memory_sigma(self.memory, self.job))
 
     @property
     def tokens_per_second(self) -> float:

@@ -13,7 +13,7 @@ from meshwright.spec.cluster import ClusterSpec
 
 
 @dataclass(frozen=True)
-class Group:
+class CommGroup:
     """Ranks that communicate: how many, and how many of them are within one fast-link domain."""
 
     ranks: int
@@ -25,10 +25,10 @@ class Group:
         return -(-self.ranks // max(1, self.local))
 
 
-def axis_group(cluster: ClusterSpec, degree: int, stride: int) -> Group:
+def axis_group(cluster: ClusterSpec, degree: int, stride: int) -> CommGroup:
     """The group of an axis of `degree` ranks that are `stride` ranks apart, ranks numbered through the nodes."""
     local = max(1, min(degree, cluster.domain // stride)) if stride < cluster.domain else 1
-    return Group(degree, local)
+    return CommGroup(degree, local)
 
 
 def visited(places: int, draws: float) -> float:
@@ -66,7 +66,7 @@ class Wires:
             relayed=constants.relay,
         )
 
-    def _seconds(self, group: Group, wire_bytes: float, rounds: float) -> float:
+    def _seconds(self, group: CommGroup, wire_bytes: float, rounds: float) -> float:
         if group.ranks <= 1 or wire_bytes <= 0:
             return 0.0
         latency, rate = self.link_s, self.link
@@ -75,15 +75,15 @@ class Wires:
             rate = min(rate, self.network * group.local)
         return rounds * latency + wire_bytes / rate
 
-    def all_gather(self, group: Group, payload: float) -> float:
+    def all_gather(self, group: CommGroup, payload: float) -> float:
         """Seconds until every rank of `group` holds all `payload` bytes; a reduce-scatter takes as long."""
         return self._seconds(group, payload * (group.ranks - 1) / max(1, group.ranks), 1.0)
 
-    def all_reduce(self, group: Group, payload: float) -> float:
+    def all_reduce(self, group: CommGroup, payload: float) -> float:
         """Seconds until every rank holds the sum of `payload` bytes."""
         return self._seconds(group, 2 * payload * (group.ranks - 1) / max(1, group.ranks), 2.0)
 
-    def all_to_all(self, group: Group, copies: float, payload: float, *, relay: bool) -> float:
+    def all_to_all(self, group: CommGroup, copies: float, payload: float, *, relay: bool) -> float:
         """Seconds until every rank has sent `copies` of each of its tokens, `payload` bytes in all if sent once, to
         uniformly drawn ranks.
 

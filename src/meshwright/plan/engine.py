@@ -10,7 +10,7 @@ from meshwright.families.adapters import adapter_misfit
 from meshwright.families.quantized import split_misfit
 from meshwright.plan.blueprint import Blueprint
 from meshwright.plan.job import MESHWRIGHT, QUANTIZED, Job, Stack, adapter_parameters
-from meshwright.plan.layouts import Limits
+from meshwright.plan.layouts import SearchLimits
 from meshwright.spec.cluster import ClusterSpec
 from meshwright.spec.finetune import FinetuneSpec
 from meshwright.spec.fit import batch_misfits, find_misfits, fp8_gather_misfits, quantized_misfits
@@ -59,7 +59,7 @@ class Case:
     cluster: ClusterSpec
     base: Job
     """The recipe as a job, whose layout a search replaces."""
-    limits: Limits
+    limits: SearchLimits
 
     def job(self, run: Run) -> Job:
         """Another recipe as the job, with the same model and batch."""

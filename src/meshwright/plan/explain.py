@@ -5,7 +5,7 @@ from dataclasses import replace
 from meshwright.plan.candidate import Candidate, evaluate, strategy_name
 from meshwright.plan.changes import CHANGES
 from meshwright.plan.job import Job
-from meshwright.plan.layouts import Limits, divisors, layouts
+from meshwright.plan.layouts import SearchLimits, divisors, layouts
 from meshwright.plan.search import recomputing_least, search
 from meshwright.spec.cluster import ClusterSpec
 from meshwright.spec.layout import AXES
@@ -133,7 +133,7 @@ def binding(candidate: Candidate) -> str:
     return f"{words}; memory is {share:.0%} full"
 
 
-def no_layout(base: Job, cluster: ClusterSpec, limits: Limits) -> str:
+def no_layout(base: Job, cluster: ClusterSpec, limits: SearchLimits) -> str:
     """Why a cluster has no legal layout for a job, and what would work, before any look at memory or time."""
 
     def works(job: Job, devices: int) -> bool:
@@ -258,7 +258,7 @@ def in_bf16(candidate: Candidate) -> dict[str, float] | None:
     return {"step_time": seconds, "saved": 1 - seconds / candidate.time.total}
 
 
-def on_disk(base: Job, cluster: ClusterSpec, limits: Limits) -> Candidate | None:
+def on_disk(base: Job, cluster: ClusterSpec, limits: SearchLimits) -> Candidate | None:
     """The layout that would be chosen with the optimizer's state on the nodes' disks, and parameters too if it does not
     fit otherwise; None if none fits even so."""
     for name in ("disk", "disk_parameters"):

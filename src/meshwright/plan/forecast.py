@@ -10,7 +10,7 @@ from meshwright.plan.candidate import MARGIN, Candidate, evaluate
 from meshwright.plan.engine import Processor, engine_job, layout_check, passes
 from meshwright.plan.explain import describe, in_bf16, relief, short
 from meshwright.plan.hardware import local_cluster, resolve_cluster
-from meshwright.plan.layouts import Limits
+from meshwright.plan.layouts import SearchLimits
 from meshwright.plan.machine import Machine
 from meshwright.plan.search import recomputing_least, search
 from meshwright.spec.errors import UserError
@@ -75,7 +75,7 @@ def _remedy(resolved: ResolvedRun, found: Candidate, enough: Callable[[Candidate
     if change:
         return f"this would fit: {change}"
     check = layout_check(resolved.run, resolved.model, Processor.of(cluster).kind)
-    other = search(job, cluster, top=1, limits=Limits(runs=passes(check))).chosen
+    other = search(job, cluster, top=1, limits=SearchLimits(runs=passes(check))).chosen
     if other and enough(other):
         return f"use layout: auto, which chooses {describe(other.job)}, {short(other.time.total)} s per step"
     size = job.model.num_parameters

@@ -1,6 +1,6 @@
 """Parameters that one rank of a pipeline stage computes with."""
 
-from meshwright.plan.blueprint import Block
+from meshwright.plan.blueprint import LayerParameters
 from meshwright.plan.job import Job
 
 
@@ -36,12 +36,12 @@ def end_parameters(job: Job, stage: int) -> float:
     return first * model.positions * model.hidden + head * model.final + tables * model.embedding / job.layout.tp
 
 
-def block_parameters(job: Job, block: Block) -> float:
+def block_parameters(job: Job, block: LayerParameters) -> float:
     """Parameters of one block on one rank, with all experts that the rank computes."""
     return block.on_rank(job.layout.tp, job.model.num_kv_heads) + block.experts / job.layout.ep
 
 
-def first_weights(job: Job, block: Block) -> float:
+def first_weights(job: Job, block: LayerParameters) -> float:
     """Parameters of one block on one rank whose gradients exist while most activations are still held: all experts, or
     the feed-forward layer's last matrix."""
     last = (m.numel for m in block.matrices if m.out == job.model.hidden and not m.name.startswith("attention"))

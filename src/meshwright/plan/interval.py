@@ -19,7 +19,7 @@ Z = 1.2816
 
 
 @dataclass(frozen=True)
-class Interval:
+class PredictionInterval:
     """A prediction and the range that holds `NOMINAL` of measurements."""
 
     value: float
@@ -27,13 +27,13 @@ class Interval:
     high: float
 
     @classmethod
-    def spread(cls, value: float, sigma: float) -> "Interval":
+    def spread(cls, value: float, sigma: float) -> "PredictionInterval":
         """Around `value` with standard deviation `sigma` of its logarithm."""
         return cls(value, value * exp(-Z * sigma), value * exp(Z * sigma))
 
-    def scaled(self, factor: float) -> "Interval":
+    def scaled(self, factor: float) -> "PredictionInterval":
         """The interval in another unit."""
-        return Interval(self.value * factor, self.low * factor, self.high * factor)
+        return PredictionInterval(self.value * factor, self.low * factor, self.high * factor)
 
 
 GENERATIONS = {

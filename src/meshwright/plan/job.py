@@ -8,7 +8,7 @@ from functools import cached_property
 from itertools import accumulate
 from typing import Any, Literal
 
-from meshwright.plan.blueprint import Block, Blueprint, Matrix
+from meshwright.plan.blueprint import Blueprint, LayerParameters, Matrix
 from meshwright.plan.flops import finetuning_flops
 from meshwright.plan.stages import balanced_stages
 from meshwright.spec.layout import AXES, LayoutSpec
@@ -273,7 +273,7 @@ def adapter_parameters(model: Blueprint, rank: int) -> int:
     return sum(rank * (matrix.out + matrix.into) for block in model.blocks for matrix in adapted(block, rank))
 
 
-def adapted(block: Block, rank: int) -> Sequence[Matrix]:
+def adapted(block: LayerParameters, rank: int) -> Sequence[Matrix]:
     """A block's matrices that have an adapter of a rank beside them."""
     return [m for m in block.matrices if not m.experts and min(m.out, m.into) > rank]
 

@@ -24,7 +24,7 @@ SHORTEST_PART = 1024
 
 
 @dataclass(frozen=True)
-class Limits:
+class SearchLimits:
     """The freedom of a search."""
 
     margin: float = MARGIN
@@ -40,7 +40,7 @@ class Limits:
     """Whether the engine can run a layout: the chosen layout is one that it can."""
 
 
-def layouts(base: Job, cluster: ClusterSpec, limits: Limits) -> Iterator[tuple[LayoutSpec, int]]:
+def layouts(base: Job, cluster: ClusterSpec, limits: SearchLimits) -> Iterator[tuple[LayoutSpec, int]]:
     """Every legal layout of all devices, with each allowed microbatch."""
     fixed = limits.change.layout if limits.change else {}
     plain = LayoutSpec().model_copy(update=fixed)
@@ -94,7 +94,7 @@ def _expert_degrees(base: Job, sharers: int) -> list[int]:
 
 
 def _states(
-    degrees: dict[str, int], cluster: ClusterSpec, limits: Limits, fixed: dict[str, Any]
+    degrees: dict[str, int], cluster: ClusterSpec, limits: SearchLimits, fixed: dict[str, Any]
 ) -> Iterator[dict[str, Any]]:
     """How data-parallel ranks shard the state: not at all, over all of them, or within a node."""
     dp = cluster.devices // (degrees["tp"] * degrees["cp"] * degrees["pp"])
@@ -115,7 +115,7 @@ def _states(
                 yield {"dp_replicate": dp // shard, "dp_shard": shard, "zero": zero, "offload": offload}
 
 
-def _micro_batches(base: Job, per_rank: int, limits: Limits) -> list[int]:
+def _micro_batches(base: Job, per_rank: int, limits: SearchLimits) -> list[int]:
     if not limits.micro_batch:
         return [base.micro_batch] if per_rank % base.micro_batch == 0 else []
     return [size for size in divisors(per_rank) if size <= MOST_MICROBATCH and size & (size - 1) == 0]

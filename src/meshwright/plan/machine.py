@@ -71,7 +71,7 @@ def memory_there(root: Path = Path("/")) -> int:
 
 
 @dataclass(frozen=True)
-class Group:
+class ControlGroup:
     """A control group with a limit of memory."""
 
     limit: int
@@ -88,7 +88,7 @@ VERSIONS = {
 and use, and the entry of memory.stat. Version 2 has one tree; version 1 has one per controller."""
 
 
-def limited_groups(root: Path) -> list[Group]:
+def limited_groups(root: Path) -> list[ControlGroup]:
     """The control groups with a limit that this process is in."""
     found, lines = [], []
     with suppress(OSError):
@@ -102,7 +102,7 @@ def limited_groups(root: Path) -> list[Group]:
         for folder in (place, *place.parents):
             with suppress(OSError, ValueError):  # without a limit version 2 says "max"
                 allowed, used = (int((folder / name).read_text()) for name in (limit, use))
-                found.append(Group(allowed, used - field_of(folder / "memory.stat", cache)))
+                found.append(ControlGroup(allowed, used - field_of(folder / "memory.stat", cache)))
     return found
 
 

@@ -6,7 +6,7 @@ from typing import Any
 from meshwright.plan.engine import Case, method_fields, passes
 from meshwright.plan.explain import describe_candidate, recomputes, why_not
 from meshwright.plan.job import Job
-from meshwright.plan.search import Found, search
+from meshwright.plan.search import SearchResult, search
 from meshwright.spec.finetune import LoraSpec
 
 METHODS = {
@@ -21,7 +21,7 @@ def by_method(job: Job, finetune: LoraSpec | None) -> Job:
     return replace(job, **method_fields(finetune, job.model))
 
 
-def method_facts(case: Case, found: Found) -> dict[str, dict[str, Any]]:
+def method_facts(case: Case, found: SearchResult) -> dict[str, dict[str, Any]]:
     """The layout to choose for each method, else the one that needs least memory, as plain data: bytes, tokens per
     second and device, and what is missing if none fits.
 

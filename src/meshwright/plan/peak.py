@@ -19,7 +19,7 @@ from meshwright.plan.activations import (
     passing_activations,
     saved_activations,
 )
-from meshwright.plan.blueprint import Block
+from meshwright.plan.blueprint import LayerParameters
 from meshwright.plan.held import block_parameters, end_parameters, first_weights
 from meshwright.plan.job import Groups, Job
 from meshwright.spec.quantized import bytes_each
@@ -27,7 +27,7 @@ from meshwright.spec.recompute import Policy
 
 
 @dataclass(frozen=True, kw_only=True)
-class Moment:
+class StepPoint:
     """Bytes at one point of a step, besides the optimizer."""
 
     weights: float
@@ -45,7 +45,7 @@ class Moment:
         return self.weights + self.activations + self.logits + self.transit + self.gradients
 
 
-def peak_moment(job: Job, stage: int, weights: float, gradients: float, groups: Sequence[Groups]) -> Moment:
+def peak_moment(job: Job, stage: int, weights: float, gradients: float, groups: Sequence[Groups]) -> StepPoint:
     """The point at which a rank of a stage holds most; `weights` are its resident weights, `gradients` those kept at
     the end of the backward pass, and `groups` its stages' recomputation."""
     if not job.stack.chunked_loss:
@@ -53,7 +53,7 @@ def peak_moment(job: Job, stage: int, weights: float, gradients: float, groups: 
     return max(_Engine(job, stage, weights, gradients, groups).moments(), key=lambda moment: moment.total)
 
 
-def _all_logits(job: Job, stage: int, weights: float, gradients: float, groups: Sequence[Groups]) -> Moment:
+def _all_logits(job: Job, stage: int, weights: float, gradients: float, groups: Sequence[Groups]) -> StepPoint:
     """The peak of programs whose logits are live when the last block's backward pass starts."""
     saved = saved_activations(job, stage, pass_activations(job, groups)) + max(passing_activations(job, groups))
     transit, layer = 0.0, max(block_parameters(job, block) for block in job.model.kinds)
@@ -66,7 +66,7 @@ def _all_logits(job: Job, stage: int, weights: float, gradients: float, groups: 
         transit += (job.stack.weight_bytes + job.stack.reduce_bytes) * layer
     # Logits of all tokens and their gradient, and the last norm's tensors.
     logits = 2 * job.stream_bytes + job.tokens * job.model.vocab / job.layout.tp * job.stack.logit_bytes
-    return Moment(
+    return StepPoint(
         weights=weights,
         activations=saved,
         logits=logits if stage == job.head_rank else 0.0,
@@ -75,7 +75,7 @@ def _all_logits(job: Job, stage: int, weights: float, gradients: float, groups: 
     )
 
 
-def _decoded(job: Job, block: Block) -> float:
+def _decoded(job: Job, block: LayerParameters) -> float:
     """Bytes of a block's largest quantized matrix, decoded, in its backward pass, beyond the one tensor that the
     feed-forward layer's backward pass holds only later."""
     largest = max((m.numel / (job.layout.tp if m.split else 1) for m in block.matrices if not m.experts), default=0.0)
@@ -97,7 +97,7 @@ class _Engine:
         self.layer = max((block_parameters(job, block) for block in blocks), default=0.0)
         self.first = max((first_weights(job, block) for block in blocks), default=0.0)
         last = [stage[-1] for stage in groups if stage]
-        behind: list[tuple[Block, Policy]] = [
+        behind: list[tuple[LayerParameters, Policy]] = [
             (job.model.kinds[kind], policy) for policy, kinds in last for kind, _ in kinds
         ]
         self.block = max((block_activations(job, block, policy) for block, policy in behind), default=0.0)
@@ -124,7 +124,7 @@ class _Engine:
             # The last sum, of embedding and head, is allocated when their gradients have been copied and freed.
             self.end_gradients -= stack.gradient_bytes * self.ends / job.shards
 
-    def moments(self) -> Iterator[Moment]:
+    def moments(self) -> Iterator[StepPoint]:
         """The candidates for the peak."""
         # In the first block's forward pass what embedding and head were gathered from is still there, and the block's.
         yield self._moment(0.0, 2 * (self.gathered * self.ends + self.gathered_layer))
@@ -137,7 +137,7 @@ class _Engine:
         """Early messages from other stages, and the message to the previous one."""
         return self.job.stream_bytes * ((self.job.layout.pp > 1) + (self.stage > 0))
 
-    def _loss(self) -> Iterator[Moment]:
+    def _loss(self) -> Iterator[StepPoint]:
         """At the loss all activations are saved; embedding and head are gathered, and the last block's gathered weights
         are still live."""
         job, hidden = self.job, self.job.model.hidden
@@ -164,7 +164,7 @@ class _Engine:
         scaled = (wide + self.width) * self.table + wide * min(self.table, rows * hidden) + 2 * states
         yield self._moment(saved, transit, scaled)
 
-    def _blocks(self) -> Iterator[Moment]:
+    def _blocks(self) -> Iterator[StepPoint]:
         """Backward passes of the last block and the one before. The head's gradient waits for the embedding's
         gradient."""
         transit = self.decoded + self.gathered * self.ends + 2 * self.gathered_layer
@@ -181,7 +181,7 @@ class _Engine:
         yield self._moment(saved - self.block, transit + (self.fresh + self.reduced - self.gathered) * self.layer)
         yield self._moment(saved + self.passing_before, transit + self.reduced * self.layer)
 
-    def _end(self) -> Iterator[Moment]:
+    def _end(self) -> Iterator[StepPoint]:
         """Reduction of embedding and head: under ZeRO-2 and 3 after every microbatch, else after the last, when
         gathered weights have been freed."""
         flying = microbatches_in_flight(self.job, self.stage)
@@ -204,10 +204,10 @@ class _Engine:
         transit = self.reduced * ends * (2 if self.job.shards == 1 else 1)
         yield self._ended(0.0, transit, 0.0)
 
-    def _ended(self, activations: float, transit: float, weights: float) -> Moment:
-        return Moment(weights=weights, activations=activations, transit=transit, gradients=self.end_gradients)
+    def _ended(self, activations: float, transit: float, weights: float) -> StepPoint:
+        return StepPoint(weights=weights, activations=activations, transit=transit, gradients=self.end_gradients)
 
-    def _moment(self, activations: float, transit: float, logits: float = 0.0) -> Moment:
-        return Moment(
+    def _moment(self, activations: float, transit: float, logits: float = 0.0) -> StepPoint:
+        return StepPoint(
             weights=self.weights, activations=activations, logits=logits, transit=transit, gradients=self.kept
         )

@@ -20,7 +20,7 @@ UNIT = 3.0
 
 
 @dataclass(frozen=True)
-class Timeline:
+class PipelineTime:
     """Seconds of a step's forward and backward passes."""
 
     total: float
@@ -31,7 +31,7 @@ class Timeline:
 
 
 @dataclass(frozen=True)
-class Waiting:
+class PipelineWaiting:
     """Waiting time of a rank in a pipeline of equal stages, per step."""
 
     share: float
@@ -49,7 +49,7 @@ def pipeline_seconds(
     virtual: int,
     send: float,
     schedule: str = "1f1b",
-) -> Timeline:
+) -> PipelineTime:
     """Seconds for `microbatches` through ranks that take the given forward and backward seconds for each.
 
     The busiest rank computes without a pause once the pipeline is full; before and after, it waits for the others as
@@ -60,32 +60,32 @@ def pipeline_seconds(
     busiest = max(both)
     steady = microbatches * busiest
     if stages == 1:
-        return Timeline(steady, 0.0, 0.0)
+        return PipelineTime(steady, 0.0, 0.0)
     waiting = schedule_waiting(schedule, stages, microbatches, virtual)
     messages = (waiting.messages * (stages - 1) + waiting.each * microbatches) * send
     bubble = (sum(both) - busiest) * waiting.share + messages
-    return Timeline(steady + bubble, bubble, messages)
+    return PipelineTime(steady + bubble, bubble, messages)
 
 
-def schedule_waiting(schedule: str, ranks: int, microbatches: int, virtual: int) -> Waiting:
+def schedule_waiting(schedule: str, ranks: int, microbatches: int, virtual: int) -> PipelineWaiting:
     """The bubble of a schedule, from its timeline; for many ranks, from a shorter pipeline filled to the same
     degree."""
     if is_asynchronous(schedule):  # filled once in a run
-        return Waiting(0.0, 0.0, 2.0)
+        return PipelineWaiting(0.0, 0.0, 2.0)
     few = min(ranks, PROBE_RANKS)
     like = min(max(1, round(microbatches * few / ranks)), PROBE_ROUNDS * few)
     return _probe(schedule, few, nearest_microbatches(schedule, few, like, virtual), virtual)
 
 
 @functools.cache
-def _probe(schedule: str, ranks: int, microbatches: int, virtual: int) -> Waiting:
+def _probe(schedule: str, ranks: int, microbatches: int, virtual: int) -> PipelineWaiting:
     others, work = ranks - 1, UNIT * virtual
     double = nearest_microbatches(schedule, ranks, 2 * microbatches, virtual)
     still, slow = (_seconds(schedule, ranks, microbatches, virtual, transfer) for transfer in (0.0, TRANSFER))
     later = _seconds(schedule, ranks, double, virtual, TRANSFER) - _seconds(schedule, ranks, double, virtual, 0.0)
     each = max(0.0, (later - slow + still) / TRANSFER / max(1, double - microbatches))
     messages = max(0.0, (slow - still) / TRANSFER - each * microbatches)
-    return Waiting((still - microbatches * work) / (others * work), messages / others, each)
+    return PipelineWaiting((still - microbatches * work) / (others * work), messages / others, each)
 
 
 def _seconds(schedule: str, ranks: int, microbatches: int, virtual: int, transfer: float) -> float:

@@ -11,7 +11,7 @@ from meshwright.plan.changes import Change
 from meshwright.plan.engine import Case, Processor, engine_job
 from meshwright.plan.explain import describe_candidate, short
 from meshwright.plan.hardware import resolve_cluster
-from meshwright.plan.layouts import Limits
+from meshwright.plan.layouts import SearchLimits
 from meshwright.plan.machine import find_machine
 from meshwright.plan.report import Plan, make_plan, plan_facts
 from meshwright.plan.search import ALIKE
@@ -29,7 +29,7 @@ def plan_recipe(
     base_dir: Path,
     cluster: str | ClusterSpec | None = None,
     top: int = 8,
-    limits: Limits | None = None,
+    limits: SearchLimits | None = None,
     consider: Sequence[Change] = (),
 ) -> tuple[Plan, dict[str, Any]]:
     """The plan of a recipe on `cluster` (default: the recipe's), and the same as plain data; `consider`: changes of
@@ -49,7 +49,7 @@ def plan_recipe(
     given = None
     if not run.layout.choose and (run.layout.world_size > 1 or _chose_for_one(run, where)):
         given = engine_job(run, model, global_batch=batch, micro_batch=size, processor=processor)
-    plan = make_plan(Case(run, spec, where, base, limits or Limits()), given, top=top, consider=consider)
+    plan = make_plan(Case(run, spec, where, base, limits or SearchLimits()), given, top=top, consider=consider)
     return plan, plan_facts(plan)
 
 

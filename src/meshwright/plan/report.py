@@ -19,10 +19,10 @@ from meshwright.plan.explain import (
     relief,
     why_not,
 )
-from meshwright.plan.interval import NOMINAL, Interval
+from meshwright.plan.interval import NOMINAL, PredictionInterval
 from meshwright.plan.job import Job
 from meshwright.plan.methods import method_facts
-from meshwright.plan.search import Found, Variant, search
+from meshwright.plan.search import SearchResult, Variant, search
 from meshwright.spec.errors import UserError
 from meshwright.spec.recompute import plain_recompute
 
@@ -38,7 +38,7 @@ class Plan:
     case: Case
     check: LayoutCheck
     """Returns why the engine refuses a layout."""
-    found: Found
+    found: SearchResult
     given: Candidate | None
     """The recipe's own layout, if it sets one."""
     considered: tuple[Change, ...] = ()
@@ -83,11 +83,11 @@ class Plan:
             return "refused: this version cannot run it"
         return why_not(candidate, self.best)
 
-    def run_seconds(self, candidate: Candidate) -> Interval:
+    def run_seconds(self, candidate: Candidate) -> PredictionInterval:
         """Seconds of the whole run."""
         return candidate.seconds.scaled(self.case.run.training.steps)
 
-    def cost(self, candidate: Candidate) -> Interval | None:
+    def cost(self, candidate: Candidate) -> PredictionInterval | None:
         """Price of the whole run; None if a device's price is unknown."""
         cluster = self.case.cluster
         price = cluster.price_per_hour
@@ -103,7 +103,7 @@ def make_plan(case: Case, given: Job | None, *, top: int, consider: Sequence[Cha
     """
     check, limits, cluster = case.check(case.run), case.limits, case.cluster
 
-    def searched(changes: Sequence[Change]) -> Found:
+    def searched(changes: Sequence[Change]) -> SearchResult:
         beside = [_variant(case, change) for change in changes]
         return search(case.base, cluster, top=top, limits=replace(limits, runs=passes(check)), beside=beside)
 

@@ -7,7 +7,7 @@ element-wise operators cost only their traffic. The host issues operators at its
 
 from dataclasses import dataclass
 
-from meshwright.plan.blueprint import Block, Matrix
+from meshwright.plan.blueprint import LayerParameters, Matrix
 from meshwright.plan.constants import Constants
 from meshwright.plan.job import Job
 from meshwright.spec.cluster import ClusterSpec
@@ -29,23 +29,23 @@ KEPT_WIDE = 0.15
 
 
 @dataclass(frozen=True)
-class Pass:
+class PassTime:
     """Seconds of computation of one microbatch."""
 
     forward: float
     backward: float
 
-    def __add__(self, other: "Pass") -> "Pass":
-        return Pass(self.forward + other.forward, self.backward + other.backward)
+    def __add__(self, other: "PassTime") -> "PassTime":
+        return PassTime(self.forward + other.forward, self.backward + other.backward)
 
     @property
     def both(self) -> float:
         """Seconds of both."""
         return self.forward + self.backward
 
-    def scaled(self, factor: float) -> "Pass":
+    def scaled(self, factor: float) -> "PassTime":
         """Both, times `factor`."""
-        return Pass(self.forward * factor, self.backward * factor)
+        return PassTime(self.forward * factor, self.backward * factor)
 
 
 class Device:
@@ -80,17 +80,17 @@ class Device:
         flash = self.rate * (constants.flash_hopper if self.hopper else constants.flash)
         return flash * (constants.bias if kind == "flash-bias" else 1.0)
 
-    def busy(self, block: Block) -> Pass:
+    def busy(self, block: LayerParameters) -> PassTime:
         """Computation of one block for one microbatch, without recomputation."""
         tokens = self.job.tokens
-        gemm = Pass(0.0, 0.0)
+        gemm = PassTime(0.0, 0.0)
         for matrix in block.matrices:
             gemm += self._experts(matrix, tokens) if matrix.experts else self._matrix(matrix, tokens)
         attention = self.attention(tokens)
         traffic = self._elementwise_bytes(block, tokens) / self.bandwidth
-        return gemm + attention + Pass(traffic, 2 * traffic)
+        return gemm + attention + PassTime(traffic, 2 * traffic)
 
-    def waiting(self, block: Block, taken: Pass) -> Pass:
+    def waiting(self, block: LayerParameters, taken: PassTime) -> PassTime:
         """Seconds in which the device, which computes and sends for the seconds `taken`, waits because the host has not
         issued the next operator. The host issues the backward pass in twice the time of the forward pass."""
         job, constants = self.job, self.constants
@@ -100,17 +100,17 @@ class Device:
         if job.layout.tp > 1:  # both halves' sums over ranks, or, where ranks share the sequence, gathers and scatters
             operators += (4 if job.sequence_parallel else 2) * constants.collective_operators
         host = self.host * operators
-        return Pass(max(0.0, host - taken.forward), max(0.0, 2 * host - taken.backward))
+        return PassTime(max(0.0, host - taken.forward), max(0.0, 2 * host - taken.backward))
 
-    def head(self) -> Pass:
+    def head(self) -> PassTime:
         """Output head and loss of one microbatch."""
         job = self.job
         vocab, tokens = job.model.vocab / job.layout.tp, job.tokens
         product = self._product(tokens, vocab, job.model.hidden, self.rate, quantized=False)
         traffic = tokens * vocab * self.constants.logit_bytes / self.bandwidth / 3
-        return product + Pass(traffic, 2 * traffic)
+        return product + PassTime(traffic, 2 * traffic)
 
-    def cheap_part(self, block: Block) -> float:
+    def cheap_part(self, block: LayerParameters) -> float:
         """Seconds of a block's forward pass that selective recomputation repeats."""
         if self.job.stack.attention == "unfused":
             return self.attention(self.job.tokens).forward
@@ -120,7 +120,7 @@ class Device:
         """Seconds of clipping and one optimizer step over `parameters` of this rank."""
         return parameters * self.constants.optimizer_bytes / self.bandwidth
 
-    def _matrix(self, matrix: Matrix, tokens: float) -> Pass:
+    def _matrix(self, matrix: Matrix, tokens: float) -> PassTime:
         out, into = matrix.out, matrix.into
         if matrix.split:  # which of the two is split changes nothing but the traffic, and that little
             out, into = (out / self.job.layout.tp, into) if out >= into else (out, into / self.job.layout.tp)
@@ -132,13 +132,13 @@ class Device:
         everywhere = self.job.stack.adapts_all and not matrix.experts
         return self.job.frozen and (everywhere or matrix.name.startswith("attention"))
 
-    def _adapter(self, rows: float, out: float, into: float) -> Pass:
+    def _adapter(self, rows: float, out: float, into: float) -> PassTime:
         """A low-rank adapter has little arithmetic, but reads its matrix's input, and its result is written and added;
         its gradients cost the same traffic."""
         each = rows * self.width * self.fusion / self.bandwidth
-        return Pass(each * (into + 4 * out), each * (4 * into + 2 * out))
+        return PassTime(each * (into + 4 * out), each * (4 * into + 2 * out))
 
-    def _experts(self, matrix: Matrix, tokens: float) -> Pass:
+    def _experts(self, matrix: Matrix, tokens: float) -> PassTime:
         """Grouped products over this rank's experts, the busiest rank's load."""
         job, constants = self.job, self.constants
         share = job.layout.tp if job.layout.ep == 1 else 1  # tensor parallelism splits experts that ep does not
@@ -148,7 +148,7 @@ class Device:
         one = self._product(rows, matrix.out / share, matrix.into, rate, quantized=self.quantized)
         return one.scaled(matrix.experts / job.layout.ep)
 
-    def _product(self, rows: float, out: float, into: float, rate: float, *, quantized: bool) -> Pass:
+    def _product(self, rows: float, out: float, into: float, rate: float, *, quantized: bool) -> PassTime:
         """`rows` tokens times a matrix [out, into]; backward computes two such products and adds a gradient."""
         constants, width = self.constants, self.width
         narrow = (FP32.bytes if self.job.stack.emulated else 1) if quantized else width
@@ -161,13 +161,13 @@ class Device:
             backward += cast * rows * out / 2
         gradient = 2 * self.job.stack.gradient_bytes * out * into
         if not self.job.frozen:
-            return Pass(forward, 2 * backward + gradient * exposed)
+            return PassTime(forward, 2 * backward + gradient * exposed)
         # A frozen matrix has no weight gradient; a quantized one is unpacked before either product.
         packed = self.job.frozen_bytes
         unpacked = out * into * (packed + 2 * width) / self.bandwidth if packed else 0.0
-        return Pass(forward + unpacked, backward + unpacked)
+        return PassTime(forward + unpacked, backward + unpacked)
 
-    def attention(self, tokens: float) -> Pass:
+    def attention(self, tokens: float) -> PassTime:
         """Scores and weighted values of one layer."""
         job, model, constants = self.job, self.job.model, self.constants
         unfused = job.stack.attention == "unfused"
@@ -178,9 +178,9 @@ class Device:
             scores = tokens * span * model.num_heads / job.layout.tp
             traffic = scores * constants.score_bytes / self.bandwidth
             forward, backward = forward + traffic, 2 * flops / self.attention_rate + 1.5 * traffic
-        return Pass(forward, backward)
+        return PassTime(forward, backward)
 
-    def _elementwise_bytes(self, block: Block, tokens: float) -> float:
+    def _elementwise_bytes(self, block: LayerParameters, tokens: float) -> float:
         """Traffic of norms, residuals, rotation and activation function in a block's forward pass."""
         job, model = self.job, self.job.model
         stream = 10 * model.hidden + (5 * model.hidden if job.stack.dropout else 0)

@@ -25,7 +25,7 @@ from meshwright.plan.candidate import (
     verdict,
 )
 from meshwright.plan.job import Job
-from meshwright.plan.layouts import Limits, layouts
+from meshwright.plan.layouts import SearchLimits, layouts
 from meshwright.plan.memory import MemoryUse, predict_memory, stage_memory
 from meshwright.plan.pipeline import schedule_waiting
 from meshwright.plan.step_time import Cache, StepModel
@@ -42,7 +42,7 @@ class Variant:
     """A job to search the layouts of: the recipe's, or the recipe's with a change."""
 
     base: Job
-    limits: Limits
+    limits: SearchLimits
     cache: Cache = field(default_factory=dict, init=False)
 
     def family(self, layout: LayoutSpec) -> str:
@@ -55,7 +55,7 @@ class Variant:
 
 
 @dataclass(frozen=True)
-class Found:
+class SearchResult:
     """The result of a search."""
 
     ranked: tuple[Candidate, ...]
@@ -97,7 +97,7 @@ class _Best:
         return least > limit or (rival is not None and least > rival.cost)
 
     def add(self, name: str, candidate: Candidate, runs: Callable[[Job], bool]) -> None:
-        """Rank a layout that fits or is tight; `runs`: as in `Limits`."""
+        """Rank a layout that fits or is tight; `runs`: as in `SearchLimits`."""
         if name not in self.strategies or _rank(candidate) < _rank(self.strategies[name]):
             self.strategies[name] = candidate
         key = candidate.verdict == "tight", candidate.complexity
@@ -113,7 +113,7 @@ class _Best:
         return min(self.running.values(), key=_rank, default=None)
 
     def chosen(self) -> Candidate | None:
-        """See `Found.chosen`."""
+        """See `SearchResult.chosen`."""
         fastest = self.fastest()
         if fastest is None:
             return None
@@ -128,10 +128,10 @@ def search(
     cluster: ClusterSpec,
     *,
     top: int = 10,
-    limits: Limits | None = None,
+    limits: SearchLimits | None = None,
     prune: bool = True,
     beside: Sequence[Variant] = (),
-) -> Found:
+) -> SearchResult:
     """The `top` best layouts of `base`'s model and batch on all of the cluster's devices, each strategy's best, and the
     one to choose; the layouts of the variants `beside` it compete.
 
@@ -140,7 +140,7 @@ def search(
     """
     variants = [
         Variant(replace(variant.base, recompute="none") if variant.limits.recompute else variant.base, variant.limits)
-        for variant in (Variant(base, limits or Limits()), *beside)
+        for variant in (Variant(base, limits or SearchLimits()), *beside)
     ]
     bounded = [(*entry, variant) for variant in variants for entry in _bounded(variant, cluster)]
     bounded.sort(key=lambda entry: entry[0])
@@ -173,7 +173,7 @@ def search(
     for name, (_, job, variant) in best.smallest.items():
         lost = evaluate(job, cluster, variant.limits.margin)
         strategies.setdefault(name, replace(lost, change=variant.limits.change))
-    return Found(tuple(best.ranked), strategies, best.chosen(), best.fastest(), looked_at, len(bounded))
+    return SearchResult(tuple(best.ranked), strategies, best.chosen(), best.fastest(), looked_at, len(bounded))
 
 
 def _bounded(variant: Variant, cluster: ClusterSpec) -> list[tuple[float, LayoutSpec, int]]:
@@ -216,14 +216,14 @@ def _least(microbatch: float, base: Job, layout: LayoutSpec, micro: int) -> floa
 def recomputing_least(job: Job, cluster: ClusterSpec, margin: float = MARGIN) -> Job:
     """The same layout with the least recomputation that fits, else the least that is tight, else full recomputation."""
     found = _recomputing_least(
-        replace(job, recompute="none"), cluster, Limits(margin=margin), {}, lambda _: False, wanted=True
+        replace(job, recompute="none"), cluster, SearchLimits(margin=margin), {}, lambda _: False, wanted=True
     )
     assert found is not None
     return found[0]
 
 
 def _recomputing_least(
-    plain: Job, cluster: ClusterSpec, limits: Limits, cache: Cache, beaten: Callable[[Job], bool], *, wanted: bool
+    plain: Job, cluster: ClusterSpec, limits: SearchLimits, cache: Cache, beaten: Callable[[Job], bool], *, wanted: bool
 ) -> tuple[Job, MemoryUse] | None:
     """The layout with the least recomputation that fits, else the least that is tight, else full recomputation; None if
     even the layout without recomputation is slower than the best, or if it does not fit and is not `wanted` then."""

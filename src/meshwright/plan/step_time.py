@@ -4,13 +4,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from meshwright.plan.activations import pass_activations
-from meshwright.plan.blueprint import Block
-from meshwright.plan.comm import Group, Wires, axis_group
+from meshwright.plan.blueprint import LayerParameters
+from meshwright.plan.comm import CommGroup, Wires, axis_group
 from meshwright.plan.constants import FITTED, Constants
 from meshwright.plan.held import block_parameters, held_parameters
 from meshwright.plan.job import Groups, Job
-from meshwright.plan.pipeline import Timeline, pipeline_seconds
-from meshwright.plan.roofline import Device, Pass
+from meshwright.plan.pipeline import PipelineTime, pipeline_seconds
+from meshwright.plan.roofline import Device, PassTime
 from meshwright.spec.cluster import ClusterSpec
 from meshwright.spec.offload import PAGE_CACHE_SHARE
 from meshwright.spec.quantized import bytes_each
@@ -64,15 +64,15 @@ class StepTime:
 class BlockParts:
     """The costs of one microbatch in a kind of block."""
 
-    compute: Pass
+    compute: PassTime
     """Waiting for the host included."""
     waiting: float
     """Seconds of `compute` in which the device waits for the host."""
     again: dict[Policy, float]
     """Seconds of recomputation, by policy."""
-    tensor: Pass
-    expert: Pass
-    whole: Pass
+    tensor: PassTime
+    expert: PassTime
+    whole: PassTime
     """All but recomputation, with the exchange of context parallelism."""
 
 
@@ -81,8 +81,8 @@ class Parts:
     """The costs of one microbatch in each kind of block and in the head; many layouts share them."""
 
     blocks: tuple[BlockParts, ...]
-    context: Pass
-    head: Pass
+    context: PassTime
+    head: PassTime
 
 
 Cache = dict[tuple, Parts]
@@ -116,7 +116,7 @@ class StepModel:
             tuple(self._of_block(block, context) for block in self.job.model.kinds), context, self.device.head()
         )
 
-    def _of_block(self, block: Block, context: Pass) -> BlockParts:
+    def _of_block(self, block: LayerParameters, context: PassTime) -> BlockParts:
         layout, busy = self.job.layout, self.device.busy(block)
         tensor = self._tensor(block, axis_group(self.cluster, layout.tp, 1))
         expert = self._expert(block, axis_group(self.cluster, layout.ep, 1))
@@ -158,7 +158,7 @@ class StepModel:
         )
         return self._account(timeline, busiest, gathering[busiest], backward[busiest])
 
-    def _account(self, timeline: Timeline, stage: int, gathering: Pass, backward: float) -> StepTime:
+    def _account(self, timeline: PipelineTime, stage: int, gathering: PassTime, backward: float) -> StepTime:
         """The busiest stage's parts, times the microbatches, and the costs once a step."""
         job, parts, count = self.job, self.parts, self.job.microbatches
         blocks = [(number, parts.blocks[kind]) for kind, number in job.stage_kinds[stage]]
@@ -201,50 +201,50 @@ class StepModel:
         blocks = self.parts.blocks
         return sum(n * blocks[kind].again[policy] for groups in stages for policy, kinds in groups for kind, n in kinds)
 
-    def _recompute(self, policy: Policy, block: Block, forward: float) -> float:
+    def _recompute(self, policy: Policy, block: LayerParameters, forward: float) -> float:
         """Seconds of recomputation in the backward pass, tensor-parallel collectives included."""
         if policy == "none":
             return 0.0
         share = self.job.recompute_share
         return share * (forward if policy == "full" else self.device.cheap_part(block))
 
-    def _tensor(self, block: Block, group: Group) -> Pass:
+    def _tensor(self, block: LayerParameters, group: CommGroup) -> PassTime:
         """Two all-reduces (or their halves, with sequence parallelism) a pass, one for each half of the block."""
         job = self.job
         if job.layout.tp == 1:
-            return Pass(0.0, 0.0)
+            return PassTime(0.0, 0.0)
         payload = job.tokens * job.model.hidden * self.device.width
         visits = 1 if block.num_experts and job.layout.ep > 1 else 2
         both = visits * self.wires.all_reduce(group, payload)
         # With sequence parallelism each is cut in two halves, and the backward pass gathers once more.
         shown = 1 - self.constants.tensor_hidden if job.stack.overlap_tensor else 1.0
-        return Pass(shown * both, shown * both * (1.25 if job.sequence_parallel else 1.0))
+        return PassTime(shown * both, shown * both * (1.25 if job.sequence_parallel else 1.0))
 
-    def _context(self, group: Group) -> Pass:
+    def _context(self, group: CommGroup) -> PassTime:
         """Keys and values travel around the ring, overlapped with attention to the previous part."""
         job, model = self.job, self.job.model
         if job.layout.cp == 1:
-            return Pass(0.0, 0.0)
+            return PassTime(0.0, 0.0)
         pairs = 2 * job.micro_batch * job.sequence * model.num_kv_heads * model.head_dim
         payload = pairs / job.layout.tp * self.device.width
         ring = self.wires.all_gather(group, payload) + (job.layout.cp - 2) * self.wires.link_s
         behind = self.device.attention(job.tokens).scaled(self.constants.overlap)
-        return Pass(self._exposed(ring, behind.forward), self._exposed(2 * ring, behind.backward))
+        return PassTime(self._exposed(ring, behind.forward), self._exposed(2 * ring, behind.backward))
 
     def _exposed(self, wire: float, time: float) -> float:
         """Seconds of `wire` that `time` seconds of computation do not hide, and the slow-down of that computation."""
         hidden = min(wire, time)
         return wire - hidden + self.constants.contention * hidden
 
-    def _expert(self, block: Block, group: Group) -> Pass:
+    def _expert(self, block: LayerParameters, group: CommGroup) -> PassTime:
         """Tokens travel to their experts and back, in both passes."""
         job = self.job
         if not block.num_experts or job.layout.ep == 1:
-            return Pass(0.0, 0.0)
+            return PassTime(0.0, 0.0)
         payload = job.tokens / job.layout.tp * job.model.hidden * self.device.width
         copies = job.model.top_k if job.stack.expert_relay else min(job.model.top_k, job.layout.ep)
         trip = self.wires.all_to_all(group, copies, payload, relay=job.stack.expert_relay)
-        return Pass(2 * trip * self.constants.imbalance, 2 * trip * self.constants.imbalance)
+        return PassTime(2 * trip * self.constants.imbalance, 2 * trip * self.constants.imbalance)
 
     def _gathered_per_microbatch(self) -> tuple[float, float] | None:
         """Seconds per layer of ZeRO-3's weight gathering and of gradient reduction, which ZeRO-2 does too."""
@@ -265,30 +265,32 @@ class StepModel:
             reduce += 0.0 if job.frozen else each
         return gather, reduce
 
-    def _hide_gathering(self, sharded: tuple[float, float] | None, layers: int, f: float, b: float) -> Pass:
+    def _hide_gathering(self, sharded: tuple[float, float] | None, layers: int, f: float, b: float) -> PassTime:
         """ZeRO-3's exposed traffic beside a stage's computation."""
         if sharded is None:
-            return Pass(0.0, 0.0)
+            return PassTime(0.0, 0.0)
         gather, reduce = sharded
         overlap = self.constants.overlap if self.job.stack.overlap_gradients else 0.0
-        return Pass(self._exposed(layers * gather, overlap * f), self._exposed(layers * (gather + reduce), overlap * b))
+        return PassTime(
+            self._exposed(layers * gather, overlap * f), self._exposed(layers * (gather + reduce), overlap * b)
+        )
 
-    def _offloading(self, stage: int, forward: float, backward: float) -> Pass:
+    def _offloading(self, stage: int, forward: float, backward: float) -> PassTime:
         """The part of activations' way to the host and back that a stage's computation does not hide."""
         if self.job.layout.tiers.activations == "device":
-            return Pass(0.0, 0.0)
+            return PassTime(0.0, 0.0)
         way = pass_activations(self.job, self.job.groups(stage)) / HOST_LINK
-        return Pass(max(0.0, way - forward), max(0.0, way - backward))
+        return PassTime(max(0.0, way - forward), max(0.0, way - backward))
 
-    def _reading(self, stage: int, forward: float, backward: float) -> Pass:
+    def _reading(self, stage: int, forward: float, backward: float) -> PassTime:
         """The part of reading weights from disk, in each pass, that a stage's computation does not hide."""
         job = self.job
         if job.layout.tiers.parameters != "disk" or not (job.alone or job.layout.zero_stage == 3):
-            return Pass(0.0, 0.0)
+            return PassTime(0.0, 0.0)
         each = job.stack.weight_bytes if job.alone and job.stack.weight_bytes else job.master_bytes
         shards = job.shards if job.layout.zero_stage == 3 else 1
         seconds = sum(held_parameters(job, stage)) * each / shards / (DISK_GB_S * 1e9)
-        return Pass(max(0.0, seconds - forward), max(0.0, seconds - backward))
+        return PassTime(max(0.0, seconds - forward), max(0.0, seconds - backward))
 
     def _gradients(self, backward: float) -> float:
         """Exposed seconds of the data-parallel exchange once a step."""
@@ -298,7 +300,7 @@ class StepModel:
         if job.layout.zero_stage >= 3:
             wire = self.wires.all_reduce(self.replicate, held * job.stack.reduce_bytes / job.shards)
         elif job.layout.zero_stage == 0 or job.shards == 1:
-            group = Group(
+            group = CommGroup(
                 job.layout.data_parallel * job.layout.cp,
                 max(self.shard.local, self.replicate.local * max(1, self.shard.local)),
             )

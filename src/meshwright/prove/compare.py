@@ -13,7 +13,7 @@ from meshwright.data.loader import HostBatch, Loader, padding_of
 from meshwright.models.init import named_state
 from meshwright.optim import shards
 from meshwright.prove.difference import Difference, measure
-from meshwright.prove.gathered import Room, room_of, rounding_told
+from meshwright.prove.gathered import QuantizationRoom, room_of, rounding_told
 from meshwright.prove.reference import Reference, gradients_of, load_weights, loader_for, samples_for
 from meshwright.prove.rounding import NUMBER, compare_rounded, rounding_of
 from meshwright.prove.tolerance import Facts, Tolerance
@@ -23,7 +23,7 @@ from meshwright.trainer.snapshot import moments
 
 
 @dataclass(frozen=True)
-class Reading:
+class SamplesRead:
     """The samples that one rank read in a step."""
 
     rows: tuple[int | None, ...]
@@ -105,7 +105,7 @@ class _Step:
     def __init__(self, trainer: Trainer, reference: Reference, tolerance: Tolerance, step: int) -> None:
         self.trainer, self.reference, self.tolerance, self.step = trainer, reference, tolerance, step
         self.facts, self.rank = reference.facts(step), trainer.worker.rank
-        self.room = Room()
+        self.room = QuantizationRoom()
         """The possible effect of quantization, known after the backward pass."""
 
     def compare(self, microbatches: list[HostBatch]) -> StepComparison:
@@ -230,7 +230,7 @@ def check_readings(trainer: Trainer, microbatches: Sequence[HostBatch], step: in
     return _apart(readings, layout.cp * layout.tp) or _judge(readings, size, resolved.run.data.sequence_length, sharers)
 
 
-def _read(trainer: Trainer, microbatches: Sequence[HostBatch], whole: HostBatch) -> Reading:
+def _read(trainer: Trainer, microbatches: Sequence[HostBatch], whole: HostBatch) -> SamplesRead:
     everywhere = np.arange(whole.tokens.shape[1])
     places = everywhere if trainer.places is None else trainer.places
     rows: list[int | None] = []
@@ -243,7 +243,7 @@ def _read(trainer: Trainer, microbatches: Sequence[HostBatch], whole: HostBatch)
             if sample is not None and not other:
                 other = _differs(microbatch, row, whole, sample, here)
         rows += found
-    return Reading(tuple(rows), tuple(places.tolist()), other)
+    return SamplesRead(tuple(rows), tuple(places.tolist()), other)
 
 
 def _differs(microbatch: HostBatch, row: int, whole: HostBatch, sample: int, places: np.ndarray) -> str:
@@ -258,7 +258,7 @@ def _differs(microbatch: HostBatch, row: int, whole: HostBatch, sample: int, pla
     return ""
 
 
-def _apart(readings: Sequence[Reading], together: int) -> Misread | None:
+def _apart(readings: Sequence[SamplesRead], together: int) -> Misread | None:
     """Checks that `together` neighbouring ranks, which split one model or sequence, read the same samples."""
     for rank, reading in enumerate(readings):
         first = rank // together * together
@@ -269,7 +269,7 @@ def _apart(readings: Sequence[Reading], together: int) -> Misread | None:
     return None
 
 
-def _judge(readings: Sequence[Reading], size: int, length: int, sharers: int) -> Misread | None:
+def _judge(readings: Sequence[SamplesRead], size: int, length: int, sharers: int) -> Misread | None:
     """Checks ranks among which `sharers` share each sample, by splitting its tokens or the model."""
     for rank, reading in enumerate(readings):
         if None in reading.rows:

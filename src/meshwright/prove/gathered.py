@@ -71,7 +71,7 @@ def _split(whole: torch.Tensor, dim: int, ranks: int) -> Iterator[torch.Tensor]:
 
 
 @dataclass
-class Room:
+class QuantizationRoom:
     """The largest possible effect of quantization on a step's gradients, as scaled; the same on every rank."""
 
     most: dict[str, float] = field(default_factory=dict)
@@ -102,7 +102,7 @@ def rounding_told(model: nn.Module) -> Iterator[Rounding]:
             reduction.rounding = None
 
 
-def room_of(told: Rounding, layout: LayoutSpec, *, tied: bool) -> Room:
+def room_of(told: Rounding, layout: LayoutSpec, *, tied: bool) -> QuantizationRoom:
     """The allowance that all ranks' roundings together explain. Collective."""
     replicas = max(layout.replicate, layout.expert_replicate)  # each has rounded its own sum
     copies = replicas * (2 if tied and layout.pp > 1 else 1)
@@ -110,4 +110,4 @@ def room_of(told: Rounding, layout: LayoutSpec, *, tied: bool) -> Room:
     for of_rank in gather_everywhere({name: (float(told.most[name]), float(told.norms[name])) for name in told.most}):
         for name, (largest, norm) in of_rank.items():
             most[name], squares = max(most.get(name, 0.0), copies * largest), squares + norm * norm
-    return Room(most, copies * sqrt(squares))
+    return QuantizationRoom(most, copies * sqrt(squares))

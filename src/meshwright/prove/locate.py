@@ -11,7 +11,7 @@ from meshwright.comm.objects import gather_everywhere
 from meshwright.prove.compare import StepComparison
 from meshwright.prove.difference import Difference, measure
 from meshwright.prove.reference import PHASES, Reference, load_weights, loader_for
-from meshwright.prove.rounding import NUMBER, Part, judge, rounding_of_trace, worst_of
+from meshwright.prove.rounding import NUMBER, PartSums, judge, rounding_of_trace, worst_of
 from meshwright.prove.tolerance import Tolerance
 from meshwright.prove.trace import Tracer, recorded
 from meshwright.trainer.setup import Trainer
@@ -58,7 +58,7 @@ class _Watch:
         everything = torch.arange(resolved.run.data.sequence_length)
         self.places = everything if trainer.places is None else torch.from_numpy(trainer.places)
         self.found: dict[tuple[str, str], Difference] = {}
-        self.parts: dict[str, Part] = {}
+        self.parts: dict[str, PartSums] = {}
         """Under low precision, used instead of `found`; by `PHASE NAME`."""
         self.computed: set[tuple[str, str]] = set()
 
@@ -82,7 +82,7 @@ class _Watch:
         expected = here(expected)
         if self.tolerance.statistical:
             square = here(self.reference.tensor("rounding of trace", phase, name)[start : start + size][:, places])
-            part, key = Part.of(tensor, expected, square), f"{phase} {name}"
+            part, key = PartSums.of(tensor, expected, square), f"{phase} {name}"
             self.parts[key] = self.parts[key] + part if key in self.parts else part
             return
         allowed = self.tolerance.relative * self.index[phase][name]

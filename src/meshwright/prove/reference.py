@@ -18,7 +18,7 @@ from meshwright.prove.tolerance import Facts
 from meshwright.prove.trace import Tracer, Visit, recorded
 from meshwright.spec.layout import LayoutSpec
 from meshwright.spec.run import ResolvedRun
-from meshwright.trainer.setup import Place, Trainer, build_trainer
+from meshwright.trainer.setup import RankContext, Trainer, build_trainer
 from meshwright.trainer.snapshot import moments, save
 
 PHASES = ("forward", "backward")
@@ -141,7 +141,7 @@ def train_reference(
 def build_alone(resolved: ResolvedRun) -> Trainer:
     """The reference's trainer, with the weights of a proof."""
     resolved = alone(resolved)
-    return build_trainer(resolved, Place(), proof_weights(resolved))
+    return build_trainer(resolved, RankContext(), proof_weights(resolved))
 
 
 def load_weights(trainer: Trainer, reference: Reference, step: int) -> None:

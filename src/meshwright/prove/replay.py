@@ -25,7 +25,7 @@ from meshwright.launch.signals import end_with
 from meshwright.launch.status import MISUSE
 from meshwright.prove.difference import Difference
 from meshwright.prove.reference import Reference, alone
-from meshwright.prove.rounding import NUMBER, Part, judge, rounded_anew, worst_of
+from meshwright.prove.rounding import NUMBER, PartSums, judge, rounded_anew, worst_of
 from meshwright.spec.errors import UserError
 from meshwright.spec.plugins import plugged_in
 from meshwright.spec.run import ResolvedRun
@@ -34,8 +34,8 @@ from meshwright.trainer.loop import build_loader
 from meshwright.trainer.plugins import Plugins, read_plugins
 from meshwright.trainer.reference import with_references
 from meshwright.trainer.run import corpus_of
-from meshwright.trainer.setup import Place, Trainer, build_trainer
-from meshwright.trainer.snapshot import Held, file_of, read_index, read_values, restore_before, results
+from meshwright.trainer.setup import RankContext, Trainer, build_trainer
+from meshwright.trainer.snapshot import HeldTensor, file_of, read_index, read_values, restore_before, results
 from meshwright.trainer.start import RESOLVED, read_resolved
 from meshwright.trainer.verification import VERDICT
 
@@ -66,7 +66,7 @@ class Replay:
         run = resolved.run.model_copy(update={"device": "cpu"})
         self.resolved, self.folder = alone(resolved.model_copy(update={"run": run})), folder
         self.kept = Reference(folder / "replay")
-        self.trainer = build_trainer(self.resolved, Place())
+        self.trainer = build_trainer(self.resolved, RankContext())
         values = read_values(folder)
         self.trainer.step = values["step"] + 1
         self.position = values["step"] + values["passed_over"]
@@ -112,7 +112,7 @@ class Replay:
 
     def _keep(self, kind: str, name: str, tensor: torch.Tensor, *, first: bool) -> None:
         before, expected = (self.kept.tensor(when, kind, name).double() for when in ("before", "expected"))
-        part = Part.of(tensor, expected, torch.zeros(()), before)
+        part = PartSums.of(tensor, expected, torch.zeros(()), before)
         square = (tensor.double() - expected).square() / RUNS
         self.kept.save(square if first else square + self.kept.tensor("square", kind, name), "square", kind, name)
         self.moved.setdefault(f"{kind} {name}", []).append(part.along / part.change if part.change else 0.0)
@@ -132,10 +132,10 @@ class Replay:
         typical = statistics.median(own.values())
         return {name: max(value, typical) for name, value in own.items()}
 
-    def wrong(self, held: list[Held]) -> list[Wrong]:
+    def wrong(self, held: list[HeldTensor]) -> list[Wrong]:
         """The tensors that differ, in the order of the backward pass, the most informative about gradients first."""
-        parts: list[dict[str, Part]] = [{} for _ in range(1 + max(one.ranks[0] for one in held))]
-        holders: dict[tuple[str, int], Held] = {}
+        parts: list[dict[str, PartSums]] = [{} for _ in range(1 + max(one.ranks[0] for one in held))]
+        holders: dict[tuple[str, int], HeldTensor] = {}
         least: dict[str, float] = {}
         for one in held:
             key = f"{one.kind} {one.name}"
@@ -144,7 +144,7 @@ class Replay:
                 _part(self.kept.tensor(when, one.kind, one.name), one, ours)
                 for when in ("square", "expected", "before")
             )
-            parts[one.ranks[0]][key] = Part.of(ours, expected, square, before)
+            parts[one.ranks[0]][key] = PartSums.of(ours, expected, square, before)
             holders[key, one.ranks[0]] = one
             least[key] = max(least.get(key, 0.0), self._least(one.kind, expected))
         found = []
@@ -169,7 +169,7 @@ def _whole(trainer: Trainer) -> Iterator[tuple[str, str, torch.Tensor]]:
         yield kind, name, tensor
 
 
-def _part(whole: torch.Tensor, held: Held, ours: torch.Tensor) -> torch.Tensor:
+def _part(whole: torch.Tensor, held: HeldTensor, ours: torch.Tensor) -> torch.Tensor:
     for dim, begin in enumerate(held.begin):
         whole = whole.narrow(dim, begin, ours.shape[dim])
     return whole

@@ -201,7 +201,7 @@ def rounding_of_trace(reference: Reference) -> dict[str, float]:
 
 
 @dataclass(frozen=True)
-class Part:
+class PartSums:
     """Sums over one rank's part of a tensor."""
 
     count: int
@@ -217,16 +217,16 @@ class Part:
     @staticmethod
     def of(
         ours: torch.Tensor, expected: torch.Tensor, square: torch.Tensor, base: torch.Tensor | None = None
-    ) -> "Part":
+    ) -> "PartSums":
         """The sums for a rank's part, from the reference and the mean square of rounding's effect; `base`: the origin
         of a factor (default zero)."""
         moved = ours.detach().double() - expected
         change = (expected if base is None else expected - base).double()
         sums = (moved.square(), square, moved * change, change.square())
-        return Part(expected.numel(), *(float(terms.sum()) for terms in sums))
+        return PartSums(expected.numel(), *(float(terms.sum()) for terms in sums))
 
-    def __add__(self, other: "Part") -> "Part":
-        return Part(*(mine + theirs for mine, theirs in zip(astuple(self), astuple(other), strict=True)))
+    def __add__(self, other: "PartSums") -> "PartSums":
+        return PartSums(*(mine + theirs for mine, theirs in zip(astuple(self), astuple(other), strict=True)))
 
 
 def compare_rounded(
@@ -255,7 +255,7 @@ def compare_rounded(
                 _origin(reference, step, kind, name),
             )
         )
-        parts[name] = Part.of(tensor, expected, square, base)
+        parts[name] = PartSums.of(tensor, expected, square, base)
     factors = {name.removeprefix(f"{kind} "): by for name, by in rounding_of(reference, step).items()}
     found = judge(gather_everywhere(parts), factors, least=least)
     return {name: worst_of(of_ranks) for name, of_ranks in found.items()}
@@ -272,7 +272,7 @@ def rounding_of(reference: Reference, step: int) -> dict[str, float]:
 
 
 def judge(
-    by_rank: Sequence[Mapping[str, Part]],
+    by_rank: Sequence[Mapping[str, PartSums]],
     factors: Mapping[str, float],
     *,
     size: float = SIZE,

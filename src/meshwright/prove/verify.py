@@ -39,7 +39,7 @@ class LayoutFailed(RuntimeError):  # noqa: N818  (it names what happened, not a 
 
 
 @dataclass(frozen=True)
-class Cost:
+class PrecisionCost:
     """A step in low precision, compared with the same step from the same weights without it."""
 
     step: int
@@ -65,7 +65,7 @@ class Proof:
     """Whether the verdict compares with rounding as measured on one process, because the bound is wide in bf16 or fp16
     (`prove/rounding.py`)."""
     location: Location | None = None
-    cost: Cost | None = None
+    cost: PrecisionCost | None = None
     """The effect of low precision on the last step, if the run uses it."""
 
     @property
@@ -122,7 +122,7 @@ def for_proof(resolved: ResolvedRun) -> ResolvedRun:
     return resolved.model_copy(update={"run": resolved.run.model_copy(update={"device": "cpu", "training": training})})
 
 
-def measure_cost(resolved: ResolvedRun, reference: Reference, step: int) -> Cost | None:
+def measure_cost(resolved: ResolvedRun, reference: Reference, step: int) -> PrecisionCost | None:
     """The effect of low precision and of quantized gathers on a step of the reference; None if the run has neither."""
     training = resolved.run.training
     if training.product_recipe is None and resolved.run.layout.quantized_weights == "none":
@@ -141,7 +141,7 @@ def measure_cost(resolved: ResolvedRun, reference: Reference, step: int) -> Cost
             worst, worst_by = name, by / size
     gathers = " with unquantized weights" if resolved.run.layout.quantized_weights == "int8" else ""
     beside = f"{plain.precision}{gathers}"
-    return Cost(step, beside, loss, sqrt(difference / length) if length else 0.0, worst, worst_by)
+    return PrecisionCost(step, beside, loss, sqrt(difference / length) if length else 0.0, worst, worst_by)
 
 
 def prove_rank(trainer: Any, folder: Path, steps: int, trace: int) -> Proof:

@@ -32,7 +32,7 @@ from meshwright.rehearse.world import OFFLOADED
 from meshwright.spec.batch import Pairs
 from meshwright.spec.run import ResolvedRun
 from meshwright.torch_internals import local_tensor, passing_tensors
-from meshwright.trainer.setup import Place, Trainer, build_parallel_model, give_state, has_group
+from meshwright.trainer.setup import RankContext, Trainer, build_parallel_model, give_state, has_group
 from meshwright.trainer.start import read_resolved
 from meshwright.trainer.state import gradient_errors, state_tensors
 
@@ -56,7 +56,10 @@ def rehearse_rank(resolved: ResolvedRun, rank: int, *, on_gpu: bool, fp8: bool =
         place = _place(meshes)
         passes = build_parallel_model(resolved, meshes)
         with FakeTensors(), budgets_of_gpu() if on_gpu else nullcontext():
-            here, elsewhere = Place(Worker(rank=rank, world_size=world_size), CPU, meshes), dict[int, torch.Tensor]()
+            here, elsewhere = (
+                RankContext(Worker(rank=rank, world_size=world_size), CPU, meshes),
+                dict[int, torch.Tensor](),
+            )
             make_tier = partial(UncountedTier, tensors=elsewhere)
             trainer = give_state(passes, resolved, here, weights=None, make_tier=make_tier)
             fill_slots(trainer.model, resolved, on_gpu=on_gpu, fp8=fp8)

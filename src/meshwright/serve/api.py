@@ -35,18 +35,18 @@ class _Model(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=False)
 
 
-class Text(_Model):
+class TextPart(_Model):
     """A part of a message."""
 
     type: Literal["text"]
     text: str
 
 
-class Message(_Model):
+class ChatMessage(_Model):
     """A message of a conversation."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[Text] | None = None
+    content: str | list[TextPart] | None = None
     name: str | None = None
     reasoning_content: str | None = None
     refusal: None = None
@@ -96,7 +96,7 @@ class StructuredOutputs(_Model):
 
 
 @dataclass(frozen=True)
-class Form:
+class AnswerFormat:
     """The form that answers must have."""
 
     param: str
@@ -163,22 +163,22 @@ class Generation(_Model):
         )
 
     @property
-    def form(self) -> Form | None:
+    def form(self) -> AnswerFormat | None:
         """The form of answers, if the request sets one."""
         asked, other = self.response_format, self.structured_outputs
         if asked is not None and asked.type == "json_schema" and asked.json_schema is None:
             raise ApiError(400, "response_format: json_schema is missing", param="response_format")
-        forms: list[Form] = []
+        forms: list[AnswerFormat] = []
         if asked is not None and asked.type == "json_schema" and asked.json_schema is not None:
-            forms.append(Form("response_format", "schema", json.dumps(asked.json_schema.rules)))
+            forms.append(AnswerFormat("response_format", "schema", json.dumps(asked.json_schema.rules)))
         elif asked is not None and asked.type == "json_object":
-            forms.append(Form("response_format", "schema", '{"type": "object"}'))
+            forms.append(AnswerFormat("response_format", "schema", '{"type": "object"}'))
         if other is not None and other.rules is not None:
-            forms.append(Form("structured_outputs", "schema", json.dumps(other.rules)))
+            forms.append(AnswerFormat("structured_outputs", "schema", json.dumps(other.rules)))
         if other is not None and other.regex is not None:
-            forms.append(Form("structured_outputs", "regex", other.regex))
+            forms.append(AnswerFormat("structured_outputs", "regex", other.regex))
         if other is not None and other.choice is not None:
-            forms.append(Form("structured_outputs", "choice", json.dumps(other.choice)))
+            forms.append(AnswerFormat("structured_outputs", "choice", json.dumps(other.choice)))
         if other is not None and len(forms) != 1:
             message = "structured_outputs: give exactly one of json, regex and choice, and no response_format"
             raise ApiError(400, message, param="structured_outputs")
@@ -198,7 +198,7 @@ class Generation(_Model):
 class ChatRequest(Generation):
     """A conversation to be answered."""
 
-    messages: list[Message] = Field(min_length=1)
+    messages: list[ChatMessage] = Field(min_length=1)
     max_completion_tokens: int | None = Field(default=None, ge=1)
     logprobs: bool | None = False
     top_logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)

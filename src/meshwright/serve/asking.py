@@ -15,7 +15,7 @@ PATIENCE = 1800.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class Answers:
+class ProgramAnswers:
     """A program's results for an export."""
 
     version: str
@@ -27,7 +27,7 @@ class Answers:
     """Tokens of each conversation up to the assistant's turn; None if its template was refused."""
 
 
-def ask(program: str, command: Sequence[str], questions: Mapping[str, Any]) -> Answers:
+def ask(program: str, command: Sequence[str], questions: Mapping[str, Any]) -> ProgramAnswers:
     """The answers of `command`, which receives the paths of the questions' and the answers' files.
 
     Raises `UserError`, naming the `program`, if it fails or takes longer than half an hour.
@@ -44,7 +44,7 @@ def ask(program: str, command: Sequence[str], questions: Mapping[str, Any]) -> A
             raise UserError(f"the export was refused: {program} does not start ({error})") from None
         if ended.returncode or not answered.exists():
             raise UserError(f"the export was refused: {program} cannot read it ({_why(ended.stderr)})")
-        return Answers(**json.loads(answered.read_text()))
+        return ProgramAnswers(**json.loads(answered.read_text()))
 
 
 def _why(stderr: bytes) -> str:

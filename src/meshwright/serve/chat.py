@@ -5,8 +5,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from meshwright.models.packed import pack
-from meshwright.serve.conversation import Prompts
-from meshwright.serve.engine import Engine, Request
+from meshwright.serve.conversation import PromptEncoder
+from meshwright.serve.engine import InferenceEngine, Request
 from meshwright.serve.prefixes import DEFAULT_BYTES, Prefixes
 from meshwright.serve.trained import Settings, TrainedModel
 from meshwright.spec.errors import UserError
@@ -16,7 +16,7 @@ MAX_TOKENS = 512
 
 
 @dataclass
-class Turn:
+class ChatTurn:
     """A question and its answer, or a text and its continuation."""
 
     asked: str
@@ -30,13 +30,15 @@ class Partner:
     trained: TrainedModel
     label: str
     system: str | None = None
-    turns: list[Turn] = field(default_factory=list)
+    turns: list[ChatTurn] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         tokenizer = self.trained.tokenizer
-        self._prompts = Prompts(tokenizer)
+        self._prompts = PromptEncoder(tokenizer)
         pack(self.trained.model)
-        self._engine = Engine(self.trained.model, decode=tokenizer.decode_text, prefixes=Prefixes(DEFAULT_BYTES))
+        self._engine = InferenceEngine(
+            self.trained.model, decode=tokenizer.decode_text, prefixes=Prefixes(DEFAULT_BYTES)
+        )
 
     @property
     def chats(self) -> bool:
@@ -64,7 +66,7 @@ class Partner:
             prompt, ends = self._prompts.conversation(messages), self._prompts.answer_ends
         else:
             prompt, ends = self._prompts.text(asked), self._prompts.text_ends
-        yield from self._write(Turn(asked), prompt, ends, settings)
+        yield from self._write(ChatTurn(asked), prompt, ends, settings)
 
     def more(self, settings: Settings) -> Iterator[str]:
         """Continue the last text. Raises `UserError` if there is none, or the model has a chat template."""
@@ -73,7 +75,7 @@ class Partner:
         last = self.turns.pop()
         text = last.asked + last.answered
         try:
-            yield from self._write(Turn(text), self._prompts.text(text), self._prompts.text_ends, settings)
+            yield from self._write(ChatTurn(text), self._prompts.text(text), self._prompts.text_ends, settings)
         except UserError:
             self.turns.append(last)
             raise
@@ -94,7 +96,7 @@ class Partner:
         texts = [turn.asked + turn.answered for turn in self.turns]
         return {"model": str(self.trained.source), "text": "\n".join(texts)}
 
-    def _write(self, turn: Turn, prompt: Sequence[int], ends: frozenset[int], settings: Settings) -> Iterator[str]:
+    def _write(self, turn: ChatTurn, prompt: Sequence[int], ends: frozenset[int], settings: Settings) -> Iterator[str]:
         room, wanted, parts = self._engine.max_context - len(prompt), settings.max_tokens, list[str]()
         if room < 1:
             raise UserError(

@@ -14,7 +14,7 @@ from meshwright.spec.data import ChatSpec
 from meshwright.spec.errors import UserError
 
 
-class Prompts:
+class PromptEncoder:
     """Encodes prompts. Thread-safe; one per tokenizer, which cannot encode in two threads at once."""
 
     def __init__(self, tokenizer: TextTokenizer) -> None:

@@ -157,7 +157,7 @@ class _Row:
         return (self.answer.tokens[-1].id,)
 
 
-class Engine:
+class InferenceEngine:
     """A model and its requests. Not thread-safe."""
 
     def __init__(

@@ -8,12 +8,12 @@ from meshwright.models.generate import Sampling
 from meshwright.models.packed import pack
 from meshwright.objectives import NextToken
 from meshwright.parallel import WholeModel
-from meshwright.serve.conversation import Prompts
-from meshwright.serve.engine import Engine, Request, requests_of
+from meshwright.serve.conversation import PromptEncoder
+from meshwright.serve.engine import InferenceEngine, Request, requests_of
 from meshwright.serve.token_ids import end_ids
 from meshwright.serve.trained import TrainedModel, config_of
 from meshwright.spec.errors import UserError
-from meshwright.tasks.examinee import Examinee, Ids, Share, Writing, ends_among
+from meshwright.tasks.examinee import Examinee, Ids, TaskShare, Writing, ends_among
 from meshwright.trainer.resolve import ENOUGH_TOKENS
 
 PLAIN = TEMPLATES / "plain.jinja"
@@ -34,10 +34,10 @@ def examinee_of(trained: TrainedModel) -> Examinee:
             prompts, ends, max_tokens=writing.max_tokens, sampling=writing.sampling, stops=writing.stops
         )
         pack(trained.model)
-        return [answer.text for answer in Engine(trained.model, decode=tokenizer.decode_text).run(requests)]
+        return [answer.text for answer in InferenceEngine(trained.model, decode=tokenizer.decode_text).run(requests)]
 
     multiple = 1 if trained.ranks is None else trained.ranks.size()
-    share = Share(
+    share = TaskShare(
         device=trained.device,
         multiple=multiple,
         max_length=trained.spec.max_positions // multiple * multiple,
@@ -55,9 +55,9 @@ def answer_questions(trained: TrainedModel, questions: Sequence[Sequence[str]], 
     if tokenizer.chat_template is None:
         tokenizer, stops = tokenizer.with_chat_template(PLAIN.read_text()), (NEXT_TURN,)
         trained = dataclasses.replace(trained, tokenizer=tokenizer)
-    prompts = Prompts(tokenizer)
+    prompts = PromptEncoder(tokenizer)
     pack(trained.model)
-    engine = Engine(trained.model, decode=tokenizer.decode_text)
+    engine = InferenceEngine(trained.model, decode=tokenizer.decode_text)
     answers: list[list[str]] = [[] for _ in questions]
     for turn in range(max(map(len, questions), default=0)):
         asked = [number for number, question in enumerate(questions) if len(question) > turn]

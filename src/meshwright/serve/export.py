@@ -20,7 +20,7 @@ from meshwright.finetune import merged_model
 from meshwright.models import Decoder, build_model, named_tensors
 from meshwright.models.dtypes import torch_dtype
 from meshwright.serve.asking import ask
-from meshwright.serve.conversation import Prompts
+from meshwright.serve.conversation import PromptEncoder
 from meshwright.serve.gguf import (
     LLAMA_CPP_TOLERANCE,
     QUANTIZED_TOLERANCE,
@@ -36,7 +36,7 @@ from meshwright.serve.receipt import (
     RECEIPT,
     TEXTS,
     Equal,
-    Reading,
+    ProgramReading,
     Receipt,
     compare_tokens,
     conversations_of,
@@ -172,7 +172,7 @@ def _write_proved_gguf(trained: TrainedModel, folder: Path, exported: str, form:
 
 def _modelfile(trained: TrainedModel) -> str:
     lines = [f"FROM ./{GGUF_FILE}", f"PARAMETER num_ctx {context_length(trained.spec)}"]
-    prompts = Prompts(trained.tokenizer)
+    prompts = PromptEncoder(trained.tokenizer)
     lines += [f"PARAMETER stop {json.dumps(end, ensure_ascii=False)}" for end in prompts.shown(prompts.answer_ends)]
     return "\n".join(lines) + "\n"
 
@@ -216,7 +216,9 @@ def _notes(trained: TrainedModel, stored: StoredModel) -> list[str]:
     return notes
 
 
-def _hf_reading(trained: TrainedModel, staging: Path, program: str, difference: float) -> tuple[Reading, list[str]]:
+def _hf_reading(
+    trained: TrainedModel, staging: Path, program: str, difference: float
+) -> tuple[ProgramReading, list[str]]:
     """A program's logits, tokens and template, computed from a Hugging Face directory, and remarks about them."""
     if program == "meshwright":
         theirs, notes = load_tokenizer(staging), []
@@ -262,14 +264,14 @@ def _compared_tokens(tokenizer: TextTokenizer, theirs: Any) -> Equal:
     return compare_tokens("transformers", tokenizer, texts, spoken)
 
 
-def _transformers_gguf_reading(reference: Decoder, staging: Path) -> Reading:
+def _transformers_gguf_reading(reference: Decoder, staging: Path) -> ProgramReading:
     tokens = probe_tokens(reference.spec)[:, : context_length(reference.spec)]
     with contextlib.redirect_stderr(io.StringIO()):  # its progress bar
         difference = compare_with_transformers(reference, staging, tokens, gguf_file=GGUF_FILE)
     return logits_reading("transformers", difference, tokens.numel())
 
 
-def _llama_cpp_reading(reference: Decoder, tokenizer: TextTokenizer, file: Path, form: str) -> Reading:
+def _llama_cpp_reading(reference: Decoder, tokenizer: TextTokenizer, file: Path, form: str) -> ProgramReading:
     spec = reference.spec
     prompts = probe_prompts(spec, context_length(spec))
     questions = {

@@ -32,10 +32,10 @@ from meshwright.serve.api import (
 from meshwright.serve.arena import Vote, add_vote
 from meshwright.serve.browser import ARENA, CHAT, called, page
 from meshwright.serve.calls import Call, EventStream, Heard
-from meshwright.serve.conversation import Prompts
+from meshwright.serve.conversation import PromptEncoder
 from meshwright.serve.grammar import Grammar, Grammars
 from meshwright.serve.metrics import Metrics
-from meshwright.serve.worker import BusyError, Worker
+from meshwright.serve.worker import BusyError, EngineThread
 from meshwright.spec.errors import UserError
 
 MAX_BODY = 4 * 2**20
@@ -55,9 +55,9 @@ class Served:
     """A model and its name."""
 
     name: str
-    engine: engine.Engine
+    engine: engine.InferenceEngine
     tokenizer: TextTokenizer
-    prompts: Prompts
+    prompts: PromptEncoder
     grammars: Grammars
     about: str
     """Its origin, as text."""
@@ -68,7 +68,7 @@ Load = Callable[[str, str], Served]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Limits:
+class ServerLimits:
     """The limits of a server."""
 
     max_body: int = MAX_BODY
@@ -83,13 +83,13 @@ class Limits:
 class Server:
     """The routes and their shared state."""
 
-    def __init__(self, models: Sequence[Served], limits: Limits, load: Load | None = None) -> None:
+    def __init__(self, models: Sequence[Served], limits: ServerLimits, load: Load | None = None) -> None:
         """`load` opens an adapter by its name and path; None if clients may not load any."""
         self._load_adapter, self._loaded, self._changing = load, set[str](), asyncio.Lock()
         self._models = {model.name: model for model in models}
         self._limits, self._metrics, self._started = limits, Metrics(), int(time.time())
         self._compiler = ThreadPoolExecutor(1, "meshwright-grammars")
-        self._worker = Worker({model.name: model.engine for model in models}, max_queue=limits.max_queue)
+        self._worker = EngineThread({model.name: model.engine for model in models}, max_queue=limits.max_queue)
 
     def app(self) -> Starlette:
         """The application; it starts and stops the worker."""

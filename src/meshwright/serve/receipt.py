@@ -18,8 +18,8 @@ import torch
 from meshwright.checkpoint.hf_proof import TOLERANCE, probe_tokens
 from meshwright.data.tokenizer import TextTokenizer
 from meshwright.models import Decoder
-from meshwright.serve.asking import Answers
-from meshwright.serve.conversation import Prompts
+from meshwright.serve.asking import ProgramAnswers
+from meshwright.serve.conversation import PromptEncoder
 from meshwright.spec.batch import Batch
 from meshwright.spec.errors import UserError
 from meshwright.spec.model import ModelSpec
@@ -60,7 +60,7 @@ PROMPT_LENGTHS = (1, 2, 7, 19, 33, 64)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Reading:
+class ProgramReading:
     """One program's results with the export."""
 
     program: str
@@ -80,7 +80,7 @@ class Reading:
 
 
 Equal = tuple[int | None, int | None]
-"""Numbers of texts and conversations with equal tokens, as in `Reading`."""
+"""Numbers of texts and conversations with equal tokens, as in `ProgramReading`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,7 +92,7 @@ class Receipt:
     dtype: str
     source: str
     """The checkpoint or directory that was exported."""
-    readings: tuple[Reading, ...]
+    readings: tuple[ProgramReading, ...]
     notes: tuple[str, ...] = ()
     not_installed: tuple[str, ...] = ()
     """Programs that could have read it."""
@@ -121,7 +121,7 @@ def not_among(programs: Sequence[str], read: Sequence[str]) -> tuple[str, ...]:
     return tuple(program for program in programs if program not in read)
 
 
-def _line(one: Reading) -> str:
+def _line(one: ProgramReading) -> str:
     allowed = f"{one.tolerance:.0e} of the largest" if one.compared == "logits" else f"{one.tolerance:.1e}"
     parts = [f"{one.compared} differ by at most {one.largest_difference:.1e} (allowed {allowed})"]
     if one.texts_equal is not None:
@@ -173,9 +173,9 @@ def without_end(ids: Sequence[int], tokenizer: TextTokenizer) -> Sequence[int]:
     return ids
 
 
-def logits_reading(program: str, difference: float, positions: int, equal: Equal = (None, None)) -> Reading:
+def logits_reading(program: str, difference: float, positions: int, equal: Equal = (None, None)) -> ProgramReading:
     """The reading of an installed program whose logits have been compared, with the tolerance of `hf_proof`."""
-    return Reading(
+    return ProgramReading(
         program=program,
         version=version_of(program),
         largest_difference=difference,
@@ -187,8 +187,8 @@ def logits_reading(program: str, difference: float, positions: int, equal: Equal
 
 
 def logprobs_reading(
-    program: str, found: Answers, reference: Decoder, prompts: Sequence[Sequence[int]], allowed: float
-) -> Reading:
+    program: str, found: ProgramAnswers, reference: Decoder, prompts: Sequence[Sequence[int]], allowed: float
+) -> ProgramReading:
     """Compare a program's log-probabilities with those of `reference`. Raises `UserError` if one differs by more than
     the share `allowed` of their range."""
     expected = next_logprobs(reference, prompts)
@@ -199,7 +199,7 @@ def logprobs_reading(
             f"the export was refused: log-probabilities computed by {program} differ from the model's by "
             f"{difference:.3g} (allowed {tolerance:.3g})"
         )
-    return Reading(
+    return ProgramReading(
         program=program,
         version=found.version,
         largest_difference=difference,
@@ -228,7 +228,7 @@ def texts_of(tokenizer: TextTokenizer) -> list[list[int]]:
 
 def conversations_of(tokenizer: TextTokenizer) -> list[list[int]]:
     """The tokens of every conversation, empty for one that the template refuses; empty if there is no template."""
-    prompts, found = Prompts(tokenizer), []
+    prompts, found = PromptEncoder(tokenizer), []
     if prompts.chats:
         for messages in CONVERSATIONS:
             try:

@@ -13,8 +13,8 @@ from meshwright.models import build_model, named_state
 from meshwright.models.dtypes import torch_dtype
 from meshwright.models.from_disk import blocks_from_disk
 from meshwright.models.packed import pack
-from meshwright.serve.conversation import Prompts
-from meshwright.serve.engine import Engine
+from meshwright.serve.conversation import PromptEncoder
+from meshwright.serve.engine import InferenceEngine
 from meshwright.serve.grammar import Grammars
 from meshwright.serve.http import Load, Served
 from meshwright.serve.prefixes import Prefixes
@@ -25,8 +25,8 @@ from meshwright.trainer.weights import fingerprint_of
 
 
 @dataclass(frozen=True, kw_only=True)
-class Room:
-    """The capacity of each served model's engine; see `Engine`."""
+class Capacity:
+    """The capacity of each served model's engine; see `InferenceEngine`."""
 
     max_batch: int
     max_context: int | None = None
@@ -38,7 +38,7 @@ def open_served(
     trained: TrainedModel,
     name: str,
     adapters: Mapping[str, Path],
-    room: Room,
+    room: Capacity,
     *,
     beside: Mapping[str, Path] | None = None,
 ) -> list[Served]:
@@ -60,12 +60,12 @@ def open_served(
     return [serve_as(each, one, room) for one, each in {name: trained, **others}.items()]
 
 
-def serve_as(trained: TrainedModel, name: str, room: Room) -> Served:
+def serve_as(trained: TrainedModel, name: str, room: Capacity) -> Served:
     """One model with its engine."""
     tokenizer = trained.tokenizer
     return Served(
         name=name,
-        engine=Engine(
+        engine=InferenceEngine(
             trained.model,
             decode=tokenizer.decode_text,
             max_batch=room.max_batch,
@@ -73,13 +73,13 @@ def serve_as(trained: TrainedModel, name: str, room: Room) -> Served:
             prefixes=room.prefixes,
         ),
         tokenizer=tokenizer,
-        prompts=Prompts(tokenizer),
+        prompts=PromptEncoder(tokenizer),
         grammars=Grammars(tokenizer, trained.spec.vocab),
         about=str(trained.source),
     )
 
 
-def loader_of(base: TrainedModel, folder: Path, room: Room) -> Load:
+def loader_of(base: TrainedModel, folder: Path, room: Capacity) -> Load:
     """A function that opens adapters of `base` in `folder`, by name and path, while the server runs."""
     check_shared(base)
     inside = folder.resolve()

@@ -17,7 +17,7 @@ from meshwright.checkpoint.hf import HfWeights
 from meshwright.checkpoint.manifest import MANIFEST, CheckpointError, list_checkpoints
 from meshwright.checkpoint.verify import verify_checkpoint
 from meshwright.data.chat import ask
-from meshwright.data.loader import Share, evaluation_batches
+from meshwright.data.loader import BatchShare, evaluation_batches
 from meshwright.data.mixture import all_samples, held_out_samples
 from meshwright.data.packing import Samples
 from meshwright.data.prepare import prepare_corpus
@@ -38,7 +38,7 @@ from meshwright.parallel import WholeModel
 from meshwright.parallel.materialize import materialize
 from meshwright.parallel.tensor import apply_tensor_parallel
 from meshwright.plan.machine import find_machine
-from meshwright.serve.engine import Engine, requests_of
+from meshwright.serve.engine import InferenceEngine, requests_of
 from meshwright.serve.from_disk import (
     checkpoint_model_from_disk,
     hf_model_from_disk,
@@ -202,7 +202,7 @@ def evaluate_texts(
     parts = {}
     for name, samples in named.items():
         count = None if num_samples is None else -(-num_samples * len(samples) // everything)
-        share = Share(padding="cut" if ranks is None else "kept")
+        share = BatchShare(padding="cut" if ranks is None else "kept")
         batches = evaluation_batches(samples, share, micro_batch=micro_batch, num_samples=count)
         passes = WholeModel(trained.model, NextToken())
         repeats = ranks is not None and ranks.get_local_rank() > 0
@@ -237,7 +237,7 @@ def _answers(
     with memory_told("the answers"):
         pack(trained.model)
         start = time.perf_counter()
-        answers = Engine(trained.model, decode=trained.tokenizer.decode).run(requests)
+        answers = InferenceEngine(trained.model, decode=trained.tokenizer.decode).run(requests)
     seconds, tokens = time.perf_counter() - start, sum(len(answer.tokens) for answer in answers)
     tell(f"{tokens} tokens in {seconds:.1f} s, {tokens / seconds:.3g} tokens/s")
     return [answer.text for answer in answers]

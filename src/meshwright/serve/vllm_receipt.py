@@ -16,7 +16,7 @@ from meshwright.serve.asking import ask
 from meshwright.serve.receipt import (
     CONVERSATIONS,
     TEXTS,
-    Reading,
+    ProgramReading,
     compare_tokens,
     logprobs_reading,
     probe_prompts,
@@ -67,7 +67,7 @@ def vllm_reading(
     *,
     tokenizer: TextTokenizer | None,
     adapter: Path | None = None,
-) -> tuple[Reading, list[str]]:
+) -> tuple[ProgramReading, list[str]]:
     """vLLM's results for a Hugging Face directory, or for an `adapter` on it, compared with `reference`, which computes
     in fp32. Tokens are compared if a tokenizer is given.
 

@@ -5,7 +5,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 
-from meshwright.serve.engine import Answer, Engine, Request, Token
+from meshwright.serve.engine import Answer, InferenceEngine, Request, Token
 from meshwright.spec.errors import UserError
 
 log = logging.getLogger(__name__)
@@ -18,13 +18,13 @@ class BusyError(Exception):
     """The queue is full."""
 
 
-class Worker:
+class EngineThread:
     """One thread for all engines, by the names of their models."""
 
-    def __init__(self, engines: Mapping[str, Engine], *, max_queue: int) -> None:
+    def __init__(self, engines: Mapping[str, InferenceEngine], *, max_queue: int) -> None:
         """`max_queue`: requests of one model that may wait for a place in its batch."""
         self._engines, self._max_queue = dict(engines), max_queue
-        self._leaving: list[Engine] = []
+        self._leaving: list[InferenceEngine] = []
         self._wake = threading.Condition()
         self._commands: deque[Callable[[], None]] = deque()
         self._unfinished = dict.fromkeys(engines, 0)
@@ -55,7 +55,7 @@ class Worker:
             found[name] = (min(running, unfinished), max(0, unfinished - running))
         return found
 
-    def add(self, model: str, engine: Engine) -> None:
+    def add(self, model: str, engine: InferenceEngine) -> None:
         """Start serving another engine."""
         with self._wake:
             self._unfinished[model] = 0
@@ -111,7 +111,7 @@ class Worker:
             self._commands.append(command)
             self._wake.notify()
 
-    def _finished(self, model: str, engine: Engine) -> None:
+    def _finished(self, model: str, engine: InferenceEngine) -> None:
         with self._wake:
             if self._engines.get(model) is engine:  # not removed in the meantime
                 self._unfinished[model] -= 1
@@ -137,7 +137,7 @@ class Worker:
                     self._leaving.remove(engine)
             busy = any(stepped) or bool(self._leaving)
 
-    def _step(self, engine: Engine) -> bool:
+    def _step(self, engine: InferenceEngine) -> bool:
         try:
             return engine.step()
         except Exception as error:  # for example out of memory: the requests are lost, the server continues

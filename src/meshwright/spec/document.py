@@ -25,7 +25,7 @@ _WORDS |= {"true": True, "True": True, "TRUE": True, "false": False, "False": Fa
 
 
 @dataclass(frozen=True, order=True)
-class Place:
+class Origin:
     """The origin of a value: a line of a file, or an override on the command line."""
 
     order: int
@@ -45,26 +45,26 @@ class Place:
 class Problem:
     """One error, with its place."""
 
-    place: Place
+    place: Origin
     message: str
     """The whole printed line, including the place."""
 
 
 @dataclass
-class Document:
+class YamlDocument:
     """Plain data, the position of every value in it, and the errors in its text."""
 
     value: Any
-    places: dict[KeyPath, Place] = field(default_factory=dict)
+    places: dict[KeyPath, Origin] = field(default_factory=dict)
     problems: list[Problem] = field(default_factory=list)
 
-    def place(self, path: KeyPath) -> Place:
+    def place(self, path: KeyPath) -> Origin:
         """The place of the value at `path`, or of the nearest value around it."""
         while path not in self.places:
             path = path[:-1]
         return self.places[path]
 
-    def refuse(self, path: KeyPath, message: str, place: Place | None = None) -> None:
+    def refuse(self, path: KeyPath, message: str, place: Origin | None = None) -> None:
         """Record that the value at `path` is invalid."""
         place = place or self.place(path)
         self.problems.append(Problem(place, place.says(path, message)))
@@ -89,12 +89,12 @@ def scalar(text: str) -> Any:
     return text
 
 
-def read_yaml(text: str, place_of_line: Callable[[int], Place]) -> Document:
+def read_yaml(text: str, place_of_line: Callable[[int], Origin]) -> YamlDocument:
     """Parse YAML text (one document); `place_of_line` turns a line number, counted from 1, into a place.
 
     Problems are collected in the document instead of raised; the rest is read if possible.
     """
-    document = Document(value=None, places={(): place_of_line(1)})
+    document = YamlDocument(value=None, places={(): place_of_line(1)})
     try:
         try:
             refusals, node = _nodes(text, yaml.SafeLoader if _READ_OTHERWISE.search(text) else _FAST)
@@ -138,7 +138,7 @@ def _refusals(text: str, loader: Any) -> Iterator[tuple[int, str]]:
             yield line, f"the tag '{tag}' is not allowed: a recipe is plain data"
 
 
-def _construct(node: yaml.Node, path: KeyPath, document: Document, place_of_line: Callable[[int], Place]) -> Any:
+def _construct(node: yaml.Node, path: KeyPath, document: YamlDocument, place_of_line: Callable[[int], Origin]) -> Any:
     document.places.setdefault(path, place_of_line(node.start_mark.line + 1))
     if isinstance(node, yaml.MappingNode):
         mapping = {}

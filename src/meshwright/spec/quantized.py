@@ -51,7 +51,7 @@ def bytes_each(sent: Sent) -> float:
 
 
 @dataclass(frozen=True)
-class Piece:
+class SentPart:
     """A parameter's part on a rank, one of those sent together."""
 
     name: str

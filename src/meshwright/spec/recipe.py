@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from pydantic import ValidationError
 
 from meshwright.spec.base import Spec
-from meshwright.spec.document import Document, KeyPath, Place, read_yaml, scalar, write_yaml
+from meshwright.spec.document import KeyPath, Origin, YamlDocument, read_yaml, scalar, write_yaml
 from meshwright.spec.errors import UserError
 from meshwright.spec.problems import explain
 from meshwright.spec.run import Run
@@ -93,11 +93,11 @@ def _read_text(path: str | Path) -> str:
         raise RecipeError([f"{path}:{line}: not UTF-8 text"]) from error
 
 
-def _read_document(text: str, *, source: str) -> Document:
-    return read_yaml(text, lambda line: Place(line, f"{source}:{line}"))
+def _read_document(text: str, *, source: str) -> YamlDocument:
+    return read_yaml(text, lambda line: Origin(line, f"{source}:{line}"))
 
 
-def _error(document: Document, rest: Spec | None = None, wrong: Iterable[str] = ()) -> RecipeError:
+def _error(document: YamlDocument, rest: Spec | None = None, wrong: Iterable[str] = ()) -> RecipeError:
     return RecipeError([problem.message for problem in sorted(document.problems)], rest, wrong)
 
 
@@ -114,11 +114,11 @@ def _without(value: dict[str, Any], paths: Iterable[KeyPath], spec: type[SpecT])
         return None
 
 
-def _override(document: Document, override: str, *, order: int) -> None:
+def _override(document: YamlDocument, override: str, *, order: int) -> None:
     """Set `a.b=c` in the document; missing sections on the path are created."""
     target, equals, text = (part.strip() for part in override.partition("="))
     keys = target.split(".")
-    place = Place(order, f"command line: {override}", names=target)
+    place = Origin(order, f"command line: {override}", names=target)
     if not equals or "" in keys:
         document.refuse((), "an override is written key=value, for example training.steps=100", place)
         return
@@ -161,8 +161,8 @@ def _part(container: Any, key: str) -> str | int:
     raise UserError(f"it is {container!r}, not a section, so it has no setting {key}")
 
 
-def _override_value(text: str, place: Place) -> Document:
+def _override_value(text: str, place: Origin) -> YamlDocument:
     """The value of an override: a list, mapping or quoted text in YAML's flow style, else a scalar."""
     if text.startswith(("[", "{", "'", '"')):
         return read_yaml(text, lambda line: place)
-    return Document(scalar(text), {(): place})
+    return YamlDocument(scalar(text), {(): place})

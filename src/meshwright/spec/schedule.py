@@ -28,7 +28,7 @@ NEAREST = 4096
 """Limit of the search for a legal number of microbatches."""
 
 
-class Step(NamedTuple):
+class RankAction(NamedTuple):
     """An action in a rank's own order: its kind, the index of one of the rank's stages, and the microbatch."""
 
     kind: Kind
@@ -40,7 +40,7 @@ class Step(NamedTuple):
 class ScheduleKind:
     """A published schedule."""
 
-    generate: Callable[[int, int, int, int], Iterable[Step]]
+    generate: Callable[[int, int, int, int], Iterable[RankAction]]
     """(rank, ranks, stages per rank, microbatches) -> the rank's actions"""
     stages_per_rank: int
     """Usual number of stages."""
@@ -138,7 +138,7 @@ def _rounds(ranks: int, microbatches: int) -> int:
 
 def _alternating(
     rank: int, ranks: int, chunks: int, microbatches: int, *, ahead: int, split: bool = False
-) -> Iterator[Step]:
+) -> Iterator[RankAction]:
     """Forward passes that fill the pipeline, then alternating forward and backward passes, then the remaining backward
     passes.
 
@@ -151,27 +151,27 @@ def _alternating(
     forward = [(chunk, m) for some in rounds for chunk in range(chunks) for m in some]
     backward = [(chunk, m) for some in rounds for chunk in reversed(range(chunks)) for m in some]
     first = min((chunks - 1) * size + ahead * (ranks - 1 - rank), len(forward))
-    yield from (Step("F", *which) for which in forward[:first])
+    yield from (RankAction("F", *which) for which in forward[:first])
     for i, which in enumerate(backward):
         if first + i < len(forward):
-            yield Step("F", *forward[first + i])
-        yield Step("I" if split else "B", *which)
+            yield RankAction("F", *forward[first + i])
+        yield RankAction("I" if split else "B", *which)
         if split and i >= rank:
-            yield Step("W", *backward[i - rank])
+            yield RankAction("W", *backward[i - rank])
     if split:
-        yield from (Step("W", *which) for which in backward[max(0, len(backward) - rank) :])
+        yield from (RankAction("W", *which) for which in backward[max(0, len(backward) - rank) :])
 
 
-def _afab(rank: int, ranks: int, chunks: int, microbatches: int) -> Iterator[Step]:
-    yield from (Step("F", 0, m) for m in range(microbatches))
-    yield from (Step("B", 0, m) for m in range(microbatches))
+def _afab(rank: int, ranks: int, chunks: int, microbatches: int) -> Iterator[RankAction]:
+    yield from (RankAction("F", 0, m) for m in range(microbatches))
+    yield from (RankAction("B", 0, m) for m in range(microbatches))
 
 
-def _looped_bfs(rank: int, ranks: int, chunks: int, microbatches: int) -> Iterator[Step]:
+def _looped_bfs(rank: int, ranks: int, chunks: int, microbatches: int) -> Iterator[RankAction]:
     for chunk in range(chunks):
-        yield from (Step("F", chunk, m) for m in range(microbatches))
+        yield from (RankAction("F", chunk, m) for m in range(microbatches))
     for chunk in reversed(range(chunks)):
-        yield from (Step("B", chunk, m) for m in reversed(range(microbatches)))
+        yield from (RankAction("B", chunk, m) for m in reversed(range(microbatches)))
 
 
 class _Counted:
@@ -181,7 +181,7 @@ class _Counted:
         self._next: Counter[tuple[str, int]] = Counter()
         self._waiting: list[tuple[int, int]] = []
 
-    def __call__(self, kinds: str, chunk: int) -> Iterator[Step]:
+    def __call__(self, kinds: str, chunk: int) -> Iterator[RankAction]:
         """One step of each of the `kinds` (F, B, I) for the stage `chunk`."""
         for kind in kinds:
             key = ("F" if kind == "F" else "B", chunk)
@@ -189,23 +189,23 @@ class _Counted:
             self._next[key] += 1
             if kind == "I":
                 self._waiting.append((chunk, microbatch))
-            yield Step(kind, chunk, microbatch)  # type: ignore[arg-type]
+            yield RankAction(kind, chunk, microbatch)  # type: ignore[arg-type]
 
-    def weights(self, chunk: int | None = None) -> Iterator[Step]:
+    def weights(self, chunk: int | None = None) -> Iterator[RankAction]:
         """The oldest pending W, of the stage `chunk` or of any; nothing if none is pending."""
         for place, (of, microbatch) in enumerate(self._waiting):
             if chunk in (None, of):
                 del self._waiting[place]
-                yield Step("W", of, microbatch)
+                yield RankAction("W", of, microbatch)
                 return
 
 
-def _zbv(rank: int, ranks: int, chunks: int, microbatches: int) -> Iterator[Step]:
+def _zbv(rank: int, ranks: int, chunks: int, microbatches: int) -> Iterator[RankAction]:
     """ZB-V, generated for enough microbatches to fill the pipeline; surplus microbatches are left out."""
     return (step for step in _full_zbv(rank, ranks, max(2 * ranks - 1, microbatches)) if step.microbatch < microbatches)
 
 
-def _full_zbv(rank: int, ranks: int, microbatches: int) -> Iterator[Step]:
+def _full_zbv(rank: int, ranks: int, microbatches: int) -> Iterator[RankAction]:
     do = _Counted()
     yield from do("F" * (2 * (ranks - rank) - 1), 0)
     for _ in range(rank):
@@ -233,7 +233,7 @@ def _full_zbv(rank: int, ranks: int, microbatches: int) -> Iterator[Step]:
             yield from do.weights(chunk)
 
 
-def _dualpipev(rank: int, ranks: int, chunks: int, microbatches: int) -> Iterator[Step]:
+def _dualpipev(rank: int, ranks: int, chunks: int, microbatches: int) -> Iterator[RankAction]:
     """DualPipeV as in DeepSeek's published code, but overlapped pairs of a forward and a backward pass run one by
     one."""
     do, after = _Counted(), ranks - 1 - rank

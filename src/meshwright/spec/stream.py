@@ -15,7 +15,7 @@ from meshwright.spec.timeline import StageCosts, simulate
 
 
 @dataclass(frozen=True)
-class Stream:
+class ActionStream:
     """The actions and transfers of all ranks in a step: `fill[rank]` and so on.
 
     Microbatches 0 to M - 1 belong to the previous step, M to 2 M - 1 to the step itself; the first step has no previous
@@ -30,7 +30,7 @@ class Stream:
     """The actions after the last step: backward passes of microbatches 0 to M - 1."""
 
 
-def cut_stream(schedule: Schedule) -> Stream:
+def cut_stream(schedule: Schedule) -> ActionStream:
     """The parts of a stream whose every step is `schedule`, a published schedule."""
     size = schedule.num_microbatches
     two = two_steps(schedule)
@@ -45,7 +45,7 @@ def cut_stream(schedule: Schedule) -> Stream:
         add_transfers(two, [(rank, action) for rank, action in order if part[action] == index]) for index in range(3)
     )
     renumbered = (tuple(item._replace(microbatch=item.microbatch - size) for item in program) for program in drain)
-    return Stream(fill, steady, tuple(renumbered))
+    return ActionStream(fill, steady, tuple(renumbered))
 
 
 def two_steps(schedule: Schedule) -> Schedule:

@@ -34,7 +34,7 @@ class StageCosts:
 
 
 @dataclass(frozen=True)
-class Span:
+class TimedAction:
     """An action with its start and end."""
 
     action: Action
@@ -47,7 +47,7 @@ class Timeline:
     """A schedule in time: the result of `simulate`."""
 
     schedule: Schedule
-    ranks: tuple[tuple[Span, ...], ...]
+    ranks: tuple[tuple[TimedAction, ...], ...]
 
     @property
     def duration(self) -> float:
@@ -85,7 +85,7 @@ def simulate(schedule: Schedule, costs: StageCosts) -> Timeline:
     """The timeline in which every action runs as early as its rank's order and its prerequisites allow."""
     free = [0.0] * len(schedule.ranks)
     end: dict[Action, float] = {}
-    spans: list[list[Span]] = [[] for _ in schedule.ranks]
+    spans: list[list[TimedAction]] = [[] for _ in schedule.ranks]
     for rank, action in in_order(schedule):
         start = free[rank]
         for group in schedule.needs(action):
@@ -94,7 +94,7 @@ def simulate(schedule: Schedule, costs: StageCosts) -> Timeline:
                     away = schedule.placement[needed.stage] != rank
                     start = max(start, end[needed] + (costs.transfer if away else 0.0))
         free[rank] = end[action] = start + costs.of(action)
-        spans[rank].append(Span(action, start, free[rank]))
+        spans[rank].append(TimedAction(action, start, free[rank]))
     return Timeline(schedule, tuple(map(tuple, spans)))
 
 

@@ -30,7 +30,7 @@ Ids = Sequence[int]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Share:
+class TaskShare:
     """This rank's part of each batch."""
 
     device: torch.device
@@ -60,7 +60,7 @@ class Writing:
 
 
 @dataclass(frozen=True)
-class Found:
+class ContinuationScore:
     """A continuation's log-probability."""
 
     logprob: float
@@ -75,7 +75,7 @@ class Examinee:
 
     passes: Passes
     tokenizer: TextTokenizer
-    share: Share
+    share: TaskShare
     write: Callable[[Sequence[Ids], Writing], list[str]]
     """The text that the model generates after each prompt."""
 
@@ -84,7 +84,7 @@ class Examinee:
         """Most tokens of a row."""
         return self.share.max_length
 
-    def logprobs(self, rows: Sequence[tuple[Ids, Ids]]) -> list[Found]:
+    def logprobs(self, rows: Sequence[tuple[Ids, Ids]]) -> list[ContinuationScore]:
         """The log-probability of each (tokens, continuation). The beginning of a row that is too long is not read.
 
         Raises `UserError` if a continuation has no token, or has more than fit.
@@ -98,19 +98,19 @@ class Examinee:
                 ends.setdefault(tokens, []).append(number)
             else:
                 longer.append(number)
-        found: dict[int, Found] = {}
+        found: dict[int, ContinuationScore] = {}
         texts = list(ends)
         for together, logits_V in self._read([(tokens, 1) for tokens in texts], _next_logits):
             logprobs_V = logits_V.double().log_softmax(-1)
             best = float(logprobs_V.max())
             for number in ends[texts[together]]:
                 logprob = float(logprobs_V[read[number][1][0]])
-                found[number] = Found(logprob, logprob >= best)
+                found[number] = ContinuationScore(logprob, logprob >= best)
         whole = [(read[number][0], len(read[number][1])) for number in longer]
         labels = [read[number][1] for number in longer]
         for index, sums in self._read(whole, _sums, labels):
             logprob, missed = sums.tolist()
-            found[longer[index]] = Found(logprob, missed == 0)
+            found[longer[index]] = ContinuationScore(logprob, missed == 0)
         release_gathered(self.passes.model)
         for others in gather_everywhere(found):
             found = {**found, **others}

@@ -23,7 +23,7 @@ from meshwright.prove.inputs import RandomSamples
 from meshwright.spec.layout import AXES, LayoutSpec
 from meshwright.spec.model import Parameter
 from meshwright.spec.run import ResolvedRun
-from meshwright.trainer.setup import Place, Trainer, build_parallel_model, give_state
+from meshwright.trainer.setup import RankContext, Trainer, build_parallel_model, give_state
 from meshwright.trainer.weights import run_weights
 
 
@@ -51,7 +51,7 @@ def build_here(resolved: ResolvedRun, objective: Objective | None = None, weight
     meshes = _meshes(sharded=layout.zero_stage > 0, **degrees) if distributed else None
     passes = build_parallel_model(resolved, meshes, objective)
     weights = weights or _with_lively_adapters(run_weights(resolved))
-    return give_state(passes, resolved, Place(worker, meshes=meshes), weights)
+    return give_state(passes, resolved, RankContext(worker, meshes=meshes), weights)
 
 
 def _with_lively_adapters(weights: RowSource) -> RowSource:

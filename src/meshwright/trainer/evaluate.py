@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from meshwright.comm import collectives
-from meshwright.data.loader import HostBatch, Share, evaluation_batches
+from meshwright.data.loader import BatchShare, HostBatch, evaluation_batches
 from meshwright.data.mixture import held_out_samples
 from meshwright.data.packing import Samples
 from meshwright.data.prepare import Corpus
@@ -105,7 +105,7 @@ def evaluate_held_out(trainer: Trainer, corpus: Corpus, stop: StopRequest) -> Ev
 
 def _evaluate(trainer: Trainer, samples: Samples, num_samples: int, stop: StopRequest) -> Evaluation | None:
     """Loss on `num_samples` of the samples, evenly spaced; None if a signal interrupted it."""
-    share = Share.of_run(trainer.resolved, trainer.data_rank, trainer.places)
+    share = BatchShare.of_run(trainer.resolved, trainer.data_rank, trainer.places)
     batches = evaluation_batches(samples, share, micro_batch=trainer.resolved.micro_batch, num_samples=num_samples)
     signal = 0
 

@@ -37,7 +37,7 @@ OUTSIDE = "outside the layers"
 
 
 @dataclass
-class Held:
+class HeldMemory:
     """A rank's memory at a moment."""
 
     kinds: dict[str, int]
@@ -48,7 +48,7 @@ class Held:
     """(bytes, name, kind) of the largest tensors."""
 
 
-def held(trainer: Trainer, trace: TracebackType | None = None) -> Held:
+def held(trainer: Trainer, trace: TracebackType | None = None) -> HeldMemory:
     """This rank's memory now. `trace`: of an error; its frames name temporaries.
 
     The graph of a step in progress cannot be used afterwards.
@@ -80,7 +80,7 @@ def held(trainer: Trainer, trace: TracebackType | None = None) -> Held:
         total, own = resident(), trainer.process_bytes
     kinds[PROCESS] = own
     kinds[OTHER] = max(0, total - own - sum(count.kinds.values()))
-    return Held(kinds, dict(layers), sorted(count.sizes, reverse=True))
+    return HeldMemory(kinds, dict(layers), sorted(count.sizes, reverse=True))
 
 
 class _Count:

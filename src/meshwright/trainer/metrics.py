@@ -103,7 +103,7 @@ def new_record(kind: str, **fields: Any) -> dict[str, Any]:
     return {"kind": kind, "time": round(time.time(), 3), **fields}
 
 
-class Journal:
+class MetricsJournal:
     """Appends records to a JSONL file, one flushed line each. Use it in `with`.
 
     While the disk is full or fails, lines wait in memory: the newest ten thousand.
@@ -131,7 +131,7 @@ class Journal:
                 return
             self._waiting.popleft()
 
-    def __enter__(self) -> "Journal":
+    def __enter__(self) -> "MetricsJournal":
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -25,7 +25,7 @@ from meshwright.spec.recipe import dump_recipe, parse_spec
 from meshwright.spec.run import ResolvedRun, Run
 from meshwright.terminal import printable
 from meshwright.trainer import held as kinds
-from meshwright.trainer.held import Held, held
+from meshwright.trainer.held import HeldMemory, held
 from meshwright.trainer.remedies import remedies, remedy_lines
 from meshwright.trainer.setup import Trainer, write_json
 from meshwright.trainer.state import AUTO
@@ -72,7 +72,7 @@ SYNCHRONOUS = "checkpoint.asynchronous=false"
 
 
 @dataclass
-class Moment:
+class OutOfMemoryState:
     """Where and when a rank ran out of memory, and what it held; built before anything is freed."""
 
     rank: int
@@ -82,7 +82,7 @@ class Moment:
     """The module that computed."""
     asked: float = 0.0
     """Bytes of the refused allocation; 0 if the allocator does not report them."""
-    held: Held = field(default_factory=lambda: Held({}))
+    held: HeldMemory = field(default_factory=lambda: HeldMemory({}))
     limit: float = 0.0
     """Bytes available to the rank; 0: computed from this machine's memory."""
 
@@ -103,12 +103,12 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and bool(REFUSED.search(str(error)))
 
 
-def moment_of(error: BaseException, rank: int, trainer: Trainer | None) -> Moment:
+def moment_of(error: BaseException, rank: int, trainer: Trainer | None) -> OutOfMemoryState:
     """The report of the current exception; `trainer` is None if it was not built."""
     files = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
     phase = next((name for part, name in PHASES if any(part in file for file in files)), BUILDING)
     found = ASKED.search(str(error))
-    moment = Moment(rank, phase, asked=float(found[1]) * UNITS[found[2]] if found else 0.0)
+    moment = OutOfMemoryState(rank, phase, asked=float(found[1]) * UNITS[found[2]] if found else 0.0)
     if trainer is not None:
         moment.step, moment.place = trainer.step, _module(error.__traceback__, trainer.model)
         try:
@@ -131,7 +131,7 @@ def _module(trace: TracebackType | None, model: nn.Module) -> str:
     return found
 
 
-def page_of(resolved: ResolvedRun, moment: Moment, run_dir: Path | None = None) -> OutOfMemoryError:
+def page_of(resolved: ResolvedRun, moment: OutOfMemoryState, run_dir: Path | None = None) -> OutOfMemoryError:
     """The page about a moment; also written to `run_dir`, with the remedies."""
     lines, changes = [f"out of memory: {moment.words}"], list[tuple[str, ...]]()
     try:
@@ -179,7 +179,7 @@ def shortage(resolved: ResolvedRun) -> str:
     return f"{expected / GB:.2f} GB expected of {limit / GB:.2f} GB a rank" if expected > limit else ""
 
 
-def _table(expected: dict[str, float], held: Held, limit: float) -> Iterator[str]:
+def _table(expected: dict[str, float], held: HeldMemory, limit: float) -> Iterator[str]:
     """Expected and held memory by kind; activations by layer; the largest tensors."""
     there = held.kinds
     yield f"{'':28}{'expected':>10}{'held then' if there else '':>12}"
@@ -220,7 +220,7 @@ def page_of_killed(resolved: ResolvedRun, run_dir: Path, rank: int, held_bytes: 
     """The report for a rank that the kernel has killed; its launcher writes it."""
     machine = find_machine(resolved.run.device)
     ranks = min(resolved.run.layout.world_size, machine.devices)
-    moment = Moment(rank, f"{KILLED} while it held {held_bytes / GB:.3g} GB")
+    moment = OutOfMemoryState(rank, f"{KILLED} while it held {held_bytes / GB:.3g} GB")
     moment.limit = 0.0 if machine.kind == "cuda" else (there - resident()) / ranks  # beside this launcher
     return str(page_of(resolved, moment, run_dir))
 

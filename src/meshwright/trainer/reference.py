@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from meshwright.comm import collectives
-from meshwright.data.loader import Share, evaluation_batches
+from meshwright.data.loader import BatchShare, evaluation_batches
 from meshwright.data.packing import PairSamples, build_samples
 from meshwright.data.prepare import Corpus
 from meshwright.data.token_file import TokenFile
@@ -84,7 +84,7 @@ def _margins(trainer: Trainer, file: TokenFile) -> np.ndarray:
     samples = build_samples(file, resolved.run.data)
     assert isinstance(samples, PairSamples)
     micro_batch, ranks = resolved.micro_batch, resolved.run.layout.data_parallel
-    share = Share.of_run(resolved, trainer.data_rank, trainer.places)
+    share = BatchShare.of_run(resolved, trainer.data_rank, trainer.places)
     batches = evaluation_batches(samples, share, micro_batch=micro_batch)
     table = torch.zeros(samples.num_pairs, dtype=torch.float64)
     found = passes.read((to_device(batch, trainer.device) for batch in batches), pair_margins)

@@ -10,7 +10,7 @@ from meshwright.plan.blueprint import blueprint
 from meshwright.plan.engine import Processor, engine_job, layout_check
 from meshwright.plan.hardware import device_cluster, multiplies_fp8, resolve_cluster
 from meshwright.plan.job import Job
-from meshwright.plan.layouts import Limits
+from meshwright.plan.layouts import SearchLimits
 from meshwright.plan.machine import Machine, find_machine
 from meshwright.plan.memory import predict_memory
 from meshwright.plan.recipe import choice_reason, plan_recipe, planned_run
@@ -130,7 +130,7 @@ def _with_weights(fields: ModelFields, weights: str) -> ModelFields:
 def _with_layout(run: Run, base_dir: Path, machine: Machine) -> ResolvedRun:
     """Let the planner choose the layout, then resolve the rest; settings of the recipe are kept."""
     given = run.training.model_fields_set
-    limits = Limits(recompute="recompute" not in given, micro_batch=run.training.micro_batch == "auto")
+    limits = SearchLimits(recompute="recompute" not in given, micro_batch=run.training.micro_batch == "auto")
     cluster = resolve_cluster(run.cluster, base_dir=base_dir, machine=machine)
     plan, facts = plan_recipe(run, base_dir=base_dir, cluster=cluster, limits=limits)
     if plan.chosen is None:

@@ -36,7 +36,7 @@ from meshwright.trainer.banner import banner
 from meshwright.trainer.device import free_all
 from meshwright.trainer.display import Display, ProgressLine, following
 from meshwright.trainer.loop import train_loop
-from meshwright.trainer.metrics import History, Journal, read_journal, stepped_since
+from meshwright.trainer.metrics import History, MetricsJournal, read_journal, stepped_since
 from meshwright.trainer.out_of_memory import (
     check_retry,
     is_out_of_memory,
@@ -51,7 +51,7 @@ from meshwright.trainer.plugins import Plugins, all_callbacks, open_trackers, wr
 from meshwright.trainer.reference import with_references
 from meshwright.trainer.replicas import ReplicaGuard
 from meshwright.trainer.resolve import resolve_run
-from meshwright.trainer.samples import Samples
+from meshwright.trainer.samples import SampleTexts
 from meshwright.trainer.session import Outputs, Session
 from meshwright.trainer.setup import Trainer, build_trainer, describe_environment, find_place, write_json
 from meshwright.trainer.start import (
@@ -277,7 +277,7 @@ def _train_rank(
         write_run_files(resolved, run_dir)
         corpus.tokenizer.save(run_dir / TOKENIZER)
         write_json(run_dir / "env.json", describe_environment(trainer))
-    with Journal(run_dir / "metrics.jsonl") if first else nullcontext() as journal:
+    with MetricsJournal(run_dir / "metrics.jsonl") if first else nullcontext() as journal:
         callbacks = [
             *own_callbacks(trainer, corpus),
             *(open_trackers(run) if first else ()),
@@ -298,7 +298,7 @@ def _train_rank(
 def own_callbacks(trainer: Trainer, corpus: Corpus) -> list[Callback]:
     """The built-in callbacks that the recipe enables."""
     training = trainer.resolved.run.training
-    samples = [Samples(training.samples, trainer, corpus)] if training.samples else []
+    samples = [SampleTexts(training.samples, trainer, corpus)] if training.samples else []
     return [ReplicaGuard(), *samples, *([TaskCallback(trainer, corpus)] if training.evaluation.tasks else [])]
 
 

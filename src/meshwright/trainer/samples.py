@@ -21,7 +21,7 @@ from meshwright.spec.training import SampleSpec
 from meshwright.trainer.setup import Trainer
 
 
-class Samples(Callback):
+class SampleTexts(Callback):
     """Continues the recipe's prompts (`training.samples`), prints and writes them."""
 
     def __init__(self, spec: SampleSpec, trainer: Trainer, corpus: Corpus) -> None:

@@ -20,7 +20,7 @@ from meshwright.spec.errors import UserError
 from meshwright.trainer.agreement import largest
 from meshwright.trainer.display import Display
 from meshwright.trainer.evaluate import Evaluation, evaluate_held_out, evaluation_fields, evaluation_line
-from meshwright.trainer.metrics import Journal, new_record
+from meshwright.trainer.metrics import MetricsJournal, new_record
 from meshwright.trainer.probes import ComingBatch, other_weights, trial_steps
 from meshwright.trainer.setup import Trainer
 
@@ -31,7 +31,7 @@ class Outputs:
 
     run_dir: Path
     display: Display
-    journal: Journal | None
+    journal: MetricsJournal | None
     """None on all ranks but the first."""
 
 

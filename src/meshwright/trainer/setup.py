@@ -45,7 +45,7 @@ OFFLOAD = "offload"
 
 
 @dataclass(frozen=True)
-class Place:
+class RankContext:
     """Where one rank runs; by default the only process, on a CPU."""
 
     worker: Worker = field(default_factory=Worker)
@@ -138,16 +138,16 @@ class Trainer:
         return sequence_places(method, degree=layout.cp, rank=rank, length=length)
 
 
-def find_place(run: Run, worker: Worker) -> Place:
+def find_place(run: Run, worker: Worker) -> RankContext:
     """The place of this process, which joins the process group of the run. Collective."""
     device = choose_device(find_machine(run.device), worker.local_rank)
     if device.type == "cpu":
         torch.set_num_threads(threads_per_rank(worker.local_world_size))
         keep_freed_memory()
     if worker.world_size == 1 and not has_group(run.layout):
-        return Place(worker, device)
+        return RankContext(worker, device)
     join_group(worker, run, device)
-    return Place(worker, device, build_meshes(run.layout, device.type))
+    return RankContext(worker, device, build_meshes(run.layout, device.type))
 
 
 def has_group(layout: LayoutSpec) -> bool:
@@ -155,7 +155,7 @@ def has_group(layout: LayoutSpec) -> bool:
     return not layout.alone
 
 
-def build_trainer(resolved: ResolvedRun, place: Place, weights: RowSource | None = None) -> Trainer:
+def build_trainer(resolved: ResolvedRun, place: RankContext, weights: RowSource | None = None) -> Trainer:
     """Build this rank's part of a run; every rank of the layout must call it. `weights`: default the run's."""
     if resolved.run.training.deterministic:
         use_deterministic_kernels()
@@ -195,7 +195,7 @@ def build_parallel_model(resolved: ResolvedRun, meshes: Meshes | None, objective
 def give_state(
     passes: Passes,
     resolved: ResolvedRun,
-    place: Place,
+    place: RankContext,
     weights: RowSource | None,
     make_tier: Callable[..., Tier] = Tier,
 ) -> Trainer:

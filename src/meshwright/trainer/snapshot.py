@@ -3,7 +3,7 @@
 before/        the state, in the format of a checkpoint
 values.json    everything else: step, loss scale, position in the data
 after/R/KIND/NAME.npy   the part of a tensor that rank R holds after the step; equal parts are written once
-after/index.json        the list of these files (`Held`), and the step's loss and gradient norm
+after/index.json        the list of these files (`HeldTensor`), and the step's loss and gradient norm
 """
 
 import json
@@ -32,7 +32,7 @@ Tensors = dict[tuple[str, str], torch.Tensor]
 
 
 @dataclass(frozen=True)
-class Held:
+class HeldTensor:
     """A part of a tensor after the step."""
 
     kind: str
@@ -90,12 +90,12 @@ def write_after(folder: Path, trainer: Trainer, figures: dict[str, float]) -> No
         (folder / AFTER / INDEX).write_text(json.dumps({"held": held, **figures}))
 
 
-def _held(place: tuple[str, str, tuple[int, ...]], ranks: list[int]) -> Held:
+def _held(place: tuple[str, str, tuple[int, ...]], ranks: list[int]) -> HeldTensor:
     kind, name, begin = place
-    return Held(kind, name, begin, tuple(ranks))
+    return HeldTensor(kind, name, begin, tuple(ranks))
 
 
-def file_of(folder: Path, held: Held) -> Path:
+def file_of(folder: Path, held: HeldTensor) -> Path:
     """The path of a part's file."""
     return folder / AFTER / str(held.ranks[0]) / held.kind / f"{held.name}.npy"
 
@@ -106,10 +106,10 @@ def save(tensor: torch.Tensor, file: Path) -> None:
     np.save(file, tensor.detach().to("cpu", torch.promote_types(tensor.dtype, torch.float32)).numpy())
 
 
-def read_index(folder: Path) -> tuple[list[Held], dict[str, float]]:
+def read_index(folder: Path) -> tuple[list[HeldTensor], dict[str, float]]:
     """The contents of `write_after`: all parts, and the step's figures."""
     index = json.loads((folder / AFTER / INDEX).read_text())
-    held = [Held(one["kind"], one["name"], tuple(one["begin"]), tuple(one["ranks"])) for one in index.pop("held")]
+    held = [HeldTensor(one["kind"], one["name"], tuple(one["begin"]), tuple(one["ranks"])) for one in index.pop("held")]
     return held, index
 
 

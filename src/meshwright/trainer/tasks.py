@@ -10,7 +10,7 @@ from meshwright.data.prepare import Corpus
 from meshwright.data.tokenizer import TextTokenizer
 from meshwright.spec.errors import UserError
 from meshwright.tasks.ask import Tasks, open_tasks
-from meshwright.tasks.examinee import Examinee, Ids, Share, Writing, ends_among
+from meshwright.tasks.examinee import Examinee, Ids, TaskShare, Writing, ends_among
 from meshwright.tasks.result import flat_figures
 from meshwright.trainer.samples import continue_together
 from meshwright.trainer.setup import Trainer
@@ -62,7 +62,7 @@ def examinee_in_training(trainer: Trainer, tokenizer: TextTokenizer) -> Examinee
                 texts[number] = before_stops(tokenizer.decode_text(ids), writing.stops)
         return texts
 
-    share = Share(
+    share = TaskShare(
         device=trainer.device,
         max_length=resolved.model.max_positions // multiple * multiple,
         tokens_at_once=rows * length,

@@ -10,7 +10,7 @@ from typing import Any
 
 from meshwright.plan.candidate import complexity
 from meshwright.plan.constants import FITTED, Constants
-from meshwright.plan.interval import NOMINAL, Interval, memory_sigma, time_sigma
+from meshwright.plan.interval import NOMINAL, PredictionInterval, memory_sigma, time_sigma
 from meshwright.plan.memory import predict_memory
 from meshwright.plan.search import ALIKE
 from meshwright.plan.step_time import predict_step_time
@@ -28,12 +28,12 @@ class Judged:
     """One row's predictions and measurements: seconds per step and GB per device."""
 
     run: PublishedRun
-    seconds: Interval
-    memory_gb: Interval
+    seconds: PredictionInterval
+    memory_gb: PredictionInterval
     fits: bool
     """Whether the planner predicts that the run fits."""
 
-    def pairs(self, quantity: str) -> tuple[Interval, float | None]:
+    def pairs(self, quantity: str) -> tuple[PredictionInterval, float | None]:
         """(prediction, measurement) of `step_time` or `memory`."""
         if quantity == "step_time":
             return self.seconds, self.run.seconds
@@ -51,8 +51,8 @@ def judge(runs: Iterable[PublishedRun], constants: Constants = FITTED) -> list[J
         judged.append(
             Judged(
                 run,
-                Interval.spread(time.total, time_sigma(time, run.job, run.cluster, completed)),
-                Interval.spread(counted / 1e9, memory_sigma(use, run.job, completed)),
+                PredictionInterval.spread(time.total, time_sigma(time, run.job, run.cluster, completed)),
+                PredictionInterval.spread(counted / 1e9, memory_sigma(use, run.job, completed)),
                 use.least <= run.cluster.memory_gb * 1e9,
             )
         )

@@ -7,7 +7,7 @@ import torch
 
 from meshwright.checkpoint.hf import HfForm, export_hf
 from meshwright.checkpoint.takeover.deepspeed import is_zero_checkpoint, read_zero
-from meshwright.checkpoint.takeover.found import Found, load_plain
+from meshwright.checkpoint.takeover.found import FoundWeights, load_plain
 from meshwright.checkpoint.takeover.litgpt import CONFIG, WEIGHTS, read_litgpt
 from meshwright.checkpoint.takeover.megatron import is_megatron, read_megatron
 from meshwright.checkpoint.takeover.nanogpt import is_nanogpt, read_nanogpt
@@ -34,7 +34,7 @@ def convert(path: Path, out: Path, model: str | None = None) -> tuple[str, ...]:
     return found.notes
 
 
-def _read(path: Path, model: str | None) -> Found:
+def _read(path: Path, model: str | None) -> FoundWeights:
     if path.is_dir() and (path / WEIGHTS).is_file():
         path = path / WEIGHTS
     if path.is_file():
@@ -55,13 +55,13 @@ def _read(path: Path, model: str | None) -> Found:
         raise UserError(f"{path}: does not contain the model's sizes; give --model: a published name or directory")
     spec = resolve_model(ModelFields(name=model), base_dir=Path())
     if zero:
-        return Found(spec, read_zero(path))
+        return FoundWeights(spec, read_zero(path))
     if is_megatron(path):
-        return Found(spec, *read_megatron(path, spec))
-    return Found(spec, read_torchtitan(path, spec))
+        return FoundWeights(spec, *read_megatron(path, spec))
+    return FoundWeights(spec, read_torchtitan(path, spec))
 
 
-def _rows(found: Found, path: Path) -> Iterator[tuple[str, torch.Tensor]]:
+def _rows(found: FoundWeights, path: Path) -> Iterator[tuple[str, torch.Tensor]]:
     """Our parameters. Raises `UserError` if a tensor is missing, has another shape, or is unknown."""
     model, used = found.model, set[str]()
     places = hf_tensors(model)

@@ -20,7 +20,7 @@ class Inert:
 
 
 @dataclass(frozen=True)
-class Found:
+class FoundWeights:
     """Weights of another system."""
 
     model: ModelSpec

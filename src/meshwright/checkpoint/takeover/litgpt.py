@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from meshwright.checkpoint.takeover.found import Found, load_plain
+from meshwright.checkpoint.takeover.found import FoundWeights, load_plain
 from meshwright.families import resolve_model
 from meshwright.imports.opening import read_data, read_text
 from meshwright.spec.errors import UserError
@@ -64,7 +64,7 @@ OUTSIDE = {
 """LitGPT's names -> Hugging Face's, in a layer and outside."""
 
 
-def read_litgpt(path: Path) -> Found:
+def read_litgpt(path: Path) -> FoundWeights:
     """The weights of a LitGPT checkpoint, as written by `litgpt pretrain`, `finetune` and `download`.
 
     Raises `UserError` if the configuration next to the file is missing, or not of a Llama.
@@ -96,7 +96,7 @@ def read_litgpt(path: Path) -> Found:
         **sizes,
     )
     notes = ("the head equals the embedding, so they are tied",) if tied and head is not None else ()
-    return Found(resolve_model(model, base_dir=Path()), tensors, notes)
+    return FoundWeights(resolve_model(model, base_dir=Path()), tensors, notes)
 
 
 def _stored(state: Mapping[str, torch.Tensor], config: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:

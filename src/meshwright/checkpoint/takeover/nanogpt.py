@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from meshwright.checkpoint.takeover.found import Found
+from meshwright.checkpoint.takeover.found import FoundWeights
 from meshwright.families import hf_tensors, resolve_model
 from meshwright.spec.errors import UserError
 from meshwright.spec.model import ModelFields, ModelSpec
@@ -30,7 +30,7 @@ def is_nanogpt(found: Mapping[str, Any]) -> bool:
     )
 
 
-def read_nanogpt(found: Mapping[str, Any], path: Path) -> Found:
+def read_nanogpt(found: Mapping[str, Any], path: Path) -> FoundWeights:
     """The weights of a nanoGPT checkpoint.
 
     Raises `UserError` if its tensors do not match the model that it describes.
@@ -41,7 +41,7 @@ def read_nanogpt(found: Mapping[str, Any], path: Path) -> Found:
     notes = ["nanoGPT's GELU is exact, gpt2's is the tanh approximation: logits differ in the fourth digit"]
     if not arguments.get("bias", True):
         notes.append("the model has no biases: they are set to zero, and training would change them")
-    return Found(spec, dict(_stored(tensors, spec, path)), tuple(notes))
+    return FoundWeights(spec, dict(_stored(tensors, spec, path)), tuple(notes))
 
 
 def _sizes(arguments: Mapping[str, Any], path: Path) -> ModelFields:
