@@ -378,6 +378,7 @@ def test_a_plan_for_machines_and_a_recipe_that_trains(recipe: Path, capsys: pyte
     written = recipe.parent / "plan.yaml"
     assert main(["plan", str(recipe), "--json", "--top", "3", "--write", str(written)]) == 0
     facts = json.loads(capsys.readouterr().out)
+    assert main(["plan", str(recipe), "--write", str(written)]) == 2, "it would overwrite the recipe"
     chosen = facts["chosen"]
     assert chosen["runs_today"]
     assert chosen["step_time"]["low"] < chosen["step_time"]["value"] < chosen["step_time"]["high"]

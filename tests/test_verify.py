@@ -17,6 +17,7 @@ from meshwright.families import resolve_model
 from meshwright.launch.status import STOPPED
 from meshwright.models.norm import RMSNorm
 from meshwright.prove import verify as verify_module
+from meshwright.prove.rounding import PartSums, judge
 from meshwright.prove.shrink import shrink
 from meshwright.spec.checkpoint import CheckpointSpec
 from meshwright.spec.finetune import LoraSpec
@@ -305,3 +306,22 @@ def test_the_verb(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatc
     monkeypatch.setattr(verify_module, "start_workers", lambda *_, **__: STOPPED)
     assert main(["verify", str(recipe), "--steps", "1"]) == STOPPED
     assert capsys.readouterr().err == "stopped before the proof was complete\n"
+
+
+def test_the_last_bit_of_stored_weights_is_rounding() -> None:
+    """`verify --precision recipe` called layouts different whose smallest updates differed in few weights' last bit,
+    which none of the measured runs had moved."""
+    generator = torch.Generator().manual_seed(0)
+    start = torch.randn(64, 32, generator=generator) * 0.02
+    change = 1e-7 * torch.randn(64, 32, generator=generator)  # about fifty times the last bit
+
+    def judged(ours: torch.Tensor) -> bool:
+        part = PartSums.of(ours, start + change, torch.zeros(()), start)
+        return all(one.equal for one in judge([{"w": part}], {"w": 0.0})["w"])
+
+    moved = start + change
+    flipped = torch.where(torch.rand(64, 32, generator=generator) < 0.01, torch.nextafter(moved, torch.ones(())), moved)
+    assert not torch.equal(flipped, moved)
+    assert judged(flipped)
+    assert not judged(start + 1.05 * change)
+    assert not judged(start)

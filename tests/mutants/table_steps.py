@@ -98,8 +98,9 @@ PIPELINE = [
     Mutant(
         "deferred gradients are of the last microbatch's input",
         "parallel/weight_gradients.py",
-        "        ctx.leave(Waiting(ctx.product, ctx.weights, ctx.saved_tensors, grad))",
-        "        ctx.leave(Waiting(ctx.product, ctx.weights, tuple(x.roll(1, 0) for x in ctx.saved_tensors), grad))",
+        "        ctx.leave(DeferredInputs(ctx.product, ctx.weights, ctx.saved_tensors, grad))",
+        "        last = tuple(x.roll(1, 0) for x in ctx.saved_tensors)\n"
+        "        ctx.leave(DeferredInputs(ctx.product, ctx.weights, last, grad))",
         "pp zero bubble",
         r"reduction: layers\.1\.feed_forward\.w[12]\.weight",
     ),

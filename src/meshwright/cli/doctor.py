@@ -26,6 +26,14 @@ EXTRAS = {
     "accelerate": "comparing with Accelerate and the Trainer",
     "lightning-fabric": "comparing with Lightning Fabric",
     "deepspeed": "comparing with DeepSpeed",
+    "starlette": "serve",
+    "uvicorn": "serve",
+    "llguidance": "answers to a JSON schema",
+    "gguf": "export --gguf",
+    "lm-eval": "tasks of lm-evaluation-harness",
+    "peft": "reading exported adapters back",
+    "pyarrow": "parquet and arrow files",
+    "datasets": "data on the Hugging Face hub",
 }
 """Optional packages and the purpose of each."""
 

@@ -1,6 +1,7 @@
 """The verb `plan`: ranks layouts by predicted memory, speed and cost, and measures the error of predictions."""
 
 import argparse
+import sys
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
@@ -105,6 +106,8 @@ def _plan(arguments: argparse.Namespace) -> int:
         )
     if arguments.top < 1:
         raise UserError(f"--top {arguments.top} is not allowed: show at least 1 layout")
+    if arguments.write and arguments.write.exists():
+        raise UserError(f"{arguments.write} already exists; give another --write, or remove it")
     path = Path(arguments.what)
     recipe = load_recipe(path, arguments.words)
     plan, facts = plan_recipe(
@@ -121,8 +124,10 @@ def _plan(arguments: argparse.Namespace) -> int:
         print_result(arguments, facts, _table(facts))
     if arguments.html:
         arguments.html.write_text(plan_page(facts), encoding="utf-8")
+        print(f"{arguments.html} written", file=sys.stderr)
     if arguments.write:
         arguments.write.write_text(dump_recipe(planned_run(recipe, plan)), encoding="utf-8")
+        print(f"{arguments.write} written", file=sys.stderr)
     return 0 if facts["chosen"] else 1
 
 

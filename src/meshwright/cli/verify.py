@@ -272,7 +272,10 @@ def _cost(proof: Any) -> list[str]:
 
 
 def _amount(difference: Any) -> str:
-    factor = "" if difference.factor is None else f", a factor of {difference.factor:.6g}"
+    factor = ""
+    if difference.factor is not None:
+        off = difference.factor - 1
+        factor = f", a factor of {f'1 {off:+.1e}' if abs(off) < 1e-5 else f'{difference.factor:.6g}'}"
     return f"{difference.by:.1e} of {difference.allowed:.1e} allowed{factor}"
 
 

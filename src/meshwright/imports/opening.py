@@ -42,6 +42,9 @@ def read_data(path: Path, text: str) -> Any:
             found = tomllib.loads(text) if path.suffix == ".toml" else yaml.safe_load(text)
     except RecursionError as error:
         raise UserError(f"{path}: cannot be read: nested too deeply") from error
+    except yaml.MarkedYAMLError as error:
+        line = f":{error.problem_mark.line + 1}" if error.problem_mark else ""
+        raise UserError(f"{path}{line}: cannot be read as YAML: {error.problem or error.context}") from error
     # Invalid values of YAML's own tags (!!int, !!bool, !!timestamp) raise whatever Python raises.
     except (ValueError, yaml.YAMLError, ArithmeticError, LookupError, AttributeError, TypeError) as error:
         raise UserError(f"{path}: cannot be read: {' '.join(str(error).split()) or 'a value is malformed'}") from error

@@ -37,6 +37,7 @@ from meshwright.prove.reference import (
     trace_alone,
     trace_file,
 )
+from meshwright.spec.precision import FP32
 from meshwright.spec.run import ResolvedRun
 from meshwright.trainer.setup import Trainer
 
@@ -213,16 +214,19 @@ class PartSums:
     """The dot product of the difference and the tensor minus its origin."""
     change: float
     """The squared norm of the tensor minus its origin."""
+    stored: float
+    """The same as `moved` if every stored weight differed in its last bit; 0 for gradients."""
 
     @staticmethod
     def of(
         ours: torch.Tensor, expected: torch.Tensor, square: torch.Tensor, base: torch.Tensor | None = None
     ) -> "PartSums":
         """The sums for a rank's part, from the reference and the mean square of rounding's effect; `base`: the origin
-        of a factor (default zero)."""
+        of a factor (default zero; given for weights)."""
         moved = ours.detach().double() - expected
         change = (expected if base is None else expected - base).double()
-        sums = (moved.square(), square, moved * change, change.square())
+        last_bits = expected.double() * (0.0 if base is None else FP32.epsilon)
+        sums = (moved.square(), square, moved * change, change.square(), last_bits.square())
         return PartSums(expected.numel(), *(float(terms.sum()) for terms in sums))
 
     def __add__(self, other: "PartSums") -> "PartSums":
@@ -286,6 +290,9 @@ def judge(
         factors: rounding's effect on a tensor as a whole, in standard deviations.
         size: allowance of a part, in root mean squares of rounding's effect.
         least: for every tensor, the minimum allowance of a part.
+
+    A difference in the last bit of a stored weight is rounding even if none of the measured runs has it: all weights of
+    a part may have one, and as a whole they move like that many independent numbers.
     """
     found: dict[str, list[Difference]] = {}
     for name in {name: None for parts in by_rank for name in parts}:
@@ -297,11 +304,13 @@ def judge(
         room = {rank: size * sqrt(max(typical, part.rounding / part.count)) for rank, part in parts.items()}
         floor = least.get(name, 0.0) if least else 0.0
         found[name] = [
-            Difference(_root(part.moved / part.count), max(room[rank], floor), rank) for rank, part in parts.items()
+            Difference(_root(part.moved / part.count), max(room[rank], floor, sqrt(part.stored / part.count)), rank)
+            for rank, part in parts.items()
         ]
         along, change = sum(part.along for part in parts.values()), sum(part.change for part in parts.values())
         off, scale = abs(_ratio(along, change)), sqrt(change / count)
-        allowed = max(FACTOR * factors[name] * scale, floor)
+        last_bits = sqrt(sum(part.stored for part in parts.values())) / count
+        allowed = max(FACTOR * max(factors[name] * scale, last_bits), floor)
         if not off * scale <= allowed:
             worst = max(found[name], key=lambda difference: difference.share).rank
             found[name].append(Difference(off * scale, allowed, worst, 1 + _ratio(along, change)))
