@@ -19,7 +19,7 @@ from meshwright.cli.train import whats_next
 from meshwright.launch.status import MISUSE, TrainingFailed
 from meshwright.models import named_tensors
 from meshwright.models.generate import Sampling
-from meshwright.parallel.recompute import _keep_dear_results
+from meshwright.parallel.recompute import _keep_expensive_results
 from meshwright.serve.adapters import export_adapter
 from meshwright.serve.export import export_trained
 from meshwright.serve.trained import Settings, continue_texts, open_trained
@@ -218,10 +218,10 @@ def test_continues_bit_for_bit(ranks: RankPool, tmp_path: Path, strategy: str, p
 
 def test_selective_recomputation_does_not_keep_what_adapters_widen() -> None:
     """W x and A x [T, R] are kept; B A x, and DoRA's W + B A, are recomputed."""
-    kept = [_keep_dear_results(frozenset({4}), None, torch.ops.aten.mm.default, *pair) for pair in product_pairs()]
+    kept = [_keep_expensive_results(frozenset({4}), None, torch.ops.aten.mm.default, *pair) for pair in product_pairs()]
     assert kept == [CheckpointPolicy.MUST_SAVE, CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_RECOMPUTE]
     weight, b, a = torch.empty(16, 8), torch.empty(16, 4), torch.empty(4, 8)
-    norms = _keep_dear_results(frozenset({4}), None, torch.ops.aten.addmm.default, weight, b, a)
+    norms = _keep_expensive_results(frozenset({4}), None, torch.ops.aten.addmm.default, weight, b, a)
     assert norms == CheckpointPolicy.PREFER_RECOMPUTE
 
 

@@ -29,7 +29,7 @@ EXCHANGES = functional.all_to_all_single.default, functional.reduce_scatter_tens
 KEPT = frozenset((*PRODUCTS, *EXCHANGES, *torch_internals.EXPENSIVE_OPS))
 
 
-def _keep_dear_results(
+def _keep_expensive_results(
     ranks: frozenset[int], ctx: object, op: Callable, *args: Any, **kwargs: object
 ) -> CheckpointPolicy:
     """Products whose inner width is in adapters' `ranks` are as cheap as the additions around them."""
@@ -57,7 +57,9 @@ def apply_recompute(blocks: nn.ModuleDict, policies: Sequence[Policy]) -> None:
     adapters = [layer for layer in layers if layer.find(Lora)]
     ranks = frozenset(layer.get_parameter("lora_a").shape[0] for layer in adapters)
     whole: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
-    contexts = functools.partial(create_selective_checkpoint_contexts, functools.partial(_keep_dear_results, ranks))
+    contexts = functools.partial(
+        create_selective_checkpoint_contexts, functools.partial(_keep_expensive_results, ranks)
+    )
     options = {"full": whole, "selective": whole | {"context_fn": contexts}}
     for layer, block in blocks.items():
         policy = policies[int(layer)]
