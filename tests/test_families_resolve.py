@@ -39,7 +39,7 @@ def directory(tmp_path, resolve):
 def test_a_family_with_sizes(resolve):
     spec = resolve(family="llama", **TINY, vocab=300)
     assert (spec.num_kv_heads, spec.head_dim, spec.ffn) == (4, 16, 256)
-    assert (spec.norm, spec.activation, spec.positions) == ("rmsnorm", "swiglu", "rope")
+    assert (spec.norm, spec.activation, spec.gated, spec.positions) == ("rmsnorm", "silu", True, "rope")
     assert resolve(family="gpt2", **TINY, vocab=300).ffn == 256
 
 

@@ -106,7 +106,7 @@ def _model(resolved: ResolvedRun) -> Flags:
         yield from (("use-rope-scaling", True), ("rope-scaling-factor", model.rope_scaling.factor))
     yield "normalization", "RMSNorm" if model.norm == "rmsnorm" else "LayerNorm"
     yield "norm-epsilon", model.norm_eps
-    if model.activation == "swiglu":
+    if model.gated:
         yield from (("swiglu", True), ("disable-bias-linear", True))
     if model.qkv_bias and model.family != "gpt2":
         yield "add-qkv-bias", True

@@ -133,7 +133,7 @@ class _Rows:
         bias = self.spec.ffn_bias
         yield from self.linear(f"{name}.w1", width, "embed", bias)
         yield from self.linear(f"{name}.w2", "embed", width, bias, self.residual_std)
-        if self.spec.activation == "swiglu":
+        if self.spec.gated:
             yield from self.linear(f"{name}.w3", width, "embed", bias)
 
     def experts(self, name: str) -> Iterator[Parameter]:

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from meshwright.models.dropout import Draws
-from meshwright.models.feed_forward import FeedForward
+from meshwright.models.feed_forward import FeedForward, activation
 from meshwright.models.slots import Viewed, Wrapped, unreduced
 from meshwright.spec.model import ModelSpec
 
@@ -193,13 +193,14 @@ def grouped_matmul(
 
 
 class Experts(nn.Module):
-    """All experts of a layer, each `w2(silu(w1 x) * w3 x)`."""
+    """All experts of a layer, each `w2(activation(w1 x) * w3 x)`."""
 
     def __init__(self, spec: ModelSpec):
         super().__init__()
         self.w1 = ExpertLinear(spec.num_experts, spec.hidden, spec.expert_ffn)
         self.w2 = ExpertLinear(spec.num_experts, spec.expert_ffn, spec.hidden)
         self.w3 = ExpertLinear(spec.num_experts, spec.hidden, spec.expert_ffn)
+        self.activation = activation(spec.activation)
 
     @property
     def matrices(self) -> tuple[ExpertLinear, ...]:
@@ -208,7 +209,7 @@ class Experts(nn.Module):
 
     def forward(self, x_MD: torch.Tensor, rows: Rows) -> torch.Tensor:
         """[M, D] to [M, D]."""
-        return self.w2(F.silu(self.w1(x_MD, rows)) * self.w3(x_MD, rows), rows)
+        return self.w2(self.activation(self.w1(x_MD, rows)) * self.w3(x_MD, rows), rows)
 
 
 class Dispatch:

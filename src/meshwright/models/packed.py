@@ -146,14 +146,15 @@ class PackedFeedForward:
     def __init__(self, layer: FeedForward, total: Total | None) -> None:
         self._into = PackedLinear([layer.w1] if layer.w3 is None else [layer.w1, layer.w3])
         self._out, self._gated = PackedLinear([layer.w2], total=total), layer.w3 is not None
+        self._activation = layer.activation
 
     def __call__(self, x_1ND: torch.Tensor) -> torch.Tensor:
         """[1, N, D] to [1, N, D]."""
         h = self._into(x_1ND)
         if not self._gated:
-            return self._out(F.gelu(h, approximate="tanh"))
+            return self._out(self._activation(h))
         gate, up = h.chunk(2, -1)
-        return self._out(F.silu(gate).mul_(up))
+        return self._out(self._activation(gate).mul_(up))
 
 
 class PackedRMSNorm:

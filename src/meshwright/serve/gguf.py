@@ -152,7 +152,7 @@ class StoredModel:
         block, inside = (f"blk.{found[1]}.", found[2]) if found else ("", module)
         if self.spec.family == "gpt2" and inside in _FUSED:
             return f"{block}attn_qkv.{kind}", inside
-        if self.spec.activation != "swiglu" and inside == "feed_forward.w1":
+        if not self.spec.gated and inside == "feed_forward.w1":
             return f"{block}ffn_up.{kind}", None
         if inside not in _NAMES:
             raise UserError(f"GGUF: llama.cpp has no name for the parameter {ours}")

@@ -2,9 +2,9 @@
 
 from dataclasses import dataclass
 from math import prod
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from meshwright.spec.base import Spec
 from meshwright.spec.plugins import Pluggable
@@ -140,6 +140,9 @@ FamilyName = Literal[
 ]
 """Our families, and the name for any other architecture in a Hugging Face directory."""
 
+ActivationName = Literal["silu", "gelu_tanh"]
+"""Activation functions of feed-forward layers and experts; gelu_tanh is GELU with the tanh approximation."""
+
 
 class ModelSpec(Spec):
     """A complete model: every size and option that families, models and planner need."""
@@ -155,7 +158,9 @@ class ModelSpec(Spec):
     max_positions: int = Field(ge=1)
     norm: Literal["rmsnorm", "layernorm"]
     norm_eps: float = Field(ge=0, allow_inf_nan=False)
-    activation: Literal["swiglu", "gelu_tanh"]
+    activation: ActivationName
+    gated: bool
+    """Whether feed-forward layers multiply the activation with a second projection (SwiGLU, GeGLU: Shazeer, 2020)."""
     positions: Literal["rope", "learned"]
     rope_theta: float = 10000.0
     rope_scaling: RopeScaling | None = None
@@ -196,6 +201,15 @@ class ModelSpec(Spec):
     """With latent attention; otherwise values are as wide as keys."""
     foreign: ForeignModel | None = None
     """Only for the family transformers; the sizes above then come from config.json and are used by plans."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _of_an_older_version(cls, values: Any) -> Any:
+        """A saved model, whose activation told whether it was gated."""
+        if isinstance(values, dict) and "gated" not in values and "activation" in values:
+            gated = values["activation"] == "swiglu"
+            return {**values, "gated": gated, **({"activation": "silu"} if gated else {})}
+        return values
 
     def is_moe(self, layer: int) -> bool:
         """Whether the feed-forward of layer `layer` consists of experts."""
