@@ -112,7 +112,9 @@ class _Group:
             ready = wait(missing, max(0, ends - time.monotonic()))
             answers |= {pipe: self._answer(pipe) for pipe in missing if pipe in ready}
             if not ready:
-                answers |= dict.fromkeys(missing, (False, "no answer in time"))
+                answers |= dict.fromkeys(
+                    missing, (False, f"no answer within {timeout} s, or {GRACE} s of another rank's failure")
+                )
             if not all(ok for ok, _ in answers.values()):
                 ends = min(ends, time.monotonic() + GRACE)
         self._send(signal.SIGSTOP)
