@@ -44,5 +44,13 @@ CASES: dict[str, tuple[LayoutSpec, dict[str, Any]]] = {
         LayoutSpec(pp=2, dp_shard=2, zero=2, schedule="interleaved-zero-bubble", stages_per_rank=1),
         {},
     ),
+    "pipedream": (LayoutSpec(pp=2, schedule="pipedream-2bw"), {"num_layers": 4}),
+    "pipedream ddp": (LayoutSpec(pp=2, dp_replicate=2, schedule="pipedream-2bw"), {"num_layers": 4, "tied": True}),
+    "offloaded": (LayoutSpec.model_validate({"offload": {"optimizer": "host"}}), {}),
+    "offloaded zero-3": (LayoutSpec.model_validate({"dp_shard": 2, "offload": {"optimizer": "host"}}), {}),
+    "quantized": (LayoutSpec(dp_shard=2, quantized_weights="int8", quantized_gradients="int8"), {}),
+    "quantized feedback": (LayoutSpec(dp_shard=2, quantized_gradients="int4", gradient_error_feedback=True), {}),
+    "zero-3 dpo": (LayoutSpec(dp_shard=2), DPO),
+    "pp dpo": (LayoutSpec(pp=2, dp_replicate=2), DPO),
 }
 """By name. Ranks accumulate three microbatches."""

@@ -8,7 +8,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from meshwright.spec.quantized import BLOCK, SCALE_BYTES, Sent, code_bytes, levels, num_blocks
+from meshwright.spec.pieces import PIECES
+from meshwright.spec.quantized import SCALE_BYTES, Sent, code_bytes, levels, num_blocks
 
 
 @dataclass(frozen=True)
@@ -73,12 +74,13 @@ class Coded:
         shorter."""
         row = self.row or self.numbers
         values, scales = values_RN.unflatten(1, (-1, row)), scales.unflatten(1, (self.numbers // row, -1))
-        count, left = divmod(row, BLOCK)
+        block = PIECES.get().block
+        count, left = divmod(row, block)
         parts = []
         if count:
-            parts.append((scales[..., :count], values[..., : count * BLOCK].unflatten(2, (count, BLOCK))))
+            parts.append((scales[..., :count], values[..., : count * block].unflatten(2, (count, block))))
         if left:
-            parts.append((scales[..., count:], values[..., count * BLOCK :].unsqueeze(2)))
+            parts.append((scales[..., count:], values[..., count * block :].unsqueeze(2)))
         return parts
 
 

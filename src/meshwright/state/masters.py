@@ -1,6 +1,6 @@
 """Full-precision weights of a low-precision model, on one process; on several, FSDP2 keeps both."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 
 import torch
 from torch import nn
@@ -59,9 +59,9 @@ class MasterWeights(StateStore):
         """Called when a microbatch's gradient has been added to a master's."""
 
     @property
-    def copies(self) -> Sequence[torch.Tensor]:
+    def copies(self) -> Mapping[str, torch.Tensor]:
         """See `StateStore`: the model's copies of the trained parameters."""
-        return tuple(self._copies.values())
+        return self._copies
 
     @torch.no_grad()
     def put(self, bucket: Bucket) -> None:

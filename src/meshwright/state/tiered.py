@@ -18,15 +18,13 @@ from torch.distributed.tensor import DTensor
 from meshwright.optim.plugged import Plugged
 from meshwright.spec.errors import UserError
 from meshwright.spec.model import Parameter
+from meshwright.spec.pieces import PIECES
 from meshwright.state.files import BLOCK, Home, rounded
 from meshwright.state.masters import MasterWeights
 from meshwright.state.store import Bucket, HostStore, StateStore
 from meshwright.state.tiers import Mover, Tier, complaint, cut_evenly
 from meshwright.torch_internals import allocate_each, local_tensor
 
-BUCKET_PARAMETERS = 2**20
-"""Parameters of a rank that are stepped together: with this many, fp32 masters, moments and gradients are 16 MiB. Three
-buckets are in memory at once: one is stepped, one is read, one is written."""
 ALIGNED = 64
 """Alignment of tensors in a bucket."""
 
@@ -78,9 +76,9 @@ class TieredStore(StateStore):
         self._missing = {index: len(moved.gradients) for index, moved in self._moved.items()}
 
     def cut(self, rows: tuple[Parameter, ...]) -> Iterator[tuple[Parameter, ...]]:
-        """See `StateStore`: up to `BUCKET_PARAMETERS` each, the same on every rank that shares them."""
+        """See `StateStore`: up to `PieceSizes.bucket` parameters each, the same on every rank that shares them."""
         left = iter(rows)
-        for count in cut_evenly([_on_a_rank(self.parameters[row.name]) for row in rows], BUCKET_PARAMETERS):
+        for count in cut_evenly([_on_a_rank(self.parameters[row.name]) for row in rows], PIECES.get().bucket):
             yield tuple(islice(left, count))
 
     def _moved_buckets(self) -> Iterator[tuple[int, _Moved]]:
