@@ -94,6 +94,9 @@ def _recompute(value: Any, resolved: ResolvedRun) -> tuple[Fate, str]:
     return "left_out", "no recomputation: the same losses, more memory"
 
 
+SCHEDULES: tuple[ScheduleName, ...] = ("cosine", "linear", "constant", "wsd")
+"""Schedules that every program computes."""
+
 RULES: Mapping[str, Rule] = {
     "model": said,
     "model.family": only(*get_args(FamilyName), None, why="transformers does not have plug-in models"),
@@ -112,7 +115,7 @@ RULES: Mapping[str, Rule] = {
     "training.optimizer.name": only("adamw", why="the program supports only adamw"),
     "training.optimizer.state_dtype": only("fp32", why="the program supports only fp32 moments"),
     "training.master_dtype": only("fp32", why="the program supports only fp32 master weights"),
-    "training.lr_schedule.name": only(*get_args(ScheduleName), why="the program does not support plug-ins"),
+    "training.lr_schedule.name": only(*SCHEDULES, why=f"the program supports only {', '.join(SCHEDULES)}"),
     "training.non_finite": lambda value, resolved: (
         ("said", "") if value == "raise" else ("left_out", "the program stops if a loss is not finite")
     ),

@@ -5,7 +5,7 @@ token for one of its experts), G microbatches that rows come from (of this rank 
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, assert_never
 
 import torch
 import torch.nn.functional as F
@@ -46,7 +46,7 @@ class Router(Viewed):
         """
         wide = torch.promote_types(x_BTD.dtype, torch.float32)
         logits_BTE = F.linear(x_BTD.to(wide), self.view.read(self)["weight"].to(wide))
-        scores_BTE = logits_BTE.softmax(-1) if self.spec.router_scores == "softmax" else logits_BTE.sigmoid()
+        scores_BTE = self._scores(logits_BTE)
         experts_BTK = self._choose(scores_BTE.detach())
         weights_BTK = scores_BTE.gather(-1, experts_BTK)
         if self.spec.router_normalised:
@@ -57,6 +57,15 @@ class Router(Viewed):
         counts_BE.scatter_add_(1, chosen_BM, torch.ones_like(chosen_BM))
         weights_BTK = _JoinBackward.apply(weights_BTK, self._balance_loss(scores_BTE, counts_BE), self, counts_BE)
         return weights_BTK, experts_BTK, counts_BE
+
+    def _scores(self, logits_BTE: torch.Tensor) -> torch.Tensor:
+        match self.spec.router_scores:
+            case "softmax":
+                return logits_BTE.softmax(-1)
+            case "sigmoid":
+                return logits_BTE.sigmoid()
+            case _:
+                assert_never(self.spec.router_scores)
 
     def _choose(self, scores_BTE: torch.Tensor) -> torch.Tensor:
         """The experts [B, T, K] with the best scores, after adding the bias if there is one. Only the best groups are

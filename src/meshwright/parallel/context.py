@@ -16,7 +16,7 @@ a part.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, assert_never
 
 import numpy as np
 import torch
@@ -37,17 +37,24 @@ def apply_context_parallel(model: Decoder, mesh: DeviceMesh, method: ContextMeth
     model.head_split.sequence = _SequenceShare(group, mesh.get_local_rank())
     for module in model.modules():
         if isinstance(module, Attention):
-            if method == "ulysses":
-                module.core = Ulysses(group, module.core, window)
-            else:
-                module.core = ByParts(group, method, window)
+            match method:
+                case "ulysses":
+                    module.core = Ulysses(group, module.core, window)
+                case "ring" | "all_gather":
+                    module.core = ByParts(group, method, window)
+                case _:
+                    assert_never(method)
 
 
 def sequence_places(method: ContextMethod, *, degree: int, rank: int, length: int) -> np.ndarray:
     """A rank's positions in a row of `length` tokens, in the order in which it holds them: int64 [T]."""
-    if method == "ulysses":
-        return np.arange(length).reshape(degree, -1)[rank]
-    return np.arange(length).reshape(2 * degree, -1)[list(_own_chunks(rank, degree))].ravel()
+    match method:
+        case "ulysses":
+            return np.arange(length).reshape(degree, -1)[rank]
+        case "ring" | "all_gather":
+            return np.arange(length).reshape(2 * degree, -1)[list(_own_chunks(rank, degree))].ravel()
+        case _:
+            assert_never(method)
 
 
 class _SequenceShare:

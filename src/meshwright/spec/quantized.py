@@ -1,7 +1,7 @@
 """Message sizes of quantized collectives (ZeRO++, Wang et al., 2023). No torch here."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, assert_never
 
 from meshwright.spec.pieces import PIECES
 
@@ -41,11 +41,17 @@ def sent_bytes(numbers: int, sent: Sent, width: int, *, matrix: bool, row: int |
     Only matrices, and stacks of them, are quantized: norms and biases are few and matter much. fp8 applies only to
     matrices of layers in fp8, whose scales every rank knows.
     """
-    if sent == "none" or not matrix:
+    if not matrix:
         return numbers * width
-    if sent == "fp8":
-        return numbers
-    return num_blocks(numbers, row) * SCALE_BYTES + code_bytes(numbers, sent)
+    match sent:
+        case "none":
+            return numbers * width
+        case "fp8":
+            return numbers
+        case "int8" | "int4":
+            return num_blocks(numbers, row) * SCALE_BYTES + code_bytes(numbers, sent)
+        case _:
+            assert_never(sent)
 
 
 def bytes_each(sent: Sent) -> float:

@@ -48,6 +48,8 @@ def resolve_run(run: Run, *, base_dir: Path, machine: Machine | None = None) -> 
     machine = machine or find_machine(run.device)
     if run.layout.choose:
         return _with_layout(run, base_dir, machine)
+    if run.training.optimizer.lr_base_batch is not None:
+        return _with_scaled_rate(run, base_dir, machine)
     model = resolve_model(run.model, base_dir=base_dir, vocab=run.data.tokenizer_vocab)
     if run.data.sequence_length > model.max_positions:
         raise UserError(
@@ -77,7 +79,10 @@ def resolve_run(run: Run, *, base_dir: Path, machine: Machine | None = None) -> 
         reasons["model.weights"] = f"{weights}: {run.model.name} {holds}"
     if run.training.lr_schedule.warmup == "auto":
         warmup = run.training.lr_schedule.warmup_steps(run.training.steps)
-        reasons["training.lr_schedule.warmup"] = f"{warmup}: a tenth of all steps, but not more than {MOST_WARMUP}"
+        share = f"a tenth of all steps, but not more than {MOST_WARMUP}"
+        if run.training.lr_schedule.name == "one_cycle":
+            share = "three tenths of all steps"
+        reasons["training.lr_schedule.warmup"] = f"{warmup}: {share}"
     if stage_layers and run.layout.stage_layers == "auto":
         reasons["layout.stage_layers"] = "this split minimizes the operations of the largest stage, including the head"
     if run.training.product_recipe is not None:
@@ -125,6 +130,18 @@ def _context_method(run: Run, model: ModelSpec) -> tuple[str, str]:
 def _with_weights(fields: ModelFields, weights: str) -> ModelFields:
     """The fields with `weights` resolved; fields set by the recipe stay distinct from defaults."""
     return ModelFields.model_construct(fields.model_fields_set, **dict(fields) | {"weights": weights})
+
+
+def _with_scaled_rate(run: Run, base_dir: Path, machine: Machine) -> ResolvedRun:
+    """Scale the learning rate to the global batch, then resolve the rest."""
+    given, batch = run.training.optimizer, run.sequences_per_step()
+    optimizer = given.scaled(batch)
+    changed = run.model_copy(update={"training": run.training.model_copy(update={"optimizer": optimizer})})
+    resolved = resolve_run(changed, base_dir=base_dir, machine=machine)
+    reason = (
+        f"{optimizer.lr:.6g}: {given.lr:g} for {given.lr_base_batch} sequences, scaled ({given.lr_scaling}) to {batch}"
+    )
+    return resolved.model_copy(update={"asked": run, "reasons": {"training.optimizer.lr": reason, **resolved.reasons}})
 
 
 def _with_layout(run: Run, base_dir: Path, machine: Machine) -> ResolvedRun:
