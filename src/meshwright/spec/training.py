@@ -54,7 +54,7 @@ class OptimizerSpec(Spec):
     error is kept in a second bf16 tensor (Zamirai et al., 2021); nearest: updates smaller than a weight's last bit
     are lost."""
     lr: float = Field(default=3e-4, gt=0)
-    """Peak learning rate; of a global batch of `lr_base_batch` sequences, if that is set."""
+    """Peak learning rate. With `lr_base_batch`, the rate for a global batch of that size."""
     lr_base_batch: int | None = Field(default=None, ge=1)
     """Global batch that `lr` (and `muon_lr`) belongs to: a run with another one scales it by `lr_scaling`. null: the
     rate is used as it is."""

@@ -27,7 +27,7 @@ from meshwright.spec.precision import BF16
 from meshwright.spec.recipe import RecipeError
 from meshwright.spec.recompute import Recompute, plain_recompute, recompute_misfit
 from meshwright.spec.run import ResolvedRun, Run
-from meshwright.spec.training import MOST_WARMUP
+from meshwright.spec.training import MOST_WARMUP, TrainingSpec
 
 MEMORY_SHARE = 0.8
 """Fraction of device memory that a prediction may fill; the rest covers memory that `plan.memory` does not count."""
@@ -78,11 +78,7 @@ def resolve_run(run: Run, *, base_dir: Path, machine: Machine | None = None) -> 
         holds = "is a Hugging Face directory with weights" if weights == "pretrained" else "has no weights"
         reasons["model.weights"] = f"{weights}: {run.model.name} {holds}"
     if run.training.lr_schedule.warmup == "auto":
-        warmup = run.training.lr_schedule.warmup_steps(run.training.steps)
-        share = f"a tenth of all steps, but not more than {MOST_WARMUP}"
-        if run.training.lr_schedule.name == "one_cycle":
-            share = "three tenths of all steps"
-        reasons["training.lr_schedule.warmup"] = f"{warmup}: {share}"
+        reasons["training.lr_schedule.warmup"] = _warmup_reason(run.training)
     if stage_layers and run.layout.stage_layers == "auto":
         reasons["layout.stage_layers"] = "this split minimizes the operations of the largest stage, including the head"
     if run.training.product_recipe is not None:
@@ -104,6 +100,13 @@ def resolve_run(run: Run, *, base_dir: Path, machine: Machine | None = None) -> 
     )
     _refuse_compiled(resolved)
     return resolved
+
+
+def _warmup_reason(training: TrainingSpec) -> str:
+    share = f"a tenth of all steps, but not more than {MOST_WARMUP}"
+    if training.lr_schedule.name == "one_cycle":
+        share = "three tenths of all steps"
+    return f"{training.lr_schedule.warmup_steps(training.steps)}: {share}"
 
 
 def _refuse_compiled(resolved: ResolvedRun) -> None:
