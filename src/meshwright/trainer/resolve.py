@@ -51,18 +51,8 @@ def resolve_run(run: Run, *, base_dir: Path, machine: Machine | None = None) -> 
     if run.training.optimizer.lr_base_batch is not None:
         return _with_scaled_rate(run, base_dir, machine)
     model = resolve_model(run.model, base_dir=base_dir, vocab=run.data.tokenizer_vocab)
-    if run.data.sequence_length > model.max_positions:
-        raise UserError(
-            f"data.sequence_length={run.data.sequence_length} is longer than the model's {model.max_positions} "
-            f"positions; use data.sequence_length={model.max_positions} or raise model.max_positions"
-        )
     global_batch, ranks = run.sequences_per_step(), run.layout.data_parallel
-    misfits = layout_check(run, model, machine.kind)(run.layout) or batch_misfits(run.layout, global_batch)
-    misfits = [*misfits, *sample_misfits(run.training, model)]
-    if model.foreign is not None:
-        misfits = [*misfits, *foreign_misfits(run.training, run.finetune)]
-    if misfits:
-        raise RecipeError(misfits)
+    _refuse_misfits(run, model, global_batch, machine)
     sizes = _micro_batches(run, global_batch // ranks, base_dir)
     if relieved := _relieved(run, model, global_batch, sizes[0], machine):
         changed, reasons = relieved
@@ -100,6 +90,21 @@ def resolve_run(run: Run, *, base_dir: Path, machine: Machine | None = None) -> 
     )
     _refuse_compiled(resolved)
     return resolved
+
+
+def _refuse_misfits(run: Run, model: ModelSpec, global_batch: int, machine: Machine) -> None:
+    """Raise `UserError` if the sequence is too long, or the layout fits neither model nor batch."""
+    if run.data.sequence_length > model.max_positions:
+        raise UserError(
+            f"data.sequence_length={run.data.sequence_length} is longer than the model's {model.max_positions} "
+            f"positions; use data.sequence_length={model.max_positions} or raise model.max_positions"
+        )
+    misfits = layout_check(run, model, machine.kind)(run.layout) or batch_misfits(run.layout, global_batch)
+    misfits = [*misfits, *sample_misfits(run.training, model)]
+    if model.foreign is not None:
+        misfits = [*misfits, *foreign_misfits(run.training, run.finetune)]
+    if misfits:
+        raise RecipeError(misfits)
 
 
 def _warmup_reason(training: TrainingSpec) -> str:
