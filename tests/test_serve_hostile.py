@@ -18,6 +18,7 @@ import torch
 
 from meshwright.serve.browser import ARENA, CHAT, page
 from meshwright.serve.connections import Connection
+from meshwright.spec.errors import UserError
 from served import model_of
 from test_serve import QUESTION, SECONDS, Running, running
 
@@ -28,8 +29,12 @@ def base() -> Any:
 
 
 @pytest.fixture(scope="module")
-def server(base: Any) -> Iterator[Running]:
-    with running({"base": base}, max_queue=64, max_body=100_000) as found:
+def server(base: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    def load(name: str, path: str) -> Any:
+        raise UserError("no adapter is here")
+
+    votes = tmp_path_factory.mktemp("votes") / "votes.jsonl"
+    with running({"base": base}, max_queue=64, max_body=100_000, load=load, votes=votes) as found:
         yield found
 
 
@@ -91,6 +96,52 @@ def test_extreme_requests_end_alone(server: Running, name: str) -> None:
 def test_a_text_has_a_limited_number_of_answers(server: Running) -> None:
     answer = httpx.post(f"{server.url}/v1/completions", json={"model": "base", "prompt": ["x"] * 30, "n": 3})
     assert (answer.status_code, "at most 72 answers" in answer.text) == (400, True)
+
+
+STATE = ("chat/completions", "completions", "load_lora_adapter", "unload_lora_adapter")
+JSON = {"content-type": "application/json"}
+
+
+@pytest.mark.parametrize("path", [*(f"/v1/{name}" for name in STATE), "/arena/votes"])
+def test_pages_of_other_origins_are_refused(server: Running, path: str) -> None:
+    """By the type of the body, which such a page cannot choose freely, and by the browser's own headers."""
+
+    def status(**headers: str) -> int:
+        given = {name.replace("_", "-"): value for name, value in headers.items()}
+        return httpx.post(server.url + path, content=ASKED, headers=given, timeout=SECONDS).status_code
+
+    for kind in ("text/plain; json", "text/plain; application/json", "application/jsonp", "x/json", "", "*/*"):
+        assert status(content_type=kind) == 415, kind
+    here = f"127.0.0.1:{server.port}"
+    refused: tuple[dict[str, str], ...] = (
+        {"sec_fetch_site": "cross-site"},
+        {"sec_fetch_site": "same-site"},
+        {"sec_fetch_site": "same-site, same-origin"},
+        {"origin": "http://evil.example"},
+        {"origin": f"http://{here}.evil.example"},
+        {"origin": f"http://evil@{here}"},
+        {"origin": f"http://localhost:{server.port}"},
+        {"origin": "http://127.0.0.1:1"},
+        {"origin": "null"},
+        {"origin": f"http://{here}", "sec_fetch_site": "cross-site"},
+    )
+    for headers in refused:
+        assert status(content_type="application/json", **headers) == 403, headers
+    allowed: tuple[dict[str, str], ...] = (
+        {},
+        {"origin": f"http://{here}"},
+        {"origin": f"http://{here}", "sec_fetch_site": "same-origin"},
+        {"sec_fetch_site": "none"},
+    )
+    for headers in allowed:
+        for kind in ("application/json", "Application/JSON ; charset=utf-8"):
+            assert status(content_type=kind, **headers) not in (403, 415)
+
+
+def test_links_of_other_sites_may_show_the_page(server: Running) -> None:
+    for path in ("/", "/health", "/metrics", "/v1/models"):
+        headers = {"sec-fetch-site": "cross-site", "origin": "http://evil.example"}
+        assert httpx.get(server.url + path, headers=headers).status_code == 200
 
 
 def raw(server: Running, sent: bytes) -> bytes:

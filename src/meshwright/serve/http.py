@@ -30,7 +30,7 @@ from meshwright.serve.api import (
     parse,
 )
 from meshwright.serve.arena import Vote, add_vote
-from meshwright.serve.browser import ARENA, CHAT, called, page
+from meshwright.serve.browser import ARENA, CHAT, called, is_from_another_site, is_json, page
 from meshwright.serve.calls import Call, EventStream, Heard
 from meshwright.serve.conversation import PromptEncoder
 from meshwright.serve.grammar import Grammar, Grammars
@@ -148,6 +148,8 @@ class Server:
                 )
         elif (name := called(request)) not in LOCAL:
             raise ApiError(403, f"this server answers only as localhost, not as {name}")
+        if request.method == "POST" and is_from_another_site(request):
+            raise ApiError(403, "this server answers no web page of another origin; use the page at /")
 
     async def _page(self, _: Request) -> Response:
         return HTMLResponse(*page(CHAT))
@@ -245,7 +247,7 @@ class Server:
         return await self._generate(request, model, asked, prompts, model.prompts.text_ends)
 
     async def _body(self, request: Request) -> bytes:
-        if "json" not in request.headers.get("content-type", ""):  # forms on other web pages can send other types
+        if not is_json(request):
             raise ApiError(415, "send JSON with the header Content-Type: application/json")
         body, size = bytearray(), 0
         async for piece in request.stream():
