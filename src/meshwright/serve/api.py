@@ -5,7 +5,7 @@ import secrets
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -15,6 +15,9 @@ from meshwright.serve.grammar import Kind
 
 MAX_CHOICES, MAX_LOGPROBS, MAX_STOPS, LONGEST_STOP = 64, 20, 16, 1000
 MAX_BIASES, MOST_BIAS = 1024, 100
+MAX_MESSAGES, MAX_PROMPTS = 2**14, 2**14
+QUICK = Field(fail_fast=True)
+"""Checking a list ends at its first fault: collecting a million faults takes a minute and gigabytes."""
 
 
 class ApiError(Exception):
@@ -46,14 +49,14 @@ class ChatMessage(_Model):
     """A message of a conversation."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[TextPart] | None = None
+    content: str | Annotated[list[TextPart], QUICK] | None = None
     name: str | None = None
     reasoning_content: str | None = None
     refusal: None = None
     audio: None = None
     annotations: list[Any] | None = None
     function_call: None = None
-    tool_calls: list[dict[str, Any]] | None = None
+    tool_calls: Annotated[list[dict[str, Any]], QUICK] | None = None
     tool_call_id: str | None = None
 
     def plain(self) -> dict[str, Any]:
@@ -62,6 +65,16 @@ class ChatMessage(_Model):
         text = "".join(part.text for part in parts) if isinstance(parts, list) else parts or ""
         kept = self.model_dump(exclude_none=True, include={"name", "reasoning_content", "tool_calls", "tool_call_id"})
         return {"role": "system" if self.role == "developer" else self.role, "content": text, **kept}
+
+
+TokenList = Annotated[list[int], QUICK]
+Prompts = (
+    str
+    | Annotated[list[str], QUICK, Field(max_length=MAX_PROMPTS)]
+    | TokenList
+    | Annotated[list[TokenList], QUICK, Field(max_length=MAX_PROMPTS)]
+)
+"""Texts or token ids, one or several."""
 
 
 class StreamOptions(_Model):
@@ -92,7 +105,7 @@ class StructuredOutputs(_Model):
 
     rules: dict[str, Any] | None = Field(default=None, alias="json")
     regex: str | None = Field(default=None, min_length=1)
-    choice: list[str] | None = Field(default=None, min_length=1)
+    choice: Annotated[list[str], QUICK] | None = Field(default=None, min_length=1)
 
 
 @dataclass(frozen=True)
@@ -119,7 +132,7 @@ class Generation(_Model):
     frequency_penalty: float = Field(default=0.0, ge=-2, le=2)
     n: int = Field(default=1, ge=1, le=MAX_CHOICES)
     seed: int | None = Field(default=None, ge=-(2**63), lt=2**64)
-    stop: str | list[str] | None = None
+    stop: str | Annotated[list[str], QUICK] | None = None
     stream: bool = False
     stream_options: StreamOptions | None = None
     user: str | None = None
@@ -198,11 +211,11 @@ class Generation(_Model):
 class ChatRequest(Generation):
     """A conversation to be answered."""
 
-    messages: list[ChatMessage] = Field(min_length=1)
+    messages: Annotated[list[ChatMessage], QUICK, Field(min_length=1, max_length=MAX_MESSAGES)]
     max_completion_tokens: int | None = Field(default=None, ge=1)
     logprobs: bool | None = False
     top_logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
-    tools: list[dict[str, Any]] | None = None
+    tools: Annotated[list[dict[str, Any]], QUICK] | None = None
     tool_choice: Literal["auto", "none"] | None = None
     parallel_tool_calls: bool | None = None
     store: Literal[False] | None = None
@@ -224,7 +237,7 @@ class ChatRequest(Generation):
 class CompletionRequest(Generation):
     """Texts, or token ids, to be continued."""
 
-    prompt: str | list[str] | list[int] | list[list[int]] = ""
+    prompt: Prompts = ""
     logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
     echo: bool | None = False
     max_tokens: int | None = Field(default=None, ge=0)

@@ -1,4 +1,4 @@
-"""The chat page and the arena, their browser policy, and the browsers' headers that tell other sites' requests apart."""
+"""The chat page and the arena, their browser policy, and the headers that tell browsers' requests apart."""
 
 import base64
 import hashlib

@@ -8,10 +8,11 @@ from typing import Any
 
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import StreamingResponse
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from meshwright.serve import engine
 from meshwright.serve.api import ApiError, Wording
+from meshwright.serve.incoming import left
 from meshwright.serve.metrics import Metrics
 
 Heard = tuple[int, engine.Answer, list[engine.Token], str, str | None]
@@ -36,7 +37,7 @@ class Call:
 
     async def answers(self, request: Request) -> list[engine.Answer]:
         """All answers, complete; cancelled if the client disconnects."""
-        gone = asyncio.create_task(_gone(request))
+        gone = asyncio.create_task(left(request))
         try:
             async for _ in self._progress(gone):
                 pass
@@ -116,8 +117,13 @@ class EventStream(StreamingResponse):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """See `StreamingResponse`."""
+
+        async def send_and_wait(message: Message) -> None:
+            await send(message)
+            await asyncio.sleep(0)  # a lost connection is noticed before more is written to it
+
         try:
-            await super().__call__(scope, receive, send)
+            await super().__call__(scope, receive, send_and_wait)
         finally:
             self._call.close()
 
@@ -126,11 +132,6 @@ def _unfinished(answer: engine.Answer) -> ApiError:
     if answer.problem is not None:
         return ApiError(400, f"the answer cannot continue under its grammar: {answer.problem}")
     return ApiError(500, "the server could not finish this answer")
-
-
-async def _gone(request: Request) -> None:
-    while (await request.receive())["type"] != "http.disconnect":
-        pass
 
 
 def _event(content: Mapping[str, Any]) -> str:

@@ -14,9 +14,10 @@ from meshwright.models.dtypes import torch_dtype
 from meshwright.models.from_disk import blocks_from_disk
 from meshwright.models.packed import pack
 from meshwright.serve.conversation import PromptEncoder
+from meshwright.serve.endpoints import Served
 from meshwright.serve.engine import InferenceEngine
 from meshwright.serve.grammar import Grammars
-from meshwright.serve.http import Load, Served
+from meshwright.serve.http import Load
 from meshwright.serve.prefixes import Prefixes
 from meshwright.serve.trained import TrainedModel, open_trained
 from meshwright.spec.errors import UserError
@@ -85,12 +86,20 @@ def loader_of(base: TrainedModel, folder: Path, room: Capacity) -> Load:
     inside = folder.resolve()
 
     def load(name: str, path: str) -> Served:
-        place = (inside / path).resolve()
-        if not place.is_relative_to(inside) or not place.is_dir():
+        if (place := _folder_in(inside, path)) is None:
             raise UserError(f"lora_path {path}: is not a folder in {folder}, from which this server loads adapters")
         return serve_as(open_adapter(base, place), name, room)
 
     return load
+
+
+def _folder_in(inside: Path, path: str) -> Path | None:
+    """The folder at `path`, if it is in the folder `inside`."""
+    try:
+        place = (inside / path).resolve()
+        return place if place.is_relative_to(inside) and place.is_dir() else None
+    except (OSError, ValueError):  # a name that no file can have: too long, with NUL
+        return None
 
 
 def check_shared(base: TrainedModel) -> None:

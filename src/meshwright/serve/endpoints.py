@@ -1,0 +1,189 @@
+"""OpenAI's API as requests to a model's engine: conversations and texts to be answered."""
+
+import asyncio
+import contextlib
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from meshwright.data.tokenizer import TextTokenizer
+from meshwright.models.generate import check_room
+from meshwright.serve import engine
+from meshwright.serve.api import ApiError, ChatRequest, CompletionRequest, Generation, Wording
+from meshwright.serve.calls import Call, EventStream, Heard
+from meshwright.serve.conversation import EncodingLimits, PromptEncoder
+from meshwright.serve.grammar import Grammar, Grammars
+from meshwright.serve.incoming import encoded, read_request
+from meshwright.serve.metrics import Metrics
+from meshwright.serve.worker import BusyError, EngineThread
+from meshwright.spec.errors import UserError
+
+MAX_BODY = 4 * 2**20
+"""Default limit for the bytes of a request."""
+ENCODERS = 2
+"""Threads that encode prompts, apart from those for all other work."""
+
+
+@dataclass(frozen=True)
+class Served:
+    """A model and its name."""
+
+    name: str
+    engine: engine.InferenceEngine
+    tokenizer: TextTokenizer
+    prompts: PromptEncoder
+    grammars: Grammars
+    about: str
+    """Its origin, as text."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerLimits:
+    """The limits of a server."""
+
+    max_body: int = MAX_BODY
+    max_queue: int = 64
+    api_key: str | None = None
+    """Without a key, only requests for a local host name are answered, so that no web page in a local browser can reach
+    the server under its own name (DNS rebinding)."""
+    votes: Path | None = None
+    """The file for the arena's votes; None: no arena."""
+
+
+class Endpoints:
+    """The endpoints of several models."""
+
+    def __init__(
+        self, models: Mapping[str, Served], worker: EngineThread, metrics: Metrics, limits: ServerLimits
+    ) -> None:
+        """`models`: by name; clients may add and remove some."""
+        self._models, self._worker, self._metrics, self._limits = models, worker, metrics, limits
+        self._compiler = ThreadPoolExecutor(1, "meshwright-grammars")
+        self._encoders = ThreadPoolExecutor(ENCODERS, "meshwright-prompts")
+
+    def close(self) -> None:
+        """End the threads."""
+        self._compiler.shutdown()
+        self._encoders.shutdown(cancel_futures=True)
+
+    def find(self, name: str) -> Served:
+        """The model of this name. Raises `ApiError` if there is none."""
+        if name not in self._models:
+            known = ", ".join(self._models)
+            message = f"model {name!r} does not exist; available are {known}"
+            raise ApiError(404, message, code="model_not_found", param="model")
+        return self._models[name]
+
+    async def chat(self, request: Request) -> Response:
+        """Answer a conversation."""
+        asked = await read_request(ChatRequest, request, self._limits.max_body)
+        model = self.find(asked.model)
+        if not model.prompts.chats:
+            raise ApiError(400, f"{model.name} has no chat template; use /v1/completions", param="messages")
+        tools = asked.tools if asked.tool_choice != "none" else None
+
+        def work(limits: EncodingLimits) -> list[int]:
+            return model.prompts.conversation([message.plain() for message in asked.messages], tools, limits)
+
+        prompt = await encoded(request, self._encoders, work, model.engine.max_context)
+        return await self._generate(request, model, asked, [prompt], model.prompts.answer_ends)
+
+    async def complete(self, request: Request) -> Response:
+        """Continue texts."""
+        asked = await read_request(CompletionRequest, request, self._limits.max_body)
+        model = self.find(asked.model)
+        if len(asked.prompts) * asked.n > (most := model.engine.max_batch + self._limits.max_queue):
+            raise ApiError(400, f"prompt: this server generates at most {most} answers per request", param="prompt")
+        prompts = await encoded(
+            request, self._encoders, lambda limits: _ids(model, asked.prompts, limits), model.engine.max_context
+        )
+        return await self._generate(request, model, asked, prompts, model.prompts.text_ends)
+
+    async def _generate(
+        self, request: Request, model: Served, asked: Generation, prompts: Sequence[Sequence[int]], ends: Any
+    ) -> Response:
+        echoes = isinstance(asked, CompletionRequest) and bool(asked.echo)
+        biases = asked.biases(model.engine.model.spec.vocab)
+        sampling, grammar = asked.sampling(), await self._grammar(model, asked, ends)
+        requests = [
+            engine.Request(
+                prompt=prompt,
+                max_tokens=_room(prompt, asked.wanted_tokens, model.engine.max_context),
+                sampling=sampling,
+                row=row,
+                ends=ends,
+                stops=asked.stops,
+                logprobs=asked.wanted_logprobs,
+                scores_prompt=echoes,
+                bias=biases,
+                grammar=grammar,
+            )
+            for prompt in prompts
+            for row in range(asked.n)
+        ]
+        heard: asyncio.Queue[Heard] = asyncio.Queue()
+        loop = asyncio.get_running_loop()
+
+        def listen(number: int, answer: engine.Answer, tokens: list[engine.Token], text: str) -> None:
+            with contextlib.suppress(RuntimeError):  # the server has stopped
+                loop.call_soon_threadsafe(heard.put_nowait, (number, answer, tokens, text, answer.finish))
+
+        try:
+            cancel = self._worker.submit(model.name, requests, listen)
+        except KeyError:
+            raise ApiError(404, f"the model {model.name!r} was unloaded", code="model_not_found") from None
+        except BusyError:
+            message = "too many requests are waiting; try again later"
+            raise ApiError(429, message, code="rate_limit_exceeded") from None
+        decode = model.tokenizer.decode
+        texts = [decode(request.prompt) for request in requests] if echoes else []
+        wording = Wording(model.name, chat=isinstance(asked, ChatRequest), decode=decode, echoes=texts)
+        call = Call(self._metrics, requests, heard, cancel, sum(map(len, prompts)))
+        if asked.stream:
+            with_usage = asked.stream_options is not None and asked.stream_options.include_usage
+            events = call.events(wording, begins=isinstance(asked, ChatRequest), with_usage=with_usage)
+            return EventStream(call, events)
+        answers = await call.answers(request)
+        return JSONResponse(wording.whole(answers, call.prompt_tokens))
+
+    async def _grammar(self, model: Served, asked: Generation, ends: Any) -> Grammar | None:
+        """The grammar that answers must follow; compiled in a thread, one at a time, while other requests are
+        answered."""
+        if (form := asked.form) is None:
+            return None
+        loop = asyncio.get_running_loop()
+        try:
+            return await loop.run_in_executor(self._compiler, model.grammars.compile, form.kind, form.text, ends)
+        except UserError as error:
+            raise ApiError(400, f"{form.param}: {error}", param=form.param) from error
+
+
+def _ids(model: Served, given: Sequence[str | list[int]], limits: EncodingLimits) -> list[list[int]]:
+    """The token ids of texts and of token ids. Raises like `EncodingLimits.check`, and `ApiError` for an id that is no
+    token."""
+    found = []
+    for one in given:
+        if isinstance(one, str):
+            found.append(model.prompts.text(one, limits))
+            continue
+        limits.check(len(one))
+        if min(one) < 0 or max(one) >= model.engine.model.spec.vocab:
+            message = f"prompt: token ids must be from 0 to {model.engine.model.spec.vocab - 1}"
+            raise ApiError(400, message, param="prompt")
+        found.append(one)
+    return found
+
+
+def _room(prompt: Sequence[int], wanted: int | None, room: int) -> int:
+    """Most new tokens. Raises `ApiError` if the context has no room."""
+    tokens = max(1, room - len(prompt)) if wanted is None else wanted
+    try:
+        check_room([prompt], max(1, tokens), room)
+    except UserError as error:
+        raise ApiError(400, str(error), code="context_length_exceeded", param="messages") from error
+    return tokens
