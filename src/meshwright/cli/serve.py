@@ -173,9 +173,13 @@ def read_key(file: Path | None) -> str | None:
     """The key in a file. Raises `UserError` if it holds none."""
     if file is None:
         return None
-    key = file.read_text(encoding="utf-8").strip()
-    if not key or not key.isascii() or any(character.isspace() for character in key):
-        raise UserError(f"{file}: contains no key; a key is one word of ASCII characters")
+    return check_key(file.read_text(encoding="utf-8").strip(), str(file))
+
+
+def check_key(key: str, where: str) -> str:
+    """The key. Raises `UserError` if it is none."""
+    if not key or not key.isascii() or not key.isprintable() or any(character.isspace() for character in key):
+        raise UserError(f"{where}: contains no key; a key is one word of ASCII characters")
     return key
 
 
