@@ -11,9 +11,10 @@ from starlette.responses import StreamingResponse
 from starlette.types import Message, Receive, Scope, Send
 
 from meshwright.serve import engine
-from meshwright.serve.api import ApiError, Wording
+from meshwright.serve.api import ApiError
 from meshwright.serve.incoming import left
 from meshwright.serve.metrics import Metrics
+from meshwright.serve.wording import Wording
 
 Heard = tuple[int, engine.Answer, list[engine.Token], str, str | None]
 
@@ -56,14 +57,14 @@ class Call:
                 yield _event(wording.begin(number))
         opened = set[int]()
         async for number, answer, tokens, text, finish in self._progress(None):
-            if number not in opened and (echo := wording.echo(number, answer)) is not None:
-                yield _event(echo)
+            chunks = wording.echo(number, answer) if number not in opened else []
             opened.add(number)
-            if text or (tokens and answer.request.logprobs is not None):
-                yield _event(wording.part(number, answer.request, tokens, text))
+            chunks += wording.parts(number, answer.request, tokens, text)
             if finish in ("stop", "length"):
-                yield _event(wording.end(number, answer, finish))
-            elif finish is not None:
+                chunks += wording.ends(number, answer, finish)
+            for chunk in chunks:
+                yield _event(chunk)
+            if finish not in (None, "stop", "length"):
                 yield _event(_unfinished(answer).body())
         if with_usage:
             yield _event(wording.usage(list(self._answers.values()), self.prompt_tokens))

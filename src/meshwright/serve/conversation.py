@@ -14,6 +14,7 @@ from meshwright.data.fewest_tokens import FewestTokens
 from meshwright.data.tokenizer import TextTokenizer
 from meshwright.data.tools import calls_of, tools_of
 from meshwright.serve.token_ids import end_ids
+from meshwright.serve.tool_calls import CallForm, call_form
 from meshwright.spec.data import ChatSpec
 from meshwright.spec.errors import UserError
 
@@ -63,6 +64,19 @@ class PromptEncoder:
             self._template = find_template("auto", tokenizer, Path(), today)
             self.answer_ends = self.text_ends.union(self._template.ends_of_turn())
 
+    @cached_property
+    def calls(self) -> CallForm | None:
+        """The form of calls in the model's answers; None if it is not known."""
+        template = self._template
+        if template is None:
+            return None
+        with self._lock:
+            return call_form(lambda calls: template.answer({"role": "assistant", "content": "", "tool_calls": calls}))
+
+    def decode_calls(self, ids: Sequence[int]) -> str:
+        """The text of an answer that may have calls: with the special tokens that belong to them."""
+        return self._tokenizer.decode([number for number in ids if number not in self._silent])
+
     @property
     def chats(self) -> bool:
         """Whether there is a chat template."""
@@ -79,33 +93,51 @@ class PromptEncoder:
         return self._tokenizer.encode_prompt(text, limits.check) or [self._tokenizer.eos_id]
 
     def conversation(
-        self, messages: Sequence[Mapping[str, Any]], tools: Any = None, limits: EncodingLimits | None = None
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Any = None,
+        limits: EncodingLimits | None = None,
+        *,
+        arguments: Mapping[str, Any] | None = None,
+        answer: bool = True,
     ) -> list[int]:
-        """Token ids of the conversation and the generation prompt. Special tokens in messages are encoded as text.
+        """Token ids of the conversation and, unless `answer` is false, the generation prompt. Special tokens in
+        messages are encoded as text. `arguments`: the template's, such as `enable_thinking`.
 
-        Raises `UserError` if there is no template, it refuses the conversation, or tools spell a special token; and
-        like `EncodingLimits.check`.
+        Raises `UserError` if there is no template, it refuses the conversation or omits tools, or tools or arguments
+        spell a special token; and like `EncodingLimits.check`.
         """
         if self._template is None:
             raise UserError("the model's tokenizer has no chat template")
         limits = limits or EncodingLimits()
+        template = self._template.with_arguments(arguments) if arguments else self._template
         tools = tools_of(tools, "tools") if tools else None
         messages = [_with_calls(message) for message in messages]
         special = self._tokenizer.special_pattern
-        if tools and (found := special.search(json.dumps(tools, ensure_ascii=False))):
-            raise UserError(f"tools: they contain the text of the special token {found[0]}")
+        for name, given in (("tools", tools), ("chat_template_kwargs", arguments)):
+            if found := next(filter(None, map(special.search, _texts(given))), None):
+                raise UserError(f"{name}: contains the text of the special token {found[0]}")
         with self._lock:
-            text = self._template.render(messages, tools=tools, answer=True)
+            if tools and not template.writes_tools():
+                raise UserError("tools: the model's chat template omits them")
+            text = template.render(messages, tools=tools, answer=answer)
             limits.check(self._fewest.of(text))
             spans: Sequence[tuple[int, int]] = ()
             if any(map(special.search, _texts(messages))):
-                told = self._template.turns(messages, [], tools=tools)
+                told = template.turns(messages, [], tools=tools)
                 if not text.startswith(told.text):
                     raise UserError(
                         "a message contains the text of a special token, which this chat template cannot escape"
                     )
                 spans = told.texts
         return self._tokenizer.encode_conversation(text, spans, limits.check)[0]
+
+    @cached_property
+    def _silent(self) -> frozenset[int]:
+        """Special tokens that belong to no call."""
+        said = self.calls.texts if self.calls else ""
+        numbers = (self._tokenizer.token_id(token) for token in self._tokenizer.special_tokens if token not in said)
+        return frozenset(number for number in numbers if number is not None)
 
     @cached_property
     def _fewest(self) -> FewestTokens:

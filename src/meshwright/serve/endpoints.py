@@ -6,20 +6,21 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from meshwright.data.tokenizer import TextTokenizer
+from meshwright.data.tools import tools_of
 from meshwright.models.generate import check_room
 from meshwright.serve import engine
-from meshwright.serve.api import ApiError, ChatRequest, CompletionRequest, Generation, Wording
+from meshwright.serve.api import AnswerFormat, ApiError, ChatRequest, CompletionRequest, Generation, NamedTool
 from meshwright.serve.calls import Call, EventStream, Heard
 from meshwright.serve.conversation import EncodingLimits, PromptEncoder
 from meshwright.serve.grammar import Grammar, Grammars
 from meshwright.serve.incoming import encoded, read_request
 from meshwright.serve.metrics import Metrics
+from meshwright.serve.wording import ToolChoice, Wording
 from meshwright.serve.worker import BusyError, EngineThread
 from meshwright.spec.errors import UserError
 
@@ -55,6 +56,17 @@ class ServerLimits:
     """The file for the arena's votes; None: no arena."""
 
 
+@dataclass(frozen=True)
+class Prompts:
+    """The prompts of one request."""
+
+    ids: Sequence[Sequence[int]]
+    ends: frozenset[int]
+    """Tokens that end their answers."""
+    tools: ToolChoice | None = None
+    """The tools that answers may call."""
+
+
 class Endpoints:
     """The endpoints of several models."""
 
@@ -87,11 +99,13 @@ class Endpoints:
             raise ApiError(400, f"{model.name} has no chat template; use /v1/completions", param="messages")
         tools = asked.tools if asked.tool_choice != "none" else None
 
-        def work(limits: EncodingLimits) -> list[int]:
-            return model.prompts.conversation([message.plain() for message in asked.messages], tools, limits)
+        def work(limits: EncodingLimits) -> tuple[list[int], ToolChoice | None]:
+            messages = [message.plain() for message in asked.messages]
+            arguments = asked.chat_template_kwargs
+            return model.prompts.conversation(messages, tools, limits, arguments=arguments), _tools(model, asked)
 
-        prompt = await encoded(request, self._encoders, work, model.engine.max_context)
-        return await self._generate(request, model, asked, [prompt], model.prompts.answer_ends)
+        prompt, choice = await encoded(request, self._encoders, work, model.engine.max_context)
+        return await self._generate(request, model, asked, Prompts([prompt], model.prompts.answer_ends, choice))
 
     async def complete(self, request: Request) -> Response:
         """Continue texts."""
@@ -102,28 +116,27 @@ class Endpoints:
         prompts = await encoded(
             request, self._encoders, lambda limits: _ids(model, asked.prompts, limits), model.engine.max_context
         )
-        return await self._generate(request, model, asked, prompts, model.prompts.text_ends)
+        return await self._generate(request, model, asked, Prompts(prompts, model.prompts.text_ends))
 
-    async def _generate(
-        self, request: Request, model: Served, asked: Generation, prompts: Sequence[Sequence[int]], ends: Any
-    ) -> Response:
+    async def _generate(self, request: Request, model: Served, asked: Generation, prompts: Prompts) -> Response:
         echoes = isinstance(asked, CompletionRequest) and bool(asked.echo)
         biases = asked.biases(model.engine.model.spec.vocab)
-        sampling, grammar = asked.sampling(), await self._grammar(model, asked, ends)
+        sampling, grammar = asked.sampling(), await self._grammar(model, asked, prompts)
         requests = [
             engine.Request(
                 prompt=prompt,
                 max_tokens=_room(prompt, asked.wanted_tokens, model.engine.max_context),
                 sampling=sampling,
                 row=row,
-                ends=ends,
+                ends=prompts.ends,
                 stops=asked.stops,
                 logprobs=asked.wanted_logprobs,
                 scores_prompt=echoes,
                 bias=biases,
                 grammar=grammar,
+                decode=model.prompts.decode_calls if prompts.tools else None,
             )
-            for prompt in prompts
+            for prompt in prompts.ids
             for row in range(asked.n)
         ]
         heard: asyncio.Queue[Heard] = asyncio.Queue()
@@ -142,25 +155,57 @@ class Endpoints:
             raise ApiError(429, message, code="rate_limit_exceeded") from None
         decode = model.tokenizer.decode
         texts = [decode(request.prompt) for request in requests] if echoes else []
-        wording = Wording(model.name, chat=isinstance(asked, ChatRequest), decode=decode, echoes=texts)
-        call = Call(self._metrics, requests, heard, cancel, sum(map(len, prompts)))
+        chats = isinstance(asked, ChatRequest)
+        wording = Wording(model.name, chat=chats, decode=decode, echoes=texts, tools=prompts.tools)
+        call = Call(self._metrics, requests, heard, cancel, sum(map(len, prompts.ids)))
         if asked.stream:
             with_usage = asked.stream_options is not None and asked.stream_options.include_usage
-            events = call.events(wording, begins=isinstance(asked, ChatRequest), with_usage=with_usage)
+            events = call.events(wording, begins=chats, with_usage=with_usage)
             return EventStream(call, events)
         answers = await call.answers(request)
         return JSONResponse(wording.whole(answers, call.prompt_tokens))
 
-    async def _grammar(self, model: Served, asked: Generation, ends: Any) -> Grammar | None:
+    async def _grammar(self, model: Served, asked: Generation, prompts: Prompts) -> Grammar | None:
         """The grammar that answers must follow; compiled in a thread, one at a time, while other requests are
         answered."""
-        if (form := asked.form) is None:
+        form = asked.form
+        if prompts.tools is not None and prompts.tools.grammar is not None:
+            if form is not None:
+                raise ApiError(400, f"{form.param}: goes with tool_choice auto or none only", param=form.param)
+            form = AnswerFormat("tools", "lark", prompts.tools.grammar)
+        if form is None:
             return None
         loop = asyncio.get_running_loop()
         try:
-            return await loop.run_in_executor(self._compiler, model.grammars.compile, form.kind, form.text, ends)
+            return await loop.run_in_executor(
+                self._compiler, model.grammars.compile, form.kind, form.text, prompts.ends
+            )
         except UserError as error:
             raise ApiError(400, f"{form.param}: {error}", param=form.param) from error
+
+
+def _tools(model: Served, asked: ChatRequest) -> ToolChoice | None:
+    """The tools that answers may or must call. Raises `ApiError` if the request demands calls that are not possible."""
+    choice, form = asked.tool_choice, model.prompts.calls
+    tools = tools_of(asked.tools or [], "tools") if choice != "none" else []
+    names = tuple(tool["function"]["name"] for tool in tools)
+    named = choice.function.name if isinstance(choice, NamedTool) else None
+    if named is not None and named not in names:
+        raise ApiError(400, f"tool_choice: tools has no function {named!r}", param="tool_choice")
+    demands = named is not None or choice == "required"
+    if demands and not tools:
+        raise ApiError(400, "tool_choice: required needs tools", param="tool_choice")
+    if demands and form is None:
+        message = "tool_choice: the model's chat template writes calls in no form that this server knows"
+        raise ApiError(400, message, param="tool_choice")
+    if form is None or not tools:
+        return None
+    grammar = None
+    if demands:
+        wanted = [tool for tool in tools if named in (None, tool["function"]["name"])]
+        many = named is None and asked.parallel_tool_calls is not False
+        grammar = form.lark(wanted, model.tokenizer.token_id, many=many)
+    return ToolChoice(form, names, named is not None, grammar)
 
 
 def _ids(model: Served, given: Sequence[str | list[int]], limits: EncodingLimits) -> list[list[int]]:

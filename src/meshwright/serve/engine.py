@@ -53,6 +53,8 @@ class Request:
     """Added to the logits of these tokens."""
     grammar: Grammar | None = None
     """The grammar of the answer; its ends are those of the request."""
+    decode: Callable[[Sequence[int]], str] | None = None
+    """Token ids to this answer's text, if not as the engine does it."""
 
 
 @dataclass(frozen=True)
@@ -100,6 +102,7 @@ class _Row:
         self.read = 0
         """Tokens of the prompt that the model has read."""
         self.stream = random.Random(f"{request.sampling.seed}/{request.row}")
+        decode = request.decode or decode
         self.writer = None if decode is None else TextWriter(decode, request.stops)
         self.seen: tuple[torch.Tensor, torch.Tensor] | None = None
         if request.sampling.penalizes:
