@@ -432,7 +432,7 @@ def test_bad_completions_are_told_what_is_wrong(server: Running) -> None:
 
 
 def test_other_paths_methods_and_forms_are_refused(server: Running) -> None:
-    for method, path, status in (("GET", "/v1/embeddings", 404), ("GET", "/v1/chat/completions", 405)):
+    for method, path, status in (("GET", "/v1/images", 404), ("GET", "/v1/chat/completions", 405)):
         answer = httpx.request(method, server.url + path)
         assert answer.status_code == status
         assert answer.json()["error"]["message"]

@@ -156,6 +156,10 @@ class TextTokenizer:
         """Id of a token of the vocabulary; None if there is no such token."""
         return self._tokenizer.token_to_id(token)
 
+    def token(self, number: int) -> str | None:
+        """The token of this id, in the vocabulary's spelling; None if there is none."""
+        return self._tokenizer.id_to_token(number)
+
     def extends(self, other: "TextTokenizer") -> bool:
         """Whether every token of `other` has the same number here; there may be more."""
         ours = self._tokenizer.get_vocab(with_added_tokens=True)
@@ -165,18 +169,22 @@ class TextTokenizer:
         """The same tokenizer with another chat template in its files."""
         return TextTokenizer({**self._files, CHAT_TEMPLATE: source.encode()}, where="tokenizer")
 
-    def encode_prompt(self, text: str, progress: Progress = lambda tokens: None) -> list[int]:
-        """Token ids of a prompt, with the tokens that the tokenizer's own template puts before a text (Llama's
-        begin-of-text), without an end-of-text token. `progress`: see `encode_conversation`."""
+    def encode_long(self, text: str, progress: Progress, *, around: bool = False) -> list[int]:
+        """`encode` in pieces; `progress`: see `encode_conversation`. `around`: with the tokens that the tokenizer's own
+        template puts around a text."""
         pieces, ids = self.pieces(text), list[int]()
         for piece in pieces:
             with self._reading(marked=False):
-                (found,) = self._tokenizer.encode_batch_fast([piece], add_special_tokens=len(pieces) == 1)
+                (found,) = self._tokenizer.encode_batch_fast([piece], add_special_tokens=around and len(pieces) == 1)
             ids += found.ids
             progress(len(ids))
-        if len(pieces) > 1:
-            before, after = self._around
-            ids = [*before, *ids, *after]
+        before, after = self._around if around and len(pieces) > 1 else ([], [])
+        return [*before, *ids, *after]
+
+    def encode_prompt(self, text: str, progress: Progress = lambda tokens: None) -> list[int]:
+        """Token ids of a prompt, with the tokens that the tokenizer's own template puts before a text (Llama's
+        begin-of-text), without an end-of-text token. `progress`: see `encode_conversation`."""
+        ids = self.encode_long(text, progress, around=True)
         while ids and ids[-1] == self.eos_id:
             ids.pop()
         return ids

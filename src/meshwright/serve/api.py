@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from meshwright.models.generate import LEAST_PENALTY, Sampling
 from meshwright.serve.grammar import Kind
@@ -264,12 +264,7 @@ class CompletionRequest(Generation):
     @property
     def prompts(self) -> Sequence[str | list[int]]:
         """The prompts, in order."""
-        given: Any = self.prompt
-        single = isinstance(given, str) or (bool(given) and isinstance(given[0], int))
-        prompts = [given] if single else list(given)
-        if not prompts or not all(isinstance(prompt, str) or prompt for prompt in prompts):
-            raise ApiError(400, "prompt: the list or a prompt in it is empty", param="prompt")
-        return prompts
+        return _several(self.prompt, "prompt")
 
     @property
     def wanted_tokens(self) -> int | None:
@@ -284,6 +279,49 @@ class CompletionRequest(Generation):
         return self.logprobs
 
 
+class EmbeddingRequest(_Model):
+    """Texts, or token ids, to be embedded."""
+
+    model: str
+    input: Prompts
+    encoding_format: Literal["float", "base64"] = "float"
+    dimensions: None = None
+    user: str | None = None
+
+    @property
+    def prompts(self) -> Sequence[str | list[int]]:
+        """The texts, in order."""
+        return _several(self.input, "input")
+
+
+class TokenizeRequest(TemplateArguments):
+    """A text or a conversation to be encoded, in vLLM's words."""
+
+    model: str | None = None
+    """None: the first model."""
+    prompt: str | None = None
+    messages: Annotated[list[ChatMessage], QUICK, Field(min_length=1, max_length=MAX_MESSAGES)] | None = None
+    add_special_tokens: bool = True
+    """Of a text: with the tokens that the tokenizer puts around it."""
+    add_generation_prompt: bool = True
+    """Of a conversation."""
+    return_token_strs: bool | None = False
+
+    @model_validator(mode="after")
+    def _one_of_two(self) -> "TokenizeRequest":
+        if (self.prompt is None) == (self.messages is None):
+            raise ValueError("give prompt or messages")
+        return self
+
+
+class DetokenizeRequest(_Model):
+    """Token ids to be decoded, in vLLM's words."""
+
+    model: str | None = None
+    """None: the first model."""
+    tokens: TokenList
+
+
 class LoadAdapter(_Model):
     """An adapter to be loaded, in vLLM's words."""
 
@@ -296,6 +334,15 @@ class UnloadAdapter(_Model):
 
     lora_name: str
     lora_int_id: int | None = None
+
+
+def _several(given: Any, param: str) -> Sequence[str | list[int]]:
+    """One or several prompts as several. Raises `ApiError` if there is none, or one is empty."""
+    single = isinstance(given, str) or (bool(given) and isinstance(given[0], int))
+    prompts = [given] if single else list(given)
+    if not prompts or not all(isinstance(prompt, str) or prompt for prompt in prompts):
+        raise ApiError(400, f"{param}: the list or a prompt in it is empty", param=param)
+    return prompts
 
 
 def parse(kind: type[BaseModel], body: bytes) -> Any:

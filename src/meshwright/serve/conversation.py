@@ -92,6 +92,11 @@ class PromptEncoder:
         limits.check(self._fewest.of(text))
         return self._tokenizer.encode_prompt(text, limits.check) or [self._tokenizer.eos_id]
 
+    def tokens(self, text: str, limits: EncodingLimits, *, around: bool) -> list[int]:
+        """Token ids of a text; `around`: with the tokens that the tokenizer puts around one."""
+        encode = self._tokenizer.encode_prompt if around else self._tokenizer.encode_long
+        return encode(text, limits.check)
+
     def conversation(
         self,
         messages: Sequence[Mapping[str, Any]],

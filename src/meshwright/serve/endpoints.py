@@ -7,25 +7,37 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from meshwright.data.tokenizer import TextTokenizer
 from meshwright.data.tools import tools_of
-from meshwright.models.generate import check_room
+from meshwright.models.generate import Sampling, check_room
 from meshwright.serve import engine
-from meshwright.serve.api import AnswerFormat, ApiError, ChatRequest, CompletionRequest, Generation, NamedTool
+from meshwright.serve.api import (
+    AnswerFormat,
+    ApiError,
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    EmbeddingRequest,
+    Generation,
+    NamedTool,
+    TokenizeRequest,
+)
 from meshwright.serve.calls import Call, EventStream, Heard
 from meshwright.serve.conversation import EncodingLimits, PromptEncoder
 from meshwright.serve.grammar import Grammar, Grammars
-from meshwright.serve.incoming import encoded, read_request
+from meshwright.serve.incoming import checked, encoded, read_request
 from meshwright.serve.metrics import Metrics
-from meshwright.serve.wording import ToolChoice, Wording
+from meshwright.serve.wording import ToolChoice, Wording, embeddings
 from meshwright.serve.worker import BusyError, EngineThread
 from meshwright.spec.errors import UserError
 
 MAX_BODY = 4 * 2**20
 """Default limit for the bytes of a request."""
+GREEDY = Sampling(temperature=0)
 ENCODERS = 2
 """Threads that encode prompts, apart from those for all other work."""
 
@@ -57,7 +69,7 @@ class ServerLimits:
 
 
 @dataclass(frozen=True)
-class Prompts:
+class EncodedPrompts:
     """The prompts of one request."""
 
     ids: Sequence[Sequence[int]]
@@ -105,7 +117,7 @@ class Endpoints:
             return model.prompts.conversation(messages, tools, limits, arguments=arguments), _tools(model, asked)
 
         prompt, choice = await encoded(request, self._encoders, work, model.engine.max_context)
-        return await self._generate(request, model, asked, Prompts([prompt], model.prompts.answer_ends, choice))
+        return await self._generate(request, model, asked, EncodedPrompts([prompt], model.prompts.answer_ends, choice))
 
     async def complete(self, request: Request) -> Response:
         """Continue texts."""
@@ -116,9 +128,9 @@ class Endpoints:
         prompts = await encoded(
             request, self._encoders, lambda limits: _ids(model, asked.prompts, limits), model.engine.max_context
         )
-        return await self._generate(request, model, asked, Prompts(prompts, model.prompts.text_ends))
+        return await self._generate(request, model, asked, EncodedPrompts(prompts, model.prompts.text_ends))
 
-    async def _generate(self, request: Request, model: Served, asked: Generation, prompts: Prompts) -> Response:
+    async def _generate(self, request: Request, model: Served, asked: Generation, prompts: EncodedPrompts) -> Response:
         echoes = isinstance(asked, CompletionRequest) and bool(asked.echo)
         biases = asked.biases(model.engine.model.spec.vocab)
         sampling, grammar = asked.sampling(), await self._grammar(model, asked, prompts)
@@ -139,6 +151,19 @@ class Endpoints:
             for prompt in prompts.ids
             for row in range(asked.n)
         ]
+        call = self._submit(model, requests, sum(map(len, prompts.ids)))
+        decode = model.tokenizer.decode
+        texts = [decode(request.prompt) for request in requests] if echoes else []
+        chats = isinstance(asked, ChatRequest)
+        wording = Wording(model.name, chat=chats, decode=decode, echoes=texts, tools=prompts.tools)
+        if asked.stream:
+            with_usage = asked.stream_options is not None and asked.stream_options.include_usage
+            return EventStream(call, call.events(wording, begins=chats, with_usage=with_usage))
+        answers = await call.answers(request)
+        return JSONResponse(wording.whole(answers, call.prompt_tokens))
+
+    def _submit(self, model: Served, requests: Sequence[engine.Request], prompt_tokens: int) -> Call:
+        """Queue requests. Raises `ApiError` if the queue is full, or the model is no longer there."""
         heard: asyncio.Queue[Heard] = asyncio.Queue()
         loop = asyncio.get_running_loop()
 
@@ -153,19 +178,60 @@ class Endpoints:
         except BusyError:
             message = "too many requests are waiting; try again later"
             raise ApiError(429, message, code="rate_limit_exceeded") from None
-        decode = model.tokenizer.decode
-        texts = [decode(request.prompt) for request in requests] if echoes else []
-        chats = isinstance(asked, ChatRequest)
-        wording = Wording(model.name, chat=chats, decode=decode, echoes=texts, tools=prompts.tools)
-        call = Call(self._metrics, requests, heard, cancel, sum(map(len, prompts.ids)))
-        if asked.stream:
-            with_usage = asked.stream_options is not None and asked.stream_options.include_usage
-            events = call.events(wording, begins=chats, with_usage=with_usage)
-            return EventStream(call, events)
-        answers = await call.answers(request)
-        return JSONResponse(wording.whole(answers, call.prompt_tokens))
+        return Call(self._metrics, requests, heard, cancel, prompt_tokens)
 
-    async def _grammar(self, model: Served, asked: Generation, prompts: Prompts) -> Grammar | None:
+    async def embed(self, request: Request) -> Response:
+        """Embed texts: the last hidden state of each one's last token, with length 1."""
+        asked = await read_request(EmbeddingRequest, request, self._limits.max_body)
+        model = self.find(asked.model)
+        if not model.engine.embeds:
+            raise ApiError(400, "embeddings need one process: serve without layout.tp", param="model")
+        prompts = await encoded(
+            request, self._encoders, lambda limits: _ids(model, asked.prompts, limits), model.engine.max_context
+        )
+        vectors: list[torch.Tensor] = []
+        for begin in range(0, len(prompts), model.engine.max_batch):
+            some = prompts[begin : begin + model.engine.max_batch]
+            for prompt in some:
+                _room(prompt, 1, model.engine.max_context)
+            requests = [engine.Request(prompt=ids, max_tokens=0, sampling=GREEDY, embeds=True) for ids in some]
+            answers = await self._submit(model, requests, sum(map(len, some))).answers(request)
+            vectors += [answer.embedding for answer in answers if answer.embedding is not None]
+        content = embeddings(model.name, vectors, asked.encoding_format, sum(map(len, prompts)))
+        return JSONResponse(content)
+
+    async def tokenize(self, request: Request) -> Response:
+        """Token ids of a text or a conversation, of any length."""
+        asked = await read_request(TokenizeRequest, request, self._limits.max_body)
+        model = self._first(asked.model)
+
+        def work(limits: EncodingLimits) -> list[int]:
+            if asked.messages is None:
+                return model.prompts.tokens(asked.prompt or "", limits, around=asked.add_special_tokens)
+            messages, arguments = [message.plain() for message in asked.messages], asked.chat_template_kwargs
+            return model.prompts.conversation(
+                messages, asked.tools, limits, arguments=arguments, answer=asked.add_generation_prompt
+            )
+
+        ids = await encoded(request, self._encoders, work)
+        texts = [model.tokenizer.token(number) for number in ids] if asked.return_token_strs else None
+        content = {"count": len(ids), "max_model_len": model.engine.max_context, "tokens": ids, "token_strs": texts}
+        return JSONResponse(content)
+
+    async def detokenize(self, request: Request) -> Response:
+        """The text of token ids."""
+        asked = await read_request(DetokenizeRequest, request, self._limits.max_body)
+        model = self._first(asked.model)
+        if asked.tokens and not 0 <= min(asked.tokens) <= max(asked.tokens) < model.engine.model.spec.vocab:
+            message = f"tokens: token ids must be from 0 to {model.engine.model.spec.vocab - 1}"
+            raise ApiError(400, message, param="tokens")
+        return JSONResponse({"prompt": await checked(model.tokenizer.decode, asked.tokens)})
+
+    def _first(self, name: str | None) -> Served:
+        """The model of this name; without one, the first."""
+        return next(iter(self._models.values())) if name is None else self.find(name)
+
+    async def _grammar(self, model: Served, asked: Generation, prompts: EncodedPrompts) -> Grammar | None:
         """The grammar that answers must follow; compiled in a thread, one at a time, while other requests are
         answered."""
         form = asked.form

@@ -64,6 +64,9 @@ class Server:
             Route("/v1/models/{name:path}", self._guarded(self._one)),
             Route("/v1/chat/completions", self._guarded(self._endpoints.chat), methods=["POST"]),
             Route("/v1/completions", self._guarded(self._endpoints.complete), methods=["POST"]),
+            Route("/v1/embeddings", self._guarded(self._endpoints.embed), methods=["POST"]),
+            Route("/tokenize", self._guarded(self._endpoints.tokenize), methods=["POST"]),
+            Route("/detokenize", self._guarded(self._endpoints.detokenize), methods=["POST"]),
         ]
         return Starlette(routes=routes, lifespan=lifespan, exception_handlers={HTTPException: _not_here})
 

@@ -1,10 +1,14 @@
 """Answers in the format of OpenAI's API, whole or in chunks."""
 
+import base64
 import secrets
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+import torch
+import torch.nn.functional as F
 
 from meshwright.serve.engine import Answer, Request, Token
 from meshwright.serve.tool_calls import CallForm, CallReader, ToolCall
@@ -168,3 +172,14 @@ def usage(answers: Sequence[Answer], prompt_tokens: int) -> dict[str, int]:
         "completion_tokens": written,
         "total_tokens": prompt_tokens + written,
     }
+
+
+def embeddings(model: str, vectors: Sequence[torch.Tensor], form: str, prompt_tokens: int) -> dict[str, Any]:
+    """Embeddings, scaled to length 1: lists of numbers, or the bytes of fp32 (`base64`)."""
+    data = []
+    for number, vector_D in enumerate(vectors):
+        unit_D = F.normalize(vector_D.double(), dim=0).float().cpu()
+        shown = unit_D.tolist() if form == "float" else base64.b64encode(unit_D.numpy().tobytes()).decode()
+        data.append({"object": "embedding", "index": number, "embedding": shown})
+    spent = {"prompt_tokens": prompt_tokens, "total_tokens": prompt_tokens}
+    return {"object": "list", "data": data, "model": model, "usage": spent}
