@@ -196,6 +196,9 @@ def test_a_page_of_another_origin_cannot_drive_the_server(browser: Any, server: 
     bodies = {
         "/v1/chat/completions": {**answers, "messages": said},
         "/v1/completions": {**answers, "prompt": "def"},
+        "/v1/embeddings": {"model": "base", "input": "def"},
+        "/tokenize": {"prompt": "def"},
+        "/detokenize": {"tokens": [5]},
         "/v1/load_lora_adapter": {"lora_name": "evil", "lora_path": "evil"},
         "/v1/unload_lora_adapter": {"lora_name": "tuned"},
         "/arena/votes": vote,

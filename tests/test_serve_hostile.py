@@ -17,16 +17,19 @@ import httpx
 import pytest
 import torch
 from pydantic import ValidationError
+from starlette.routing import Route
 
 from meshwright.data.tokenizer import TextTokenizer
 from meshwright.serve.api import ApiError, ChatRequest, CompletionRequest, parse
 from meshwright.serve.browser import ARENA, CHAT, page
 from meshwright.serve.calls import Call, EventStream
 from meshwright.serve.connections import Connection
+from meshwright.serve.http import Server, ServerLimits
 from meshwright.serve.metrics import Metrics
+from meshwright.serve.served import Capacity, serve_as
 from meshwright.spec.errors import UserError
 from served import model_of
-from test_serve import QUESTION, SECONDS, Running, running
+from test_serve import QUESTION, SECONDS, Running, running, trained
 
 
 @pytest.fixture(scope="module")
@@ -146,11 +149,11 @@ def test_a_text_has_a_limited_number_of_answers(server: Running) -> None:
     assert (answer.status_code, "at most 72 answers" in answer.text) == (400, True)
 
 
-STATE = ("chat/completions", "completions", "load_lora_adapter", "unload_lora_adapter")
+STATE = ("chat/completions", "completions", "embeddings", "load_lora_adapter", "unload_lora_adapter")
 JSON = {"content-type": "application/json"}
 
 
-@pytest.mark.parametrize("path", [*(f"/v1/{name}" for name in STATE), "/arena/votes"])
+@pytest.mark.parametrize("path", [*(f"/v1/{name}" for name in STATE), "/arena/votes", "/tokenize", "/detokenize"])
 def test_pages_of_other_origins_are_refused(server: Running, path: str) -> None:
     """By the type of the body, which such a page cannot choose freely, and by the browser's own headers."""
 
@@ -184,6 +187,12 @@ def test_pages_of_other_origins_are_refused(server: Running, path: str) -> None:
     for headers in allowed:
         for kind in ("application/json", "Application/JSON ; charset=utf-8"):
             assert status(content_type=kind, **headers) not in (403, 415)
+
+
+def test_every_path_that_takes_a_body_is_among_them(base: Any) -> None:
+    app = Server([serve_as(trained(base), "base", Capacity(max_batch=1))], ServerLimits()).app()
+    posted = {route.path for route in app.routes if isinstance(route, Route) and "POST" in (route.methods or ())}
+    assert posted == {*(f"/v1/{name}" for name in STATE), "/arena/votes", "/tokenize", "/detokenize"}
 
 
 def test_links_of_other_sites_may_show_the_page(server: Running) -> None:

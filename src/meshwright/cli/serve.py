@@ -130,8 +130,8 @@ def run(arguments: argparse.Namespace) -> int:
     room = Capacity(max_batch=arguments.max_batch, max_context=arguments.max_context, prefixes=prefixes)
     with listen(arguments.host, arguments.port) as listening:  # before loading, because the port may be in use
         trained = _opened(arguments)
-        models = open_served(trained, arguments.name or default_name(trained), adapters, room, beside=beside)
-        folder = arguments.adapters_from
+        folder, name = arguments.adapters_from, arguments.name or default_name(trained)
+        models = open_served(trained, name, adapters, room, beside=beside, more=folder is not None)
         load = None if folder is None else loader_of(trained, folder, room)
         for model in models:
             template = "chat and completions" if model.prompts.chats else "completions only: it has no chat template"
