@@ -157,6 +157,11 @@ def test_json_is_a_call_only_if_it_names_a_tool() -> None:
     assert read(form, list(both)) == ("", [("add", {"a": 1}), ("find_all", {})])
 
 
+def test_an_empty_thought_before_a_call_does_not_belong_to_it() -> None:
+    form = form_of(OURS["qwen3"])
+    assert (form.before, form.opening) == ("<tool_call>\n", "<tool_call>")
+
+
 def test_templates_without_calls_have_no_form() -> None:
     for name in ("prompts for a thought", "takes turns"):
         assert PromptEncoder(tokenizer_with(FAMILIES[name])).calls is None
@@ -342,3 +347,25 @@ def test_a_templates_arguments_reach_it(tmp_path: Path) -> None:
             for more in ({}, {"chat_template_kwargs": {"enable_thinking": False}})
         ]
     assert counts[1]["prompt_tokens"] > counts[0]["prompt_tokens"]
+
+
+@pytest.mark.parametrize("family", SERVED)
+def test_the_grammar_allows_what_the_template_writes(family: str) -> None:
+    """Several calls only where they are wanted, and where the template can write them."""
+    tokenizer = tokenizer_with(OURS[family])
+    form, grammars = form_of(OURS[family]), Grammars(tokenizer, tokenizer.vocab_size)
+    other = ("find_all", {"deep": False, "mode": "y"})
+    for many in (False, True):
+        source = form.lark(TOOLS, tokenizer.token_id, many=many)
+        for calls in ([ADD], [other], [ADD, other]):
+            if len(calls) > 1 and family == "llama3":
+                continue
+            matcher = grammars.compile("lark", source, {tokenizer.eos_id}).begin()
+            text = re.sub(r"call0000\d", "call00000", written(OURS[family], *calls))
+            allowed = True
+            for token in tokenizer.encode_marked([text])[0][0]:
+                allowed = allowed and bool(matcher.allowed()[token])
+                if allowed:
+                    matcher.accept(token)
+            allowed = allowed and bool(matcher.allowed()[tokenizer.eos_id])
+            assert allowed == (many or len(calls) == 1), (many, calls)
