@@ -99,7 +99,7 @@ def test_a_proxy_is_used_for_other_machines(monkeypatch: pytest.MonkeyPatch) -> 
         monkeypatch.setenv("http_proxy", f"http://user:p%40ss@127.0.0.1:{proxy.port}")
         monkeypatch.setenv("https_proxy", f"127.0.0.1:{proxy.port}")
         assert Client("http://judge.example/v1", "m", attempts=1).ask("?", max_tokens=1).text == "[[A]]"
-        with pytest.raises(UserError, match=r"SSL|EOF|WRONG_VERSION|record layer"):
+        with pytest.raises(UserError, match="1 attempts"):  # this proxy does not let the encryption begin
             Client("https://judge.example:444/v1", "m", key="secret", attempts=1).ask("?", max_tokens=1)
         monkeypatch.setenv("no_proxy", "judge.example")
         with pytest.raises(UserError, match="1 attempts"):
