@@ -1,7 +1,8 @@
 """Chat templates: conversations rendered by Jinja, and the span of characters of each message."""
 
+import copy
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import date
 from functools import cached_property
 from pathlib import Path
@@ -53,6 +54,38 @@ class ChatTemplate:
         Raises UserError if the template refuses the conversation.
         """
         return self._render(self.prepared(messages), tools, answer).replace(BEGIN, "").replace(END, "")
+
+    def with_arguments(self, arguments: Mapping[str, Any]) -> "ChatTemplate":
+        """The template with these arguments besides its own, such as `enable_thinking`.
+
+        Raises UserError for a name of what every conversation gives it.
+        """
+        if reserved := {"messages", "tools", "add_generation_prompt"} & arguments.keys():
+            raise UserError(f"a chat template's argument cannot be {min(reserved)}; it comes from the request")
+        other = copy.copy(self)
+        other._variables = {**self._variables, **arguments}
+        return other
+
+    def writes_tools(self) -> bool:
+        """Whether it renders tools."""
+        tools, asked = [{"type": "function", "function": {"name": "probe_name"}}], {"role": "user", "content": "?"}
+        try:
+            return "probe_name" in self.render([asked], tools=tools, answer=True)
+        except UserError:  # it may demand a description, and so reads tools
+            return True
+
+    def answer(self, message: Message) -> str:
+        """An assistant's turn as the model writes it, without what the template puts before words and after the turn.
+
+        Raises UserError if the template refuses such a message.
+        """
+        asked = {"role": "user", "content": "?"}
+        texts = []
+        for said in ({"role": "assistant", "content": "probe_words"}, message):
+            text, turns, _ = self.turns([asked, said], [1])
+            texts.append(text[turns[1].parts[0].start : turns[1].end])
+        before = texts[0].partition("probe_words")[0]
+        return texts[1].removeprefix(before) if before else texts[1]
 
     def prepared(self, messages: Sequence[Message]) -> list[dict[str, Any]]:
         """The messages in the template's form: tool calls in its format and, as in transformers, thoughts under every

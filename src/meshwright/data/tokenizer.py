@@ -3,14 +3,17 @@
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import pairwise
+from functools import cached_property
+from itertools import compress, pairwise
 from pathlib import Path
 from typing import Any
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from meshwright.data.spelled import between, inside, replaced
 from meshwright.spec.errors import UserError
 from meshwright.storage.durable import regular, write_durably
 
@@ -34,6 +37,10 @@ PIECE = 1 << 16
 """Characters after which a long document may be cut for encoding."""
 WINDOW = 256
 """Characters on both sides of a cut that are encoded to check that the cut does not change the tokens."""
+Encoded = tuple[list[int], list[tuple[int, int]]]
+"""Token ids, and the characters covered by each."""
+Progress = Callable[[int], object]
+"""Called with the number of tokens so far; it may raise an error to end the work."""
 _WORD_END = re.compile(r"[^\W_](?=\s)")
 
 
@@ -54,7 +61,7 @@ class TextTokenizer:
             self._tokenizer = Tokenizer.from_str(files["tokenizer.json"].decode())
         except Exception as error:  # the library raises bare Exception
             raise UserError(f"{where}: tokenizer.json cannot be read: {error}") from error
-        self._tokenizer.encode_special_tokens = True
+        self._lock = threading.Lock()
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         ids = self._tokenizer.get_vocab(with_added_tokens=True)
@@ -84,72 +91,74 @@ class TextTokenizer:
 
     def encode(self, text: str) -> list[int]:
         """Token ids of one text."""
-        with _panics_told():
+        return self._ids(text, marked=False)
+
+    def _ids(self, text: str, *, marked: bool) -> list[int]:
+        with self._reading(marked=marked):
             return self._tokenizer.encode(text, add_special_tokens=False).ids
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """Token ids of many texts, on all cores."""
-        with _panics_told():
+        with self._reading(marked=False):
             return [found.ids for found in self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
 
-    def encode_marked(
-        self, texts: Sequence[str], *, add_special_tokens: bool = False
-    ) -> list[tuple[list[int], list[tuple[int, int]]]]:
-        """(token ids, characters covered by each) of texts whose special tokens are meant as such, because a chat
-        template wrote them. `add_special_tokens`: also add those that the tokenizer puts around every text."""
-        self._tokenizer.encode_special_tokens = False
-        try:
-            with _panics_told():
-                found = self._tokenizer.encode_batch(texts, add_special_tokens=add_special_tokens)
-        finally:
-            self._tokenizer.encode_special_tokens = True
+    def encode_marked(self, texts: Sequence[str], *, add_special_tokens: bool = False) -> list[Encoded]:
+        """Texts whose special tokens are meant as such, because a chat template wrote them. `add_special_tokens`: also
+        add those that the tokenizer puts around every text."""
+        with self._reading(marked=True):
+            found = self._tokenizer.encode_batch(texts, add_special_tokens=add_special_tokens)
         return [(encoding.ids, encoding.offsets) for encoding in found]
 
     def encode_conversation(
-        self, text: str, texts: Sequence[tuple[int, int]]
-    ) -> tuple[list[int], list[tuple[int, int]]]:
+        self, text: str, texts: Sequence[tuple[int, int]] = (), progress: Progress = lambda tokens: None
+    ) -> Encoded:
         """`encode_marked` of one text, but special tokens spelled out inside `texts` (characters from, to) are encoded
-        as letters.
+        as letters. `progress` is called with the number of tokens after each piece of the text.
 
         Raises UserError if this tokenizer would encode the text around it differently.
         """
-        special = list(self.special_pattern.finditer(text))
-        spelled = [found for found in special if any(a <= found.start() and found.end() <= b for a, b in texts)]
-        if not spelled:
-            return self.encode_marked([text])[0]
-        written = [found for found in special if found not in spelled]
-        cuts = []
-        for found in spelled:  # from the template's token before it to the one after it
-            start = max((token.end() for token in written if token.end() <= found.start()), default=0)
-            end = min((token.start() for token in written if token.start() >= found.end()), default=len(text))
-            if not cuts or cuts[-1] != (start, end):
-                cuts.append((start, end))
-        harmless = text
-        for found in spelled:
-            harmless = harmless[: found.start()] + "x" * len(found[0]) + harmless[found.end() :]
-        if self._encode_parts(harmless, cuts) != self.encode_marked([harmless])[0]:
+        special = [found.span() for found in self.special_pattern.finditer(text)]
+        spelled = list(inside(special, texts))
+        if not any(spelled):
+            return self._encode_parts(text, (), progress)
+        cuts = list(between(special, spelled, len(text)))
+        covers = ("x" * (end - start) for (start, end), is_spelled in zip(special, spelled, strict=True) if is_spelled)
+        harmless = replaced(text, list(compress(special, spelled)), covers)
+        if self._encode_parts(harmless, cuts, progress) != self._encode_parts(harmless, (), progress):
             raise UserError("it contains the text of a special token, which this tokenizer cannot escape")
-        return self._encode_parts(text, cuts)
+        return self._encode_parts(text, cuts, progress)
 
-    def _encode_parts(self, text: str, plain: Sequence[tuple[int, int]]) -> tuple[list[int], list[tuple[int, int]]]:
+    def _encode_parts(self, text: str, plain: Sequence[tuple[int, int]], progress: Progress) -> Encoded:
         """Tokens of a text; inside its `plain` parts, special tokens are letters."""
         ids: list[int] = []
         offsets: list[tuple[int, int]] = []
         borders = [0, *(border for part in plain for border in part), len(text)]
         for number, (start, end) in enumerate(pairwise(borders)):
-            if number % 2:
-                with _panics_told():
-                    found = self._tokenizer.encode(text[start:end], add_special_tokens=False)
-                part = (found.ids, found.offsets)
-            else:
-                part = self.encode_marked([text[start:end]])[0]
-            ids += part[0]
-            offsets += [(a + start, b + start) for a, b in part[1]]
+            marked = number % 2 == 0
+            for piece in self.pieces(text[start:end], marked=marked):
+                with self._reading(marked=marked):
+                    (found,) = self._tokenizer.encode_batch([piece], add_special_tokens=False)
+                ids += found.ids
+                offsets += [(a + start, b + start) for a, b in found.offsets]
+                start += len(piece)
+                progress(len(ids))
         return ids, offsets
+
+    @contextmanager
+    def _reading(self, *, marked: bool) -> Iterator[None]:
+        """Inside, special tokens in texts are read as such if `marked`, otherwise as letters. The library has one
+        setting for all threads."""
+        with self._lock, _panics_told():
+            self._tokenizer.encode_special_tokens = not marked
+            yield
 
     def token_id(self, token: str) -> int | None:
         """Id of a token of the vocabulary; None if there is no such token."""
         return self._tokenizer.token_to_id(token)
+
+    def token(self, number: int) -> str | None:
+        """The token of this id, in the vocabulary's spelling; None if there is none."""
+        return self._tokenizer.id_to_token(number)
 
     def extends(self, other: "TextTokenizer") -> bool:
         """Whether every token of `other` has the same number here; there may be more."""
@@ -160,13 +169,33 @@ class TextTokenizer:
         """The same tokenizer with another chat template in its files."""
         return TextTokenizer({**self._files, CHAT_TEMPLATE: source.encode()}, where="tokenizer")
 
-    def encode_prompt(self, text: str) -> list[int]:
+    def encode_long(self, text: str, progress: Progress, *, around: bool = False) -> list[int]:
+        """`encode` in pieces; `progress`: see `encode_conversation`. `around`: with the tokens that the tokenizer's own
+        template puts around a text."""
+        pieces, ids = self.pieces(text), list[int]()
+        for piece in pieces:
+            with self._reading(marked=False):
+                (found,) = self._tokenizer.encode_batch_fast([piece], add_special_tokens=around and len(pieces) == 1)
+            ids += found.ids
+            progress(len(ids))
+        before, after = self._around if around and len(pieces) > 1 else ([], [])
+        return [*before, *ids, *after]
+
+    def encode_prompt(self, text: str, progress: Progress = lambda tokens: None) -> list[int]:
         """Token ids of a prompt, with the tokens that the tokenizer's own template puts before a text (Llama's
-        begin-of-text), without an end-of-text token."""
-        ids = self._tokenizer.encode(text, add_special_tokens=True).ids
+        begin-of-text), without an end-of-text token. `progress`: see `encode_conversation`."""
+        ids = self.encode_long(text, progress, around=True)
         while ids and ids[-1] == self.eos_id:
             ids.pop()
         return ids
+
+    @cached_property
+    def _around(self) -> tuple[list[int], list[int]]:
+        """The tokens that the tokenizer's own template puts before and after a text."""
+        word = self.encode("a")
+        (found,) = self._tokenizer.encode_batch_fast(["a"], add_special_tokens=True)
+        start = next(place for place in range(len(found.ids)) if found.ids[place : place + len(word)] == word)
+        return found.ids[:start], found.ids[start + len(word) :]
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text of token ids, special tokens by their names; bytes that are not UTF-8 become U+FFFD."""
@@ -176,28 +205,30 @@ class TextTokenizer:
         """The text of token ids without special tokens."""
         return self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=True)
 
-    def pieces(self, text: str) -> list[str]:
+    def pieces(self, text: str, *, marked: bool = False) -> list[str]:
         """Cut a long text into pieces whose joined tokens equal the tokens of the whole text, so that one big file is
         encoded on all cores in bounded memory.
 
         A cut is made after a word when a piece has PIECE characters, if the WINDOW around it has the same tokens with
-        and without the cut. Tokenizers that mark the start of every text (Llama 2's) get their text whole.
+        and without the cut. Tokenizers that mark the start of every text (Llama 2's) get their text whole. `marked`:
+        special tokens are meant as such.
         """
-        if len(text) <= PIECE or not self._invisible("a word", cut=1):
+        if len(text) <= PIECE or not self._invisible("a word", 1, marked=marked):
             return [text]
         pieces, start = [], 0
-        while (cut := self._next_cut(text, start + PIECE)) is not None:
+        while (cut := self._next_cut(text, start + PIECE, marked=marked)) is not None:
             pieces.append(text[start:cut])
             start = cut
         return [*pieces, text[start:]]
 
-    def _next_cut(self, text: str, start: int) -> int | None:
+    def _next_cut(self, text: str, start: int, *, marked: bool) -> int | None:
         ends = (match.end() for match in _WORD_END.finditer(text, start))
-        return next((end for end in ends if self._invisible(text, end)), None)
+        return next((end for end in ends if self._invisible(text, end, marked=marked)), None)
 
-    def _invisible(self, text: str, cut: int) -> bool:
-        left, right = text[max(0, cut - WINDOW) : cut], text[cut : cut + WINDOW]
-        return self.encode(left + right) == self.encode(left) + self.encode(right)
+    def _invisible(self, text: str, cut: int, *, marked: bool) -> bool:
+        sides = [text[max(0, cut - WINDOW) : cut], text[cut : cut + WINDOW]]
+        left, right, whole = (self._ids(part, marked=marked) for part in (*sides, "".join(sides)))
+        return whole == left + right
 
     def save(self, directory: Path) -> None:
         """Write the tokenizer's files, byte for byte as read, for Hugging Face's tools."""

@@ -20,6 +20,8 @@ def read_objects(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
             continue
         try:
             row = json.loads(line)
+            if "\\ud" in line.lower():
+                json.dumps(row, ensure_ascii=False).encode()  # half of a surrogate pair is no character
         except (ValueError, RecursionError) as error:
             raise UserError(f"{path}:{number}: is not JSON ({error})") from error
         if not isinstance(row, dict):
