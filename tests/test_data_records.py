@@ -19,7 +19,7 @@ from meshwright.data.mixture import held_out_samples, training_samples
 from meshwright.data.packing import NO_LABEL, build_samples
 from meshwright.data.prepare import prepare_corpus
 from meshwright.data.readers import read_documents, told_apart
-from meshwright.data.records import record_text
+from meshwright.data.records import record_content
 from meshwright.data.sources import find_files
 from meshwright.serve.trained import _samples_of
 from meshwright.spec.data import ChatSpec, DataSpec
@@ -30,6 +30,10 @@ PAIRS = [(talk[1]["content"], talk[2]["content"]) for talk in TALKS]
 
 def turn(role, content):
     return {"role": role, "content": content}
+
+
+def record_text(fields, format, where):
+    return record_content(fields, format, where).text
 
 
 def write_parquet(path, rows):
@@ -333,7 +337,7 @@ def test_a_preference_keeps_its_tools_on_both_sides():
 
 ODD_CALLS = {
     "call": ({"role": "assistant", "tool_calls": [{"function": {"arguments": "{}"}}]}, "a call of a tool has no name"),
-    "arguments": ({"from": "function_call", "value": "not JSON"}, "a call: not JSON"),
+    "arguments": ({"from": "function_call", "value": "not JSON"}, "a call: is not JSON"),
     "list": (
         {"role": "assistant", "tool_calls": [{"name": "f", "arguments": "[1]"}]},
         "of 'f' are not an object but list",

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from meshwright.cli.common import add_recipe_arguments, read_recipe, with_place
 from meshwright.cli.output import add_json_argument, print_json
-from meshwright.data.describe import describe_sample
+from meshwright.data.describe import describe_counts, describe_sample
 from meshwright.data.packing import build_samples
 from meshwright.data.plugged import has_datasets
 from meshwright.data.prepare import (
@@ -218,7 +218,7 @@ def _sample(
     if (given or records) and tokenizer is None:
         raise needs_tokenizer((given or records)[0])
     size = tokenizer.vocab_size if tokenizer else recipe.data.tokenizer_vocab
-    facts, notes = {"vocab": size, "trained": tokenizer is None}, {}
+    facts, notes = {"vocab": size, "trained": tokenizer is None}, list[str]()
     if model is not None:
         check_vocabulary(recipe, model, size)
     groups = group_files(recipe.data, files)
@@ -227,18 +227,20 @@ def _sample(
     if records:
         encoder = encoder_of_records(recipe.data, tokenizer, base_dir)
         if encoder.template is not None and not encoder.template.may_end_turns():
-            notes["note"] = (
+            notes.append(
                 f"chat template {encoder.template.name} has no special token after the assistant's turn, so the model "
                 "will not learn to stop; add {{ eos_token }} there"
             )
         parts[:0] = [first_records(group, encoder, SAMPLE_RECORDS) for group in groups.values() if group[0].is_records]
+        counts = [count for part in parts for count in describe_counts(part)]
+        notes += [f"of the first {SAMPLE_RECORDS} records at most: {', '.join(counts)}"] if counts else []
     elif texts:
         parts.insert(0, file_in_memory([[*ids, tokenizer.eos_id] for ids in tokenizer.encode_batch(texts)]))
         if sum(map(len, texts)) < characters:  # the whole corpus: it must fill at least one sample
             build_samples(parts[0], recipe.data)
     samples = [build_samples(part, recipe.data, keep_tail=True) for part in parts]
     _, *lines = describe_sample(samples[0], 0, tokenizer)
-    return {"tokenizer": facts, "sample": lines, **notes}
+    return {"tokenizer": facts, "sample": lines, "notes": notes}
 
 
 def _beginning(files: list[SourceFile], characters: int) -> list[str]:
@@ -285,8 +287,7 @@ def _report(facts: dict[str, Any]) -> Iterator[str]:
     if tokenizer := facts.get("tokenizer"):
         origin = "to be trained on this text" if tokenizer["trained"] else "found"
         yield f"tokenizer  {tokenizer['vocab']} tokens, {origin}"
-    if note := facts.get("note"):
-        yield f"note       {note}"
+    yield from (f"note       {note}" for note in facts.get("notes", []))
     if sample := facts.get("sample"):
         yield "sample     the first; trained text after |, context after ."
         yield from (f"  {line}" for line in sample)

@@ -146,6 +146,7 @@ def _audit(arguments: argparse.Namespace, recipe: Run, corpus: Corpus) -> int:
     lines = [
         f"{planned.steps} steps on {planned.world_size} ranks: {report.samples} samples, {report.tokens} labels",
         f"announced: {describe_mixture(corpus, planned.mixture, planned.steps * planned.global_batch)}",
+        *([f"records: {formats}"] if (formats := describe_formats(corpus)) else []),
         *_verdicts(report, left_out),
         *(line for overlap in overlaps for line in _overlap_lines(overlap, arguments.ngram or NGRAM)),
     ]

@@ -2,6 +2,7 @@
 
 import os
 import shutil
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -182,7 +183,9 @@ def first_records(files: Sequence[SourceFile], encoder: RecordEncoder, num: int)
     documents = [ids for found in encoded for ids in found.documents]
     if not documents:
         raise UserError(f"{files[0].name}: all checked records are left out: too long, or without an answer")
-    return replace(file_in_memory(documents, masked=True), is_pairs=files[0].format == "preference")
+    notes = [note for document, found in zip(read, encoded, strict=True) for note in (document.note, found.note)]
+    counts = Counter(filter(None, notes))
+    return replace(file_in_memory(documents, masked=True), is_pairs=files[0].format == "preference", counts=counts)
 
 
 def find_tokenizer(data: DataSpec, *, base_dir: Path, model_dir: Path | None = None) -> TextTokenizer | None:

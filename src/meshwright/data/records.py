@@ -11,8 +11,9 @@ A record in that form is JSON text, one of
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
+from meshwright.data.structs import has_structs, leaves_out, with_required_nulls
 from meshwright.data.tools import calls_of, tools_of
 from meshwright.spec.data import ROLES, THOUGHTS, Format
 from meshwright.spec.errors import UserError
@@ -37,6 +38,8 @@ REFUSED = {
 }
 """Known columns that cannot be used, and why."""
 FURTHER += tuple(REFUSED)
+STRUCTS = "structs"
+"""The note of a record without the keys that were null in a struct."""
 KNOWN_ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
@@ -71,7 +74,16 @@ def renamed(fields: Mapping[str, Any], columns: Sequence[tuple[str, str | None]]
     return rest | {ours: fields[name] for ours, name in columns if name is not None and name in fields}
 
 
-def record_text(fields: Mapping[str, Any], format: Format, where: str) -> str:
+class Content(NamedTuple):
+    """What is read from a line or row."""
+
+    text: str
+    """The text, or the JSON text of a record."""
+    note: str = ""
+    """`structs` if keys that were null in a struct of an Arrow file are left out of it."""
+
+
+def record_content(fields: Mapping[str, Any], format: Format, where: str) -> Content:
     """A line or row in the common form of records. Raises UserError; the message starts with `where`."""
     lacking = [column for column in COLUMNS[format] if fields.get(column) is None]
     if lacking:
@@ -88,6 +100,7 @@ def record_text(fields: Mapping[str, Any], format: Format, where: str) -> str:
     if tools and format in ("messages", "sharegpt", "prompt_completion", "alpaca", "preference"):
         for side in (record["chosen"], record["rejected"]) if format == "preference" else (record,):
             side["tools"] = tools
+            _keep_required_nulls(side)
     if _weight(fields, where) == 0:
         record["weight"] = 0
     text = json.dumps(record, ensure_ascii=False, separators=(",", ":"))
@@ -95,7 +108,17 @@ def record_text(fields: Mapping[str, Any], format: Format, where: str) -> str:
         text.encode()
     except UnicodeEncodeError as error:
         raise UserError(f"{where}: not Unicode text: a lone surrogate") from error
-    return text
+    # The record's own messages and calls are plain objects, whose null fields mean nothing.
+    return Content(text, STRUCTS if has_structs(fields) and leaves_out([record, fields.get("tools")]) else "")
+
+
+def _keep_required_nulls(record: dict[str, Any]) -> None:
+    """Put back the null arguments that the record's own tools require."""
+    functions = [tool["function"] for tool in record["tools"]]
+    schemas = {function["name"]: function.get("parameters") for function in functions}
+    for call in (call for message in record.get("messages", []) for call in message.get("tool_calls", [])):
+        function = call["function"]
+        function["arguments"] = with_required_nulls(function["arguments"], schemas.get(function["name"]))
 
 
 def _of_messages(fields: Mapping[str, Any], where: str) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, train
 
 from meshwright.spec.errors import UserError
 from meshwright.storage.durable import regular, write_durably
+from meshwright.storage.jsonl import parse_json
 
 END_OF_TEXT = "<|endoftext|>"
 """End-of-text token of the tokenizers trained here."""
@@ -340,9 +341,10 @@ def _end_of_text(files: Mapping[str, bytes], ids: Mapping[str, int], where: str)
 
 def _read_json(files: Mapping[str, bytes], name: str, where: str) -> dict[str, Any]:
     try:
-        content = json.loads(files.get(name, b"{}"))
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{where}: {name} is not JSON: {error}") from error
+        text = files.get(name, b"{}").decode()
+    except UnicodeDecodeError as error:
+        raise UserError(f"{where}: {name} is not UTF-8 at byte {error.start}") from error
+    content = parse_json(text, f"{where}: {name}")
     if not isinstance(content, dict):
         raise UserError(f"{where}: {name} is not a JSON object")
     return content

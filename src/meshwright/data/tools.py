@@ -12,6 +12,7 @@ from itertools import product
 from typing import Any, NamedTuple
 
 from meshwright.spec.errors import UserError
+from meshwright.storage.jsonl import parse_json
 
 
 class ToolCallFormat(NamedTuple):
@@ -104,10 +105,10 @@ def _call(call: Any, where: str) -> dict[str, Any]:
         raise UserError(f"{where}: a call of a tool has no name")
     given = function.get("arguments", function.get("parameters"))
     arguments = _from_json(given, f"{where}: the arguments of {name!r}") if given not in (None, "") else {}
-    if not isinstance(arguments, Mapping):
+    if not isinstance(arguments, dict):
         raise UserError(f"{where}: the arguments of {name!r} are not an object but {type(arguments).__name__}")
     identity = {"id": call["id"]} if isinstance(call.get("id"), str) else {}
-    return {**identity, "type": "function", "function": {"name": name, "arguments": dict(arguments)}}
+    return {**identity, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
 def _as_text(function: Mapping[str, Any]) -> dict[str, Any]:
@@ -116,9 +117,4 @@ def _as_text(function: Mapping[str, Any]) -> dict[str, Any]:
 
 def _from_json(value: Any, what: str) -> Any:
     """The value; JSON text is parsed."""
-    if not isinstance(value, str):
-        return value
-    try:
-        return json.loads(value)
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{what}: not JSON: {error}") from error
+    return parse_json(value, what) if isinstance(value, str) else value
