@@ -251,7 +251,9 @@ def test_a_model_without_a_recipe_is_measured_on_what_its_template_trains(tmp_pa
     monkeypatch.chdir(tmp_path)
     (tmp_path / "talks.jsonl").write_text(lines(*({"messages": talk} for talk in TALKS[:6])))
     (stream,) = prepare_corpus(recipe(tmp_path, "talks.jsonl", held_out=0), base_dir=tmp_path).streams
-    trained = SimpleNamespace(run=None, tokenizer_dir=tmp_path / "tokenizer", spec=SimpleNamespace(foreign=None))
+    trained = SimpleNamespace(
+        run=None, tokenizer_dir=tmp_path / "tokenizer", spec=SimpleNamespace(foreign=None, vocab=512)
+    )
     (samples,) = _samples_of(trained, ["talks.jsonl"], 256).values()
     assert (
         sum(int((sample.labels != NO_LABEL).sum()) for sample in map(samples.__getitem__, range(len(samples))))

@@ -15,6 +15,8 @@ from meshwright.data.describe import describe_counts, describe_sample
 from meshwright.data.packing import build_samples
 from meshwright.data.plugged import has_datasets
 from meshwright.data.prepare import (
+    NO_MODEL,
+    StartingModel,
     encoder_of_records,
     find_tokenizer,
     first_records,
@@ -26,7 +28,7 @@ from meshwright.data.readers import read_documents, told_apart
 from meshwright.data.sources import SourceFile, find_files, names_of
 from meshwright.data.token_file import file_in_memory
 from meshwright.data.tokenizer import train_tokenizer
-from meshwright.families import active_parameters, count_trained, parameter_table, pretrained_directory, resolve_model
+from meshwright.families import active_parameters, count_trained, parameter_table, resolve_model
 from meshwright.plan.forecast import forecast, warnings
 from meshwright.plan.machine import find_machine
 from meshwright.plan.stages import describe_pipeline
@@ -45,6 +47,7 @@ from meshwright.trainer.start import (
     check_vocabulary,
     check_writable,
     require_plugins,
+    starting_model,
     with_datasets,
 )
 
@@ -162,7 +165,7 @@ def examine(recipe: Run, base_dir: Path, findings: Findings) -> dict[str, Any]:
     if findings.attempt(lambda: (require_plugins(recipe), True)):
         written = findings.attempt(lambda: with_datasets(recipe, base_dir, most=SAMPLE_RECORDS))
     recipe = written or recipe
-    model_dir = findings.attempt(lambda: pretrained_directory(recipe.model, base_dir=base_dir)) if model else None
+    given = (findings.attempt(lambda: starting_model(recipe, base_dir)) if model else None) or NO_MODEL
     files = None
     if written or not has_datasets(recipe.data):
         files = findings.attempt(lambda: told_apart(find_files(recipe.data.sources, base_dir)))
@@ -172,9 +175,9 @@ def examine(recipe: Run, base_dir: Path, findings: Findings) -> dict[str, Any]:
         facts["data"] |= {"formats": formats} if formats else {}
         findings.attempt(lambda: _check_objective(recipe, files))
         if resolved is not None:
-            tokenizer = findings.attempt(lambda: find_tokenizer(recipe.data, base_dir=base_dir, model_dir=model_dir))
+            tokenizer = findings.attempt(lambda: find_tokenizer(recipe.data, base_dir=base_dir, model=given))
             findings.attempt(partial(check_tokenizer, resolved, tokenizer))
-        sample = findings.attempt(lambda: _sample(recipe, files, base_dir, model_dir, model))
+        sample = findings.attempt(lambda: _sample(recipe, files, base_dir, given, model))
         facts |= sample or {}
     return facts
 
@@ -201,29 +204,29 @@ def _model_facts(recipe: Run, model: ModelSpec) -> dict[str, Any]:
 
 
 def _sample(
-    recipe: Run, files: list[SourceFile], base_dir: Path, model_dir: Path | None, model: ModelSpec | None
+    recipe: Run, files: list[SourceFile], base_dir: Path, given: StartingModel, model: ModelSpec | None
 ) -> dict[str, Any]:
     """The tokenizer, and the first training sample of the corpus.
 
     Reads the corpus up to READ_BYTES to find files that are not text. If the run would train a tokenizer, one is
     trained here on the beginning of the corpus; the run's own will differ slightly.
     """
-    tokenizer = find_tokenizer(recipe.data, base_dir=base_dir, model_dir=model_dir)
-    given = [file for file in files if file.is_tokens]
+    tokenizer = find_tokenizer(recipe.data, base_dir=base_dir, model=given)
+    tokens = [file for file in files if file.is_tokens]
     records = [file for file in files if file.is_records]
     characters = max(SAMPLE_CHARACTERS, CHARACTERS_PER_TOKEN * recipe.data.sequence_length)
     texts = _beginning([file for file in files if not (file.is_tokens or file.is_records)], characters)
-    if not texts and not given and not records:
+    if not texts and not tokens and not records:
         raise UserError(f"{names_of(files)}: every document is empty")
-    if (given or records) and tokenizer is None:
-        raise needs_tokenizer((given or records)[0])
+    if (tokens or records) and tokenizer is None:
+        raise needs_tokenizer((tokens or records)[0])
     size = tokenizer.vocab_size if tokenizer else recipe.data.tokenizer_vocab
     facts, notes = {"vocab": size, "trained": tokenizer is None}, list[str]()
     if model is not None:
-        check_vocabulary(recipe, model, size)
+        check_vocabulary(recipe, model, size, base_dir)
     groups = group_files(recipe.data, files)
     tokenizer = tokenizer or train_tokenizer(texts, recipe.data.tokenizer_vocab)
-    parts = [first_tokens(file, tokenizer, characters) for file in given]
+    parts = [first_tokens(file, tokenizer, characters) for file in tokens]
     if records:
         encoder = encoder_of_records(recipe.data, tokenizer, base_dir)
         if encoder.template is not None and not encoder.template.may_end_turns():

@@ -17,12 +17,11 @@ from meshwright.data.loader import Loader
 from meshwright.data.mixture import held_out_samples, training_samples
 from meshwright.data.overlap import NGRAM, Overlap, find_overlap
 from meshwright.data.prepare import Corpus, prepare_corpus
-from meshwright.families import pretrained_directory
 from meshwright.spec.run import ResolvedRun, Run
 from meshwright.terminal import printable
 from meshwright.trainer.display import ProgressLine, short
 from meshwright.trainer.resolve import resolve_run
-from meshwright.trainer.start import require_plugins, with_datasets
+from meshwright.trainer.start import require_plugins, starting_model, with_datasets
 
 ACTIONS = ("prepare", "show", "audit")
 
@@ -69,7 +68,7 @@ def run(arguments: argparse.Namespace) -> int:
         corpus = prepare_corpus(
             recipe.data,
             base_dir=base_dir,
-            model_dir=pretrained_directory(recipe.model, base_dir=base_dir),
+            model=starting_model(recipe, base_dir),
             progress=progress,
             processes=arguments.processes,
             mend=_mending if arguments.action == "prepare" else None,

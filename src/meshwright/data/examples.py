@@ -34,12 +34,17 @@ class TextEncoder:
 
     def __init__(self, tokenizer: TextTokenizer):
         self.tokenizer = tokenizer
-        self.settings = {"files": dict(tokenizer.files)}
+        self.settings = {"files": dict(tokenizer.files), "rows": tokenizer.rows}
         """Plain data from which `build_encoder` rebuilds it in another process."""
 
     def encode(self, texts: Sequence[str]) -> list[EncodedText]:
         """One result for each text."""
-        return [EncodedText((np.asarray(ids, np.int32),)) for ids in self.tokenizer.encode_batch(texts)]
+        try:
+            return [EncodedText((np.asarray(ids, np.int32),)) for ids in self.tokenizer.encode_batch(texts)]
+        except UserError as error:
+            if len(texts) == 1:
+                return [EncodedText((), error=str(error))]
+            return [self.encode([text])[0] for text in texts]
 
 
 class RecordEncoder:
@@ -59,7 +64,8 @@ class RecordEncoder:
         """As in `TextEncoder`."""
         template = self.template and {"source": self.template.source, "name": self.template.name}
         chat = self.chat.model_dump(mode="json")
-        return {"files": dict(self.tokenizer.files), "template": template, "chat": chat, "labels": self.max_labels}
+        files, rows = dict(self.tokenizer.files), self.tokenizer.rows
+        return {"files": files, "rows": rows, "template": template, "chat": chat, "labels": self.max_labels}
 
     def encode(self, texts: Sequence[str]) -> list[EncodedText]:
         """One result for each record."""
@@ -102,6 +108,7 @@ class RecordEncoder:
                 raise UserError(
                     f"token {outside[0]} is outside the tokenizer's vocabulary of {self.tokenizer.vocab_size}"
                 )
+            self.tokenizer.checked(record["input_ids"])
             return np.where(labels_T >= 0, ids_T, ~ids_T).astype(np.int32)
         if "prompt" in record:
             given = self.tokenizer.encode_prompt(record["prompt"])
@@ -178,7 +185,7 @@ def _within(spans: Sequence[Span], offsets_T2: np.ndarray) -> np.ndarray:
 
 def build_encoder(settings: Mapping[str, Any]) -> Encoder:
     """The encoder of these settings."""
-    tokenizer = TextTokenizer(settings["files"], where="encoder")
+    tokenizer = TextTokenizer(settings["files"], where="encoder").for_rows(settings["rows"])
     if "chat" not in settings:
         return TextEncoder(tokenizer)
     chat = ChatSpec(**settings["chat"])

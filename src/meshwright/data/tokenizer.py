@@ -5,6 +5,7 @@ import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from copy import copy
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -45,6 +46,9 @@ class TextTokenizer:
     document can end itself early. Truncation and padding from the files are switched off.
     """
 
+    rows: int | None = None
+    """The model's rows, if they are fewer than the tokens: encoding raises UserError at a token without a row."""
+
     def __init__(self, files: Mapping[str, bytes], *, where: str):
         """`files` maps names of TOKENIZER_FILES to content; `where` is their location in error messages.
 
@@ -78,6 +82,35 @@ class TextTokenizer:
         self.fingerprint: str = hashlib.sha256(identity).hexdigest()
         """Equal for tokenizers that encode every document to the same tokens."""
 
+    def for_rows(self, rows: int | None) -> "TextTokenizer":
+        """This tokenizer for a model with that many embedding rows.
+
+        Raises UserError if its end-of-text token has no row.
+        """
+        if rows is None or rows >= self.vocab_size:
+            return self
+        limited = copy(self)
+        limited.rows = rows
+        limited.checked([self.eos_id])
+        return limited
+
+    def checked(self, ids: list[int]) -> list[int]:
+        """The token ids; raises UserError if the model has no row for one of them."""
+        if self.rows is not None and ids and max(ids) >= self.rows:
+            raise UserError(
+                f"token {max(ids)} ({self.decode([max(ids)])!r}) has no row in the model, which has {self.rows} rows "
+                f"for the tokenizer's {self.vocab_size} tokens; {self.more_rows}"
+            )
+        return ids
+
+    @property
+    def more_rows(self) -> str:
+        """The remedy if a model has fewer rows than this tokenizer has tokens."""
+        return (
+            f"add rows to the weights (in transformers: model.resize_token_embeddings({self.vocab_size}), then "
+            "model.save_pretrained), or use the tokenizer that they were trained with"
+        )
+
     @property
     def files(self) -> Mapping[str, bytes]:
         """Its files, from which another process can rebuild it."""
@@ -86,12 +119,13 @@ class TextTokenizer:
     def encode(self, text: str) -> list[int]:
         """Token ids of one text."""
         with _panics_told():
-            return self._tokenizer.encode(text, add_special_tokens=False).ids
+            return self.checked(self._tokenizer.encode(text, add_special_tokens=False).ids)
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """Token ids of many texts, on all cores."""
         with _panics_told():
-            return [found.ids for found in self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
+            encodings = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+        return [self.checked(encoding.ids) for encoding in encodings]
 
     def encode_marked(
         self, texts: Sequence[str], *, add_special_tokens: bool = False
@@ -104,7 +138,7 @@ class TextTokenizer:
                 found = self._tokenizer.encode_batch(texts, add_special_tokens=add_special_tokens)
         finally:
             self._tokenizer.encode_special_tokens = True
-        return [(encoding.ids, encoding.offsets) for encoding in found]
+        return [(self.checked(encoding.ids), encoding.offsets) for encoding in found]
 
     def encode_conversation(
         self, text: str, texts: Sequence[tuple[int, int]]
@@ -141,7 +175,7 @@ class TextTokenizer:
             if number % 2:
                 with _panics_told():
                     found = self._tokenizer.encode(text[start:end], add_special_tokens=False)
-                part = (found.ids, found.offsets)
+                part = (self.checked(found.ids), found.offsets)
             else:
                 part = self.encode_marked([text[start:end]])[0]
             ids += part[0]
@@ -159,12 +193,12 @@ class TextTokenizer:
 
     def with_chat_template(self, source: str) -> "TextTokenizer":
         """The same tokenizer with another chat template in its files."""
-        return TextTokenizer({**self._files, CHAT_TEMPLATE: source.encode()}, where="tokenizer")
+        return TextTokenizer({**self._files, CHAT_TEMPLATE: source.encode()}, where="tokenizer").for_rows(self.rows)
 
     def encode_prompt(self, text: str) -> list[int]:
         """Token ids of a prompt, with the tokens that the tokenizer's own template puts before a text (Llama's
         begin-of-text), without an end-of-text token."""
-        ids = self._tokenizer.encode(text, add_special_tokens=True).ids
+        ids = self.checked(self._tokenizer.encode(text, add_special_tokens=True).ids)
         while ids and ids[-1] == self.eos_id:
             ids.pop()
         return ids
