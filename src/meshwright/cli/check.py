@@ -229,11 +229,7 @@ def _sample(
     parts = [first_tokens(file, tokenizer, characters) for file in tokens]
     if records:
         encoder = encoder_of_records(recipe.data, tokenizer, base_dir)
-        if encoder.template is not None and not encoder.template.may_end_turns():
-            notes.append(
-                f"chat template {encoder.template.name} has no special token after the assistant's turn, so the model "
-                "will not learn to stop; add {{ eos_token }} there"
-            )
+        notes += [note] if (note := encoder.note(records)) else []
         parts[:0] = [first_records(group, encoder, SAMPLE_RECORDS) for group in groups.values() if group[0].is_records]
         counts = [count for part in parts for count in describe_counts(part)]
         notes += [f"of the first {SAMPLE_RECORDS} records at most: {', '.join(counts)}"] if counts else []

@@ -67,6 +67,8 @@ class Corpus:
     """The tokenizer that made its tokens."""
     streams: tuple[TokenStream, ...]
     """At least one."""
+    note: str = ""
+    """A remark about what is not trained."""
 
     @property
     def held_out(self) -> tuple[TokenFile, ...]:
@@ -172,7 +174,8 @@ def prepare_corpus(
             name=name, train=train, held_out=held_out, weight=weight, formats=formats, files=tuple(files)
         )
         streams.append(stream)
-    return Corpus(tokenizer=tokenizer, streams=tuple(streams))
+    note = records.note([file for files in groups.values() for file in files]) if records else ""
+    return Corpus(tokenizer=tokenizer, streams=tuple(streams), note=note)
 
 
 def encoder_of_records(data: DataSpec, tokenizer: TextTokenizer, base_dir: Path) -> RecordEncoder:

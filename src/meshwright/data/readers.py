@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import IO, Any, NamedTuple
 
-from meshwright.data.records import COLUMNS, FURTHER, Content, format_of, record_content, renamed
+from meshwright.data.records import COLUMNS, FURTHER, MEDIA, Content, format_of, record_content, refuse, renamed
 from meshwright.data.sources import SourceFile, require
 from meshwright.data.structs import read_row, readers_of
 from meshwright.spec.errors import UserError
@@ -92,9 +92,11 @@ def _told_apart(file: SourceFile) -> SourceFile:
 def _content(row: Row, file: SourceFile) -> Content:
     if file.is_records:
         return record_content(renamed(row.fields, file.columns), file.format, row.id)
-    key, text = file.text_key, row.fields.get(file.text_key)
-    if key not in row.fields:
-        raise UserError(f"{row.id}: has no {key!r} (its keys are {', '.join(row.fields)}); set the source's text_key")
+    fields = renamed(row.fields, file.columns)
+    key, text = file.text_key, fields.get(file.text_key)
+    if key not in fields:
+        raise UserError(f"{row.id}: has no {key!r} (its keys are {', '.join(fields)}); set the source's text_key")
+    refuse(fields, MEDIA, row.id)
     if not isinstance(text, str):
         kind = "empty (null)" if text is None else f"not a string but {type(text).__name__}"
         raise UserError(f"{row.id}: {key!r} is {kind}")
@@ -223,8 +225,9 @@ def _columns(file: SourceFile, names: Sequence[str]) -> list[str]:
     _check_columns(file, names)
     if file.format == "auto":
         return list(names)
-    wanted = (*COLUMNS[file.format], *FURTHER) if file.is_records else (file.text_key,)
-    wanted += tuple(theirs for _, theirs in file.columns if theirs)
+    wanted = {*COLUMNS[file.format], *FURTHER} if file.is_records else {file.text_key, *MEDIA}
+    wanted |= {theirs for _, theirs in file.columns if theirs}
+    wanted -= {ours for ours, theirs in file.columns if theirs is None}
     return [name for name in names if name in wanted]
 
 
