@@ -32,6 +32,7 @@ FLAGS = ("weight", "train", "training", "loss", "loss_scale", "loss_weight", "ma
 """Fields of a message."""
 DETAILS = ("training_detail", "train_detail", "reasoning_training_detail", "reasoning_train_detail")
 """Fields of a message that train parts of its text (axolotl)."""
+_MARKS = frozenset((*FLAGS, *DETAILS))
 _TEXT_FLAGS = {"": None, "0": 0, "0.0": 0, "false": 0, "1": 1, "1.0": 1, "true": 1}
 """Flags as written in .csv files."""
 
@@ -41,6 +42,8 @@ def message_weight(message: Mapping[str, Any], role: str, where: str) -> int | N
 
     Raises UserError for a flag that is neither 0 nor 1, and for flags that contradict each other.
     """
+    if _MARKS.isdisjoint(message):
+        return None
     for name in DETAILS:
         if message.get(name):
             raise UserError(

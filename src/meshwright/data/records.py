@@ -48,6 +48,12 @@ REFUSED = {
 """Known columns that cannot be used, and why."""
 SWIFT = ("rejected_response", "rejected_messages")
 """The second side of a preference beside `messages`, as in ms-swift."""
+OWNERS = {
+    "history": ("instruction and output", "alpaca"),
+    **dict.fromkeys(SWIFT, ("preferences", "preference")),
+    **dict.fromkeys(MASKS, ("input_ids", "tokenized")),
+}
+"""Columns that belong to one format: what it is called, and its name."""
 VARIABLES = ("documents", "chat_template_kwargs")
 """Columns for the chat template."""
 FURTHER = ("prompt", "input", "history", "system", "labels", "tools", "functions", "weight", "train", "messages")
@@ -137,6 +143,8 @@ def record_content(fields: Mapping[str, Any], format: Format, where: str) -> Con
 
 def refuse(fields: Mapping[str, Any], columns: Mapping[str, str], where: str) -> None:
     """Raise UserError if one of the columns has a value; `columns` says why it cannot be used."""
+    if columns.keys().isdisjoint(fields):
+        return
     for column, reason in columns.items():
         if fields.get(column) not in (None, [], {}, ""):
             raise UserError(f"{where}: column {column!r}: {reason}; {ignore(column)}")
@@ -144,9 +152,7 @@ def refuse(fields: Mapping[str, Any], columns: Mapping[str, str], where: str) ->
 
 def _check_belongs(fields: Mapping[str, Any], format: Format, where: str) -> None:
     """Raise UserError for a column that another format has."""
-    owners = {"history": ("instruction and output", "alpaca"), **dict.fromkeys(SWIFT, ("preferences", "preference"))}
-    owners |= dict.fromkeys(MASKS, ("input_ids", "tokenized"))
-    for column, (owner, owning) in owners.items():
+    for column, (owner, owning) in OWNERS.items():
         if format != owning and fields.get(column) not in (None, [], ""):
             raise UserError(f"{where}: column {column!r} belongs to {owner}, not to format {format}; {ignore(column)}")
 
@@ -168,6 +174,8 @@ def _paired(fields: Mapping[str, Any], where: str) -> Mapping[str, Any]:
 
 def _variables(fields: Mapping[str, Any], where: str) -> dict[str, Any]:
     """The record's variables of the chat template."""
+    if not any(fields.get(name) for name in VARIABLES):
+        return {}
     documents, given = (from_json(fields.get(name) or None, f"{where}: {name}") for name in VARIABLES)
     if documents and not (isinstance(documents, list) and all(isinstance(one, Mapping) for one in documents)):
         raise UserError(f"{where}: 'documents' must be a list of objects, each with title and text")
@@ -297,7 +305,7 @@ def _message(message: Any, where: str) -> dict[str, Any]:
     refuse(fields, MEDIA, where)
     if (weight := message_weight(fields, known, where)) is not None:
         made["weight"] = weight
-    return {**{name: value for name, value in fields.items() if name not in FLAGS}, **made}
+    return {**{name: value for name, value in fields.items() if name not in FLAGS}, **made} if fields else made
 
 
 def _joined(parts: list[Any], where: str) -> str:
