@@ -107,6 +107,9 @@ def test_training_starts_only_without_such_tokens(here: Path, capsys: pytest.Cap
     assert main(["train", recipe("few", "good")]) == 0
     assert main(["generate", "runs/few-good", "--prompt", "<tool>"]) == 2
     assert NO_ROW in capsys.readouterr().err
+    assert main(["check", recipe("few", "bad"), "model={name: few, vocab: 300}"]) == 1
+    assert "remove model.vocab or use weights: random\n" in (errors := capsys.readouterr().err)
+    assert errors.count("error: ") == 1
     # With random weights, the recipe chooses the rows, and the advice works.
     assert main(["train", recipe("few", "bad"), "model.weights=random"]) == 2
     assert "the tokenizer has 300 tokens but the model only 299 rows; set model.vocab=300" in capsys.readouterr().err

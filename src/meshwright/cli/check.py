@@ -28,7 +28,7 @@ from meshwright.data.readers import read_documents, told_apart
 from meshwright.data.sources import SourceFile, find_files, names_of
 from meshwright.data.token_file import file_in_memory
 from meshwright.data.tokenizer import train_tokenizer
-from meshwright.families import active_parameters, count_trained, parameter_table, resolve_model
+from meshwright.families import active_parameters, count_trained, parameter_table, pretrained_directory, resolve_model
 from meshwright.plan.forecast import forecast, warnings
 from meshwright.plan.machine import find_machine
 from meshwright.plan.stages import describe_pipeline
@@ -165,7 +165,7 @@ def examine(recipe: Run, base_dir: Path, findings: Findings) -> dict[str, Any]:
     if findings.attempt(lambda: (require_plugins(recipe), True)):
         written = findings.attempt(lambda: with_datasets(recipe, base_dir, most=SAMPLE_RECORDS))
     recipe = written or recipe
-    given = (findings.attempt(lambda: starting_model(recipe, base_dir)) if model else None) or NO_MODEL
+    given = findings.attempt(lambda: _starting_model(recipe, base_dir, model)) or NO_MODEL
     files = None
     if written or not has_datasets(recipe.data):
         files = findings.attempt(lambda: told_apart(find_files(recipe.data.sources, base_dir)))
@@ -180,6 +180,12 @@ def examine(recipe: Run, base_dir: Path, findings: Findings) -> dict[str, Any]:
         sample = findings.attempt(lambda: _sample(recipe, files, base_dir, given, model))
         facts |= sample or {}
     return facts
+
+
+def _starting_model(recipe: Run, base_dir: Path, model: ModelSpec | None) -> StartingModel:
+    if model is None:  # its error is known; its directory may still have the tokenizer
+        return StartingModel(pretrained_directory(recipe.model, base_dir=base_dir))
+    return starting_model(recipe, base_dir)
 
 
 def _check_objective(recipe: Run, files: list[SourceFile]) -> None:
