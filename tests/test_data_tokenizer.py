@@ -124,7 +124,7 @@ def test_missing_and_broken_tokenizers(tmp_path):
         load_tokenizer(tmp_path)
     write_tokenizer(tmp_path, ["<unk>", "</s>"])
     (tmp_path / "tokenizer_config.json").write_text("{")
-    with pytest.raises(ValueError, match=r"tokenizer_config\.json is not JSON"):
+    with pytest.raises(ValueError, match=r"tokenizer_config\.json: is not JSON"):
         load_tokenizer(tmp_path)
 
 

@@ -6,6 +6,7 @@ import re
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from copy import copy
 from functools import cached_property
 from itertools import compress, pairwise
 from pathlib import Path
@@ -16,6 +17,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, train
 from meshwright.data.spelled import between, inside, replaced
 from meshwright.spec.errors import UserError
 from meshwright.storage.durable import regular, write_durably
+from meshwright.storage.jsonl import parse_json
 
 END_OF_TEXT = "<|endoftext|>"
 """End-of-text token of the tokenizers trained here."""
@@ -51,6 +53,9 @@ class TextTokenizer:
     document can end itself early. Truncation and padding from the files are switched off.
     """
 
+    rows: int | None = None
+    """The model's rows, if they are fewer than the tokens: encoding raises UserError at a token without a row."""
+
     def __init__(self, files: Mapping[str, bytes], *, where: str):
         """`files` maps names of TOKENIZER_FILES to content; `where` is their location in error messages.
 
@@ -84,6 +89,35 @@ class TextTokenizer:
         self.fingerprint: str = hashlib.sha256(identity).hexdigest()
         """Equal for tokenizers that encode every document to the same tokens."""
 
+    def for_rows(self, rows: int | None) -> "TextTokenizer":
+        """This tokenizer for a model with that many embedding rows.
+
+        Raises UserError if its end-of-text token has no row.
+        """
+        if rows is None or rows >= self.vocab_size:
+            return self
+        limited = copy(self)
+        limited.rows = rows
+        limited.checked([self.eos_id])
+        return limited
+
+    def checked(self, ids: list[int]) -> list[int]:
+        """The token ids; raises UserError if the model has no row for one of them."""
+        if self.rows is not None and ids and max(ids) >= self.rows:
+            raise UserError(
+                f"token {max(ids)} ({self.decode([max(ids)])!r}) has no row in the model, which has {self.rows} rows "
+                f"for the tokenizer's {self.vocab_size} tokens; {self.more_rows}"
+            )
+        return ids
+
+    @property
+    def more_rows(self) -> str:
+        """The remedy if a model has fewer rows than this tokenizer has tokens."""
+        return (
+            f"add rows to the weights (in transformers: model.resize_token_embeddings({self.vocab_size}), then "
+            "model.save_pretrained), or use the tokenizer that they were trained with"
+        )
+
     @property
     def files(self) -> Mapping[str, bytes]:
         """Its files, from which another process can rebuild it."""
@@ -95,19 +129,20 @@ class TextTokenizer:
 
     def _ids(self, text: str, *, marked: bool) -> list[int]:
         with self._reading(marked=marked):
-            return self._tokenizer.encode(text, add_special_tokens=False).ids
+            return self.checked(self._tokenizer.encode(text, add_special_tokens=False).ids)
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """Token ids of many texts, on all cores."""
         with self._reading(marked=False):
-            return [found.ids for found in self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
+            encodings = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+        return [self.checked(encoding.ids) for encoding in encodings]
 
     def encode_marked(self, texts: Sequence[str], *, add_special_tokens: bool = False) -> list[Encoded]:
         """Texts whose special tokens are meant as such, because a chat template wrote them. `add_special_tokens`: also
         add those that the tokenizer puts around every text."""
         with self._reading(marked=True):
-            found = self._tokenizer.encode_batch(texts, add_special_tokens=add_special_tokens)
-        return [(encoding.ids, encoding.offsets) for encoding in found]
+            encodings = self._tokenizer.encode_batch(texts, add_special_tokens=add_special_tokens)
+        return [(self.checked(encoding.ids), encoding.offsets) for encoding in encodings]
 
     def encode_conversation(
         self, text: str, texts: Sequence[tuple[int, int]] = (), progress: Progress = lambda tokens: None
@@ -138,7 +173,7 @@ class TextTokenizer:
             for piece in self.pieces(text[start:end], marked=marked):
                 with self._reading(marked=marked):
                     (found,) = self._tokenizer.encode_batch([piece], add_special_tokens=False)
-                ids += found.ids
+                ids += self.checked(found.ids)
                 offsets += [(a + start, b + start) for a, b in found.offsets]
                 start += len(piece)
                 progress(len(ids))
@@ -167,7 +202,7 @@ class TextTokenizer:
 
     def with_chat_template(self, source: str) -> "TextTokenizer":
         """The same tokenizer with another chat template in its files."""
-        return TextTokenizer({**self._files, CHAT_TEMPLATE: source.encode()}, where="tokenizer")
+        return TextTokenizer({**self._files, CHAT_TEMPLATE: source.encode()}, where="tokenizer").for_rows(self.rows)
 
     def encode_long(self, text: str, progress: Progress, *, around: bool = False) -> list[int]:
         """`encode` in pieces; `progress`: see `encode_conversation`. `around`: with the tokens that the tokenizer's own
@@ -176,7 +211,7 @@ class TextTokenizer:
         for piece in pieces:
             with self._reading(marked=False):
                 (found,) = self._tokenizer.encode_batch_fast([piece], add_special_tokens=around and len(pieces) == 1)
-            ids += found.ids
+            ids += self.checked(found.ids)
             progress(len(ids))
         before, after = self._around if around and len(pieces) > 1 else ([], [])
         return [*before, *ids, *after]
@@ -371,9 +406,10 @@ def _end_of_text(files: Mapping[str, bytes], ids: Mapping[str, int], where: str)
 
 def _read_json(files: Mapping[str, bytes], name: str, where: str) -> dict[str, Any]:
     try:
-        content = json.loads(files.get(name, b"{}"))
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{where}: {name} is not JSON: {error}") from error
+        text = files.get(name, b"{}").decode()
+    except UnicodeDecodeError as error:
+        raise UserError(f"{where}: {name} is not UTF-8 at byte {error.start}") from error
+    content = parse_json(text, f"{where}: {name}")
     if not isinstance(content, dict):
         raise UserError(f"{where}: {name} is not a JSON object")
     return content
