@@ -7,7 +7,8 @@ import pytest
 from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers, processors
 
 from meshwright.data import tokenizer as tokenizer_module
-from meshwright.data.tokenizer import END_OF_TEXT, TextTokenizer, load_tokenizer, train_tokenizer
+from meshwright.data.tokenizer import TextTokenizer, load_tokenizer, train_tokenizer
+from meshwright.data.tokenizer_files import END_OF_TEXT
 from meshwright.spec.errors import UserError
 
 TEXTS = [

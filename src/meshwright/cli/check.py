@@ -157,6 +157,7 @@ def examine(recipe: Run, base_dir: Path, findings: Findings) -> dict[str, Any]:
             }
             machine = find_machine(resolved.run.device)
             facts["warnings"] = findings.attempt(lambda: warnings(resolved, forecast(resolved, machine))) or []
+            facts["warnings"] += [machine.note] * bool(machine.note)
             if resolved.stage_layers:
                 facts["pipeline"] = {"stage_layers": resolved.stage_layers, "description": describe_pipeline(resolved)}
     layout = resolved.run.layout if resolved is not None else recipe.layout

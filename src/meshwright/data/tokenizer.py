@@ -10,30 +10,21 @@ from copy import copy
 from functools import cached_property
 from itertools import compress, pairwise
 from pathlib import Path
-from typing import Any
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from meshwright.data.spelled import between, inside, replaced
+from meshwright.data.tokenizer_files import (
+    CHAT_TEMPLATE,
+    END_OF_TEXT,
+    TOKENIZER_FILES,
+    chat_template,
+    end_of_text,
+    named_tokens,
+    read_json,
+)
 from meshwright.spec.errors import UserError
 from meshwright.storage.durable import regular, write_durably
-from meshwright.storage.jsonl import parse_json
-
-END_OF_TEXT = "<|endoftext|>"
-"""End-of-text token of the tokenizers trained here."""
-
-END_OF_TEXT_NAMES = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "[EOS]")
-"""Its names in published tokenizers, tried in this order if their files do not give it."""
-
-CHAT_TEMPLATE = "chat_template.jinja"
-TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "generation_config.json",
-    CHAT_TEMPLATE,
-)
-"""The files of a tokenizer in a Hugging Face directory (config.json is the model's)."""
 
 PIECE = 1 << 16
 """Characters after which a long document may be cut for encoding."""
@@ -72,7 +63,7 @@ class TextTokenizer:
         ids = self._tokenizer.get_vocab(with_added_tokens=True)
         self.vocab_size: int = max(ids.values(), default=0) + 1
         """Rows that an embedding needs: the largest id plus one."""
-        self.eos_id: int = _end_of_text(self._files, ids, where)
+        self.eos_id: int = end_of_text(self._files, ids, where)
         """Id of the end-of-text token."""
         self.special_tokens: tuple[str, ...] = tuple(
             token.content for token in self._tokenizer.get_added_tokens_decoder().values() if token.special
@@ -80,10 +71,10 @@ class TextTokenizer:
         """Tokens without text."""
         self.special_pattern: re.Pattern[str] = any_of(self.special_tokens)
         """Finds them in text."""
-        config = _read_json(self._files, "tokenizer_config.json", where)
-        self.named_tokens: dict[str, str] = {"eos_token": self.decode([self.eos_id]), **_named(config)}
+        config = read_json(self._files, "tokenizer_config.json", where)
+        self.named_tokens: dict[str, str] = {"eos_token": self.decode([self.eos_id]), **named_tokens(config)}
         """Special tokens by their names in chat templates, such as `bos_token`."""
-        self.chat_template: str | None = _chat_template(self._files, config, where)
+        self.chat_template: str | None = chat_template(self._files, config, where)
         """The Jinja chat template in the tokenizer's files."""
         identity = self._files["tokenizer.json"] + str(self.eos_id).encode()
         self.fingerprint: str = hashlib.sha256(identity).hexdigest()
@@ -351,65 +342,3 @@ def numbers_tokenizer(vocab: int) -> TextTokenizer:
         "tokenizer_config.json": json.dumps({"eos_token": str(vocab - 1)}).encode(),
     }
     return TextTokenizer(files, where="tokenizer of numbers")
-
-
-def _named(config: Mapping[str, Any]) -> dict[str, str]:
-    """The special tokens that a tokenizer_config.json names."""
-    given = {key: value for key, value in config.items() if key.endswith("_token")}
-    found = {key: value.get("content") if isinstance(value, dict) else value for key, value in given.items()}
-    return {key: token for key, token in found.items() if isinstance(token, str)}
-
-
-def _chat_template(files: Mapping[str, bytes], config: Mapping[str, Any], where: str) -> str | None:
-    if CHAT_TEMPLATE in files:
-        try:
-            return files[CHAT_TEMPLATE].decode()
-        except UnicodeDecodeError as error:
-            raise UserError(f"{where}: {CHAT_TEMPLATE} is not UTF-8 at byte {error.start}") from error
-    found = config.get("chat_template")
-    if isinstance(found, list):  # several by name
-        named = [template for template in found if isinstance(template, dict) and "template" in template]
-        if len(named) != len(found):
-            raise UserError(
-                f"{where}: chat_template in tokenizer_config.json is a list with entries other than name and template"
-            )
-        found = {template.get("name"): template["template"] for template in named}.get("default")
-    if not isinstance(found, str | None):
-        raise UserError(f"{where}: chat_template in tokenizer_config.json is not text but {type(found).__name__}")
-    return found
-
-
-def _end_of_text(files: Mapping[str, bytes], ids: Mapping[str, int], where: str) -> int:
-    """Id of the end-of-text token: from the files, else a published name that occurs in the vocabulary."""
-    for name in ("tokenizer_config.json", "special_tokens_map.json"):
-        token = _read_json(files, name, where).get("eos_token")
-        token = token.get("content") if isinstance(token, dict) else token
-        if token is not None:
-            if not isinstance(token, str) or token not in ids:
-                raise UserError(f"{where}: {name} has eos_token {token!r}, which is not in tokenizer.json")
-            return ids[token]
-    found = _read_json(files, "generation_config.json", where).get("eos_token_id")
-    if isinstance(found, list):
-        found = found[0] if found else None
-    if found is not None:
-        if not isinstance(found, int) or found not in ids.values():
-            raise UserError(f"{where}: generation_config.json has eos_token_id {found}, which is not in tokenizer.json")
-        return found
-    for token in END_OF_TEXT_NAMES:
-        if token in ids:
-            return ids[token]
-    raise UserError(
-        f"{where}: no end-of-text token (none of {', '.join(END_OF_TEXT_NAMES)} is in the vocabulary); set "
-        "eos_token in a tokenizer_config.json beside tokenizer.json"
-    )
-
-
-def _read_json(files: Mapping[str, bytes], name: str, where: str) -> dict[str, Any]:
-    try:
-        text = files.get(name, b"{}").decode()
-    except UnicodeDecodeError as error:
-        raise UserError(f"{where}: {name} is not UTF-8 at byte {error.start}") from error
-    content = parse_json(text, f"{where}: {name}")
-    if not isinstance(content, dict):
-        raise UserError(f"{where}: {name} is not a JSON object")
-    return content

@@ -51,7 +51,7 @@ def banner(trainer: Trainer, corpus: Corpus) -> str:
         "products": _products(trainer),
         "pipeline": describe_pipeline(resolved) if run.layout.pp > 1 else "",
         "devices": f"{trainer.worker.world_size} x {trainer.machine.name}, "
-        f"mfu against {peak / 1e12:.3g} TFLOP/s ({origin})",
+        f"mfu against {peak / 1e12:.3g} TFLOP/s ({origin})" + f"; {trainer.machine.note}" * bool(trainer.machine.note),
         "verified": describe(run.guards.verify_every) if run.guards.verify_every else "",
         "writes": run.run_dir,
     }
