@@ -51,8 +51,10 @@ def chat_template(files: Mapping[str, bytes], config: Mapping[str, Any], where: 
 
 
 def end_of_text(files: Mapping[str, bytes], ids: Mapping[str, int], where: str) -> int:
-    """Id of the end-of-text token: from the files, else a published name that occurs in the vocabulary. Raises `UserError`
-    if there is none."""
+    """Id of the end-of-text token: from the files, else a published name that occurs in the vocabulary.
+
+    Raises `UserError` if there is none.
+    """
     for name in ("tokenizer_config.json", "special_tokens_map.json"):
         token = read_json(files, name, where).get("eos_token")
         token = token.get("content") if isinstance(token, dict) else token
