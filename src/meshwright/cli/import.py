@@ -65,7 +65,8 @@ def run(arguments: argparse.Namespace) -> int:
                 "origins": origins,
                 "without": reading.without,
                 "notes": reading.notes,
-                "already_so": reading.already_so(),
+                "no_effect": reading.no_effect,
+                "already_so": reading.already_so,
             }
         )
         return 0

@@ -5,8 +5,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from meshwright.imports.claims import Always, Has, NoEffect
 from meshwright.imports.reading import SHOWN, Reading, Rule
-from meshwright.imports.rules import apply, nothing
+from meshwright.imports.rules import apply, no_effect, unsupported, without
 from meshwright.spec.data import HUB, ROLES, THOUGHTS
 from meshwright.spec.errors import UserError
 
@@ -70,6 +71,8 @@ class Entry:
         theirs, origin = self.pop(key, default)
         if theirs != ours:
             self.say(origin, columns={**self.source.get("columns", {}), ours: theirs})
+        else:
+            self.reading.claim(origin, Always(f"the column {ours} is read"))
 
 
 def keep(found: dict[str, tuple[Any, str]], key: str) -> Rule:
@@ -105,17 +108,20 @@ KINDS: Mapping[str, tuple[type, ...]] = {
 }
 """Key of a data set -> the types of its value; other keys take text."""
 LEFT: Mapping[str, Rule] = {
-    "trust_remote_code": nothing("code of a data set is never run"),
-    "revision": nothing("the newest version of the data set is read"),
-    "shards": lambda reading, value, origin: reading.give_up(origin, READ_ALL) if value > 1 else None,
-    "shards_idx": nothing(READ_ALL),
-    "preprocess_shards": nothing("data are always prepared in pieces; all of them are read"),
-    "skip": nothing(READ_ALL),
-    "train_on_eot": nothing("data.chat.train_on_eos is about the tokens that end a turn"),
-    "drop_system_message": nothing(PREPARE),
-    "message_field_training_detail": nothing(PREPARE),
-    "conversation": nothing("set data.chat.template"),
-    "chat_template_jinja": nothing("write the template to a file and set data.chat.template to it"),
+    "trust_remote_code": no_effect(NoEffect.CODE),
+    "revision": without("the newest version of the data set is read"),
+    "shards": lambda reading, value, origin: (
+        reading.give_up(origin, READ_ALL) if value > 1 else reading.claim(origin, Always("all records are read"))
+    ),
+    "shards_idx": without(READ_ALL),
+    "preprocess_shards": no_effect(NoEffect.READS),
+    "skip": unsupported(READ_ALL),
+    "train_on_eot": without("data.chat.train_on_eos is about the tokens that end a turn"),
+    "drop_system_message": unsupported(PREPARE),
+    "split_thinking": unsupported(PREPARE),
+    "message_field_training_detail": without(PREPARE),
+    "conversation": without("set data.chat.template"),
+    "chat_template_jinja": without("write the template to a file and set data.chat.template to it"),
 }
 """Keys that no source says, and why."""
 
@@ -134,7 +140,7 @@ def read_datasets(reading: Reading, values: Mapping[str, Any], file: str) -> Non
     sources, origins = [], []
     for entry in entries:
         for key, (value, origin) in entry.found.items():
-            apply(LEFT.get(key, nothing(PREPARE)), reading, value, origin)
+            apply(LEFT.get(key, without(PREPARE)), reading, value, origin)
         sources += list(_each(entry.source))
         origins += entry.used
     if sources:
@@ -194,6 +200,8 @@ def _place(entry: Entry) -> None:
         _files(entry, files, f"{origin}; {said}")
     elif _is_here(path):
         _files(entry, files or [path], said if files else origin)
+        if files:
+            entry.reading.no_effect.append((origin, NoEffect.OVERRULED))
     else:
         if "://" in path:
             entry.reading.give_up(origin, "download the files, and set data.sources to them")
@@ -202,11 +210,14 @@ def _place(entry: Entry) -> None:
             entry.reading.give_up(
                 said, "a source on the Hub is read whole; to read only these files, download them and write their paths"
             )
+        if kind:
+            entry.reading.no_effect.append((which, NoEffect.UNREAD))
         _subset(entry)
         return
     for name in entry.source["path"]:
         if kind and kind != (ending := _kind(name)):
             entry.reading.give_up(which, f"the ending of {name} tells what is in it: {ending or 'nothing known'}")
+    entry.reading.claim(which, Always("the file's ending tells the same"))
 
 
 def _kind(path: str) -> str:
@@ -228,6 +239,8 @@ def _files(entry: Entry, files: list[Any], origin: str) -> None:
         for key, (value, said) in [(key, entry.pop(key)) for key in ("split", "name") if key in entry.found]:
             if value != "train":
                 entry.reading.give_up(said, f"a file has no {key}; it is read whole")
+            else:
+                entry.reading.claim(said, Always("a file is read whole"))
     else:
         _subset(entry)
 
@@ -272,6 +285,7 @@ def _messages(entry: Entry) -> None:
     for ours, theirs in mapping.items():
         if theirs not in known.get(str(ours), (ours,)):
             entry.reading.give_up(f"{origin}: {ours}={theirs}", f"name it {' or '.join(known.get(str(ours), (ours,)))}")
+    entry.reading.claim(origin, Always("parts with these names are read"))
     for key, names in (
         ("message_field_role", known["role"]),
         ("message_field_content", known["content"]),
@@ -282,6 +296,8 @@ def _messages(entry: Entry) -> None:
         value, said = entry.pop(key, names[0])
         if value not in names:
             entry.reading.give_up(said, f"a message's part of this kind is named {' or '.join(names)}")
+        else:
+            entry.reading.claim(said, Always("a part with this name is read"))
     roles, origin = entry.pop("roles", {})
     for target, names in roles.items():
         other = [
@@ -291,6 +307,7 @@ def _messages(entry: Entry) -> None:
             entry.reading.give_up(
                 f"{origin}: {target}={other}", f"rename the roles; known besides ours: {', '.join(ROLES)}"
             )
+    entry.reading.claim(origin, Always("roles with these names are known"))
 
 
 def _user_defined(entry: Entry, kind: Mapping[str, Any], origin: str) -> None:
@@ -395,5 +412,7 @@ def chat_template(reading: Reading, value: Any, origin: str) -> None:
     """A chat template by its name."""
     if value in TEMPLATES:
         reading.set("data.chat.template", value, origin)
-    elif value != "tokenizer_default":
+    elif value == "tokenizer_default":
+        reading.claim(origin, Has("data.chat.template", "auto"))
+    else:
         reading.give_up(origin, "the tokenizer's template is used; set data.chat.template to a file with this one")

@@ -11,10 +11,11 @@ from typing import Any
 
 from meshwright.imports.accelerate_yaml import PRECISION, compile_in_mode, compile_with
 from meshwright.imports.accelerate_yaml import RULES as ACCELERATE_RULES
+from meshwright.imports.claims import Always, Has, HasNot, NoEffect
 from meshwright.imports.deepspeed import read_named
 from meshwright.imports.deepspeed_schedules import SCHEDULE
 from meshwright.imports.reading import Reading, Rule
-from meshwright.imports.rules import above_zero, fact, nothing, positive, when, words
+from meshwright.imports.rules import above_zero, fact, no_effects, only, positive, unsupported, when, without, words
 from meshwright.imports.schedules import lose_schedule
 from meshwright.spec.errors import UserError
 
@@ -100,6 +101,8 @@ def keep_options(reading: Reading, value: Any, origin: str) -> None:
     options = json.loads(value) if isinstance(value, str) else value
     if options:
         reading.fact(OPTIONS, dict(options), origin)
+    else:
+        reading.claim(origin, Always("it is empty"))
 
 
 def settle_schedule(reading: Reading, default: str, origin: str) -> None:
@@ -126,6 +129,8 @@ def settle_schedule(reading: Reading, default: str, origin: str) -> None:
     for key, value in options.items():
         if key not in known or known[key] not in (value, None):
             reading.give_up(f"{given}: {key}={value}", f"the schedule {kind} does not have this setting")
+    if options and all(known.get(key) == value for key, value in options.items()):
+        reading.claim(given, Always(f"these are constants of the schedule {kind}"))
 
 
 def _give_up_schedule(reading: Reading) -> None:
@@ -207,12 +212,13 @@ HYBRID = (
 
 def _trackers(reading: Reading, value: Any, origin: str) -> None:
     names = [value] if isinstance(value, str) else list(value or [])
-    known = [name for name in names if name in ("tensorboard", "wandb")]
-    if known:
-        reading.set("trackers", known, origin)
     for name in names:
-        if name not in (*known, "none"):
+        if name in ("tensorboard", "wandb"):
+            reading.track(name, origin)
+        elif name != "none":
             reading.give_up(origin, f"{name} is not a built-in tracker; write a plug-in (docs/plugins.md)")
+    if not set(names) - {"none"}:
+        reading.claim(origin, Has("trackers", []))
 
 
 def _sharding(reading: Reading, value: Any, origin: str) -> None:
@@ -230,6 +236,8 @@ def _sharding(reading: Reading, value: Any, origin: str) -> None:
             reading.set("layout.offload", "cpu", origin)
         elif word != "auto_wrap":
             reading.give_up(origin, "Meshwright always shards block by block")
+    if not words:
+        reading.claim(origin, Always("the Trainer does not shard"))
 
 
 def _warmup(reading: Reading, value: Any, origin: str) -> None:
@@ -240,9 +248,18 @@ def _warmup(reading: Reading, value: Any, origin: str) -> None:
         reading.set("training.lr_schedule.warmup", int(value), origin)
 
 
-def _strategy(reading: Reading, value: Any, origin: str) -> None:
-    if value == "epoch":
-        reading.give_up(origin, "intervals are in steps")
+def strategy(path: str) -> Rule:
+    """What an interval counts. YAML reads the strategy `no` as false; then only the last step is meant."""
+
+    def rule(reading: Reading, value: Any, origin: str) -> None:
+        if value == "steps":
+            reading.claim(origin, Always("intervals are in steps"))
+        elif value in ("no", False):
+            reading.claim(origin, Has(path, 0))
+        else:
+            reading.give_up(origin, "intervals are in steps")
+
+    return rule
 
 
 def _compiled_mode(reading: Reading, value: Any, origin: str) -> None:
@@ -256,6 +273,7 @@ def _precision(name: str) -> Rule:
 
     def rule(reading: Reading, value: Any, origin: str) -> None:
         if value is not True:
+            reading.claim(origin, HasNot("training.precision", name))
             return
         accelerates, where = reading.facts.get(PRECISION, (name, ""))
         if accelerates != name and reading.settings.get("training.precision", (name, ""))[0] != name:
@@ -271,6 +289,8 @@ def _precision(name: str) -> Rule:
 def _settle_fsdp(reading: Reading, values: Mapping[str, Any], file: str) -> None:
     """`fsdp_config`, whose keys are Accelerate's, with or without their prefix; it has no effect without `fsdp`."""
     config = values.get("fsdp_config")
+    if isinstance(reading.known("fsdp"), bool) and not reading.known("fsdp"):
+        reading.claim(reading.facts["fsdp"][1], Always("the Trainer does not shard"))
     if isinstance(config, Mapping) and values.get("fsdp"):
         named = {f"fsdp_config.fsdp_{str(key).removeprefix('fsdp_')}": said for key, said in config.items()}
         if "fsdp_config.fsdp_cpu_offload" in named:  # the Trainer's word
@@ -281,18 +301,41 @@ def _settle_fsdp(reading: Reading, values: Mapping[str, Any], file: str) -> None
         reading.take(named, ACCELERATE_RULES, file)
     elif config:
         reading.give_up(f"{file}: fsdp_config={config}", "it has no effect without fsdp, or is a file: pass that too")
-    if reading.known("fsdp") and "zero" not in reading.facts:
-        reading.fact("zero", 3, reading.facts["fsdp"][1])
+    if reading.known("fsdp"):
+        if "zero" not in reading.facts:
+            reading.fact("zero", 3, reading.facts["fsdp"][1])
+        reading.claim(reading.facts["fsdp"][1], HasNot("layout.zero", "auto"))
 
 
-NOT_TIED_TO_NUMBERS = (
-    *("logging_steps", "logging_dir", "logging_strategy", "logging_first_step", "run_name", "disable_tqdm"),
-    *("dataloader_num_workers", "dataloader_pin_memory", "dataloader_prefetch_factor", "remove_unused_columns"),
-    *("overwrite_output_dir", "do_train", "do_eval", "ddp_timeout", "ddp_find_unused_parameters", "tf32", "use_cpu"),
-    *("push_to_hub", "hub_model_id", "load_best_model_at_end", "metric_for_best_model", "greater_is_better"),
-    *("save_safetensors", "gradient_checkpointing_kwargs", "per_device_eval_batch_size", "save_only_model"),
-)
+NO_EFFECT: Mapping[NoEffect, Mapping[str, str]] = {
+    NoEffect.LOGS: {
+        "": "logging_steps logging_dir logging_strategy logging_first_step disable_tqdm log_level log_level_replica "
+        "log_on_each_node logging_nan_inf_filter include_num_input_tokens_seen include_tokens_per_second "
+        "skip_memory_metrics project trackio_space_id"
+    },
+    NoEffect.NAMES: {"": "run_name"},
+    NoEffect.READS: {
+        "": "dataloader_num_workers dataloader_pin_memory dataloader_prefetch_factor remove_unused_columns "
+        "dataloader_persistent_workers"
+    },
+    NoEffect.OVERLAP: {"": "ddp_find_unused_parameters ddp_bucket_cap_mb ddp_broadcast_buffers"},
+    NoEffect.GUARDS: {"": "ddp_timeout debug"},
+    NoEffect.MEMORY: {"": "gradient_checkpointing_kwargs torch_empty_cache_steps"},
+    NoEffect.KERNEL: {"": "use_liger_kernel liger_kernel_config"},
+    NoEffect.SAVES: {"": "overwrite_output_dir save_safetensors save_only_model save_on_each_node "
+                     "enable_jit_checkpoint"},
+    NoEffect.HUB: {
+        "": "push_to_hub hub_model_id hub_strategy hub_token hub_private_repo hub_always_push hub_revision"
+    },
+    NoEffect.EVALUATES: {
+        "": "do_eval do_predict per_device_eval_batch_size eval_accumulation_steps eval_delay eval_on_start "
+        "prediction_loss_only include_for_metrics batch_eval_metrics eval_do_concat_batches bf16_full_eval "
+        "fp16_full_eval eval_use_gather_object"
+    },
+    NoEffect.LAUNCH: {"": "local_rank ddp_backend"},
+}  # fmt: skip
 
+BEST = "the last weights are the result; set checkpoint.keep_best to keep the best ones"
 RULES: Mapping[str, Rule] = {
     "learning_rate": "training.optimizer.lr",
     "weight_decay": "training.optimizer.weight_decay",
@@ -305,31 +348,39 @@ RULES: Mapping[str, Rule] = {
     "lr_scheduler_kwargs": keep_options,
     "warmup_steps": _warmup,
     "warmup_ratio": fact("warmup_ratio"),
-    "max_steps": above_zero("training.steps"),
+    "max_steps": above_zero("training.steps", Always("the epochs count")),
     "num_train_epochs": fact("epochs"),
     "per_device_train_batch_size": "training.micro_batch",
     "gradient_accumulation_steps": fact("accumulation"),
     "bf16": _precision("bf16"),
     "fp16": _precision("fp16"),
-    "gradient_checkpointing": when("training.recompute", "full"),
+    "gradient_checkpointing": when("training.recompute", "full", Has("training.recompute", "none")),
     "torch_compile": when("training.compile", True),
     "torch_compile_backend": compile_with,  # these two switch it on
     "torch_compile_mode": _compiled_mode,
     "seed": "training.seed",
-    "data_seed": nothing("training.seed also shuffles the data"),
+    "data_seed": without("training.seed also shuffles the data"),
     "full_determinism": when("training.deterministic", True),
     "save_steps": every(SAVES),
-    **dict.fromkeys(("save_strategy", "evaluation_strategy", "eval_strategy"), _strategy),
+    "save_strategy": strategy(SAVES),
+    **dict.fromkeys(("evaluation_strategy", "eval_strategy"), strategy(EVALUATES)),
     "save_total_limit": "checkpoint.keep_last",
     "eval_steps": every(EVALUATES),
     "output_dir": "run_dir",
     "report_to": _trackers,
     "fsdp": _sharding,
     "deepspeed": read_named,
-    "label_smoothing_factor": nothing("label smoothing is not supported"),
-    "neftune_noise_alpha": nothing("noise on embeddings is not supported"),
-    "group_by_length": nothing("use data.packing=best_fit instead"),
-    **dict.fromkeys(NOT_TIED_TO_NUMBERS, nothing("it does not affect training")),
+    "label_smoothing_factor": unsupported("label smoothing is not supported"),
+    "neftune_noise_alpha": unsupported("noise on embeddings is not supported"),
+    "group_by_length": unsupported("use data.packing=best_fit instead"),
+    "do_train": only(True, "a recipe always trains"),
+    "tf32": unsupported("fp32 products are as PyTorch computes them by default"),
+    "use_cpu": when("device", "cpu"),
+    "resume_from_checkpoint": unsupported("`meshwright train --resume` continues from the newest checkpoint"),
+    "auto_find_batch_size": unsupported("training.micro_batch stays as it is set"),
+    "load_best_model_at_end": unsupported(BEST),
+    **dict.fromkeys(("metric_for_best_model", "greater_is_better"), without(BEST)),
+    **no_effects(NO_EFFECT),
 }
 
 

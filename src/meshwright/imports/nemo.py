@@ -3,39 +3,42 @@
 from collections.abc import Mapping
 from typing import Any
 
+from meshwright.imports.claims import Always, Has, HasNot, NoEffect
 from meshwright.imports.megatron import RULES as FLAGS
 from meshwright.imports.megatron import settle
 from meshwright.imports.megatron_combined import MegatronForm
-from meshwright.imports.nemo_precision import SECTION, named, precision_rules, reduced, settle_formats
+from meshwright.imports.nemo_precision import DTYPES, SECTION, named, precision_rules, reduced, settle_formats
 from meshwright.imports.reading import Reading, Rule, flat
 from meshwright.imports.rules import (
     above_zero,
-    always,
     apply,
     choice,
-    dotted,
+    claims_value,
     fact,
     if_any,
-    ignored,
     listed,
-    nothing,
+    no_effects,
+    no_tracker,
     only,
     positive,
+    tracker,
+    unsupported,
     when,
+    without,
     words,
 )
 from meshwright.imports.schedules import schedule_choice
 
 SCHEDULES = {"CosineAnnealing": "cosine", "WarmupAnnealing": "linear", "WarmupHoldPolicy": "constant"}
-OURS = "Meshwright decides it"
-SHOWN = "it does not affect training"
 
 
 def _activation(reading: Reading, value: Any, origin: str) -> None:
     """NeMo's word for the activation, which tells whether layers are gated."""
     if str(value).removeprefix("fast-") in ("swiglu", "silu"):
         reading.fact("swiglu", True, origin)
-    elif str(value) not in ("gelu", "openai-gelu"):
+    elif str(value) in ("gelu", "openai-gelu"):
+        reading.claim(origin, Has("model.family", "gpt2"))
+    else:
         reading.give_up(origin, "supported: swiglu, gelu")
 
 
@@ -44,7 +47,7 @@ def _function(reading: Reading, value: Any, origin: str) -> None:
     word = "silu" if "silu" in str(value) else "gelu" if "gelu" in str(value) else ""
     if word:
         reading.fact("activation", word, origin)
-    elif not isinstance(value, Mapping):
+    else:
         reading.give_up(origin, "supported: silu, gelu")
 
 
@@ -117,41 +120,55 @@ SIZES = {
     "hidden_dropout": "hidden-dropout",
     "attention_dropout": "attention-dropout",
 }
-LEFT_TO_US = {
-    "model": "_target_ make_vocab_size_divisible_by apply_rope_fusion bias_activation_fusion fp16_lm_head "
-    "bias_dropout_fusion masked_softmax_fusion gradient_accumulation_fusion transformer_impl "
-    "cross_entropy_loss_fusion cross_entropy_fusion_impl pipeline_dtype attention_softmax_in_fp32 "
-    "apply_query_key_layer_scaling persist_layer_norm attention_backend transformer_engine bias_gelu_fusion "
-    "bias_dropout_add_fusion megatron_amp_O2 mcore_gpt params_dtype moe_token_dispatcher_type moe_grouped_gemm "
-    "moe_permute_fusion autocast_dtype deallocate_pipeline_outputs use_cpu_initialization should_pad_vocab",
-    "train": "exit_signal_handler manual_gc manual_gc_interval manual_gc_eval log_interval _target_",
-    "ddp": "overlap_grad_reduce overlap_param_gather average_in_collective bucket_size _target_ check_for_nan_in_grad",
-    "dataset": "num_workers dataloader_type data_sharding pin_memory persistent_workers _target_ path_to_cache "
-    "skip_getting_attention_mask_from_dataset eod_mask_loss",
-    "optimizer": "_target_ overlap_param_gather_with_optimizer_step barrier_with_L1_time",
-    "scheduler": "_target_ start_weight_decay end_weight_decay weight_decay_incr_style lr_warmup_init "
-    "override_opt_param_scheduler",
-    "logger": "_target_ log_interval log_throughput wandb_exp_name log_timers_to_tensorboard",
-    "checkpoint": "_target_ ckpt_format fully_parallel_save async_save save_optim save_rng",
-    "tokenizer": "_target_ tokenizer_type",
-    "validation": "_target_",
-    "rng": "_target_ te_rng_tracker",
-    "dist": "_target_ distributed_backend distributed_timeout_minutes use_gloo_process_groups",
-}
+NO_EFFECT: Mapping[NoEffect, Mapping[str, str]] = {
+    NoEffect.CLASS: {
+        "": "_target_ name",
+        "model": "_target_ activation_func._call_ megatron_amp_O2 mcore_gpt",
+        **dict.fromkeys(("train", "ddp", "dataset", "optimizer", "scheduler", "logger", "checkpoint", "tokenizer",
+                         "validation", "rng", "dist"), "_target_"),
+    },
+    NoEffect.KERNEL: {
+        "model": "apply_rope_fusion bias_activation_fusion bias_dropout_fusion masked_softmax_fusion "
+        "gradient_accumulation_fusion transformer_impl cross_entropy_loss_fusion cross_entropy_fusion_impl "
+        "persist_layer_norm attention_backend transformer_engine bias_dropout_add_fusion moe_grouped_gemm "
+        "moe_permute_fusion apply_query_key_layer_scaling",
+        "dataset": "skip_getting_attention_mask_from_dataset",
+    },
+    NoEffect.OVERLAP: {
+        "model": "moe_token_dispatcher_type",
+        "ddp": "overlap_grad_reduce overlap_param_gather average_in_collective bucket_size",
+        "optimizer": "overlap_param_gather_with_optimizer_step barrier_with_L1_time",
+    },
+    NoEffect.MEMORY: {
+        "model": "deallocate_pipeline_outputs",
+        "train": "manual_gc manual_gc_interval manual_gc_eval",
+    },
+    NoEffect.DRAWS: {"model": "use_cpu_initialization", "rng": "te_rng_tracker"},
+    NoEffect.READS: {"dataset": "num_workers data_sharding pin_memory persistent_workers"},
+    NoEffect.CACHE: {"dataset": "path_to_cache"},
+    NoEffect.LOGS: {
+        "train": "log_interval",
+        "logger": "log_interval log_throughput wandb_exp_name wandb_entity log_timers_to_tensorboard",
+    },
+    NoEffect.GUARDS: {"train": "exit_signal_handler", "ddp": "check_for_nan_in_grad",
+                      "dist": "distributed_timeout_minutes"},
+    NoEffect.LAUNCH: {"dist": "distributed_backend use_gloo_process_groups"},
+    NoEffect.SAVES: {"checkpoint": "ckpt_format fully_parallel_save async_save save_optim save_rng"},
+    NoEffect.RESUMES: {"scheduler": "override_opt_param_scheduler"},
+}  # fmt: skip
 
 RULES: Mapping[str, Rule] = {
     **{f"{part}.{key}": FLAGS[flag] for part in ("model", "trainer.strategy") for key, flag in SIZES.items()},
     "model.vocab_size": "model.vocab",
     "model.seq_length": "data.sequence_length",
     "model.encoder_seq_length": "data.sequence_length",
-    "model.gated_linear_unit": when(fact("swiglu"), True),
+    "model.gated_linear_unit": when(fact("swiglu"), True, Has("model.family", "gpt2")),
     "model.activation": _activation,
     "model.activation_func": _function,
     "model.activation_func._target_": _function,
-    "model.activation_func._call_": nothing(SHOWN),
     "model.add_bias_linear": fact("biases"),
     "model.bias": fact("biases"),
-    "model.add_qkv_bias": if_any(fact("qkv bias"), True),
+    "model.add_qkv_bias": if_any(fact("qkv bias"), True, HasNot("model.family", "qwen2")),
     "model.position_embedding_type": choice(
         fact("positions"), {"rope": "rope", "learned_absolute": "learned_absolute"}
     ),
@@ -161,7 +178,7 @@ RULES: Mapping[str, Rule] = {
         "model.tied_embeddings", bool(value), origin
     ),
     "model.rotary_percent": only(1, "rope always rotates the whole head"),
-    "model.qk_layernorm": if_any(fact("qk norm"), True),
+    "model.qk_layernorm": if_any(fact("qk norm"), True, HasNot("model.family", "qwen3")),
     "model.precision": named,
     "model.seed": "training.seed",
     "model.micro_batch_size": "training.micro_batch",
@@ -174,7 +191,7 @@ RULES: Mapping[str, Rule] = {
     "model.optim.sched.name": schedule_choice(SCHEDULES),
     "model.optim.sched.warmup_steps": "training.lr_schedule.warmup",
     "model.optim.sched.warmup_ratio": fact("warmup_ratio"),
-    "model.optim.sched.constant_steps": nothing("a cosine always decays until the last step"),
+    "model.optim.sched.constant_steps": unsupported("a cosine always decays until the last step"),
     "model.optim.sched.min_lr": fact("min_lr"),
     "model.data.data_prefix": _prefix,
     "model.data.splits_string": FLAGS["split"],
@@ -190,9 +207,9 @@ RULES: Mapping[str, Rule] = {
     "trainer.gradient_clip_val": positive("training.clip"),
     "trainer.val_check_interval": _checked,
     "trainer.limit_val_batches": "training.evaluation.batches",
-    "trainer.accumulate_grad_batches": ignored,  # follows from the batches
+    "trainer.accumulate_grad_batches": only(1, "the global batch tells the accumulation"),
     "exp_manager.explicit_log_dir": "run_dir",
-    "exp_manager.create_wandb_logger": when("trackers", ["wandb"]),
+    "exp_manager.create_wandb_logger": when(tracker("wandb"), True, no_tracker("wandb")),
     "exp_manager.checkpoint_callback_params.save_top_k": "checkpoint.keep_last",
     "train.micro_batch_size": "training.micro_batch",
     "train.global_batch_size": "training.global_batch",
@@ -214,11 +231,11 @@ RULES: Mapping[str, Rule] = {
     "optimizer.clip_grad": positive("training.clip"),
     "optimizer.bf16": when("training.precision", "bf16"),
     "optimizer.fp16": when("training.precision", "fp16"),
-    "optimizer.use_distributed_optimizer": when(fact("distributed optimizer"), 1),
-    "optimizer.use_precision_aware_optimizer": nothing(
+    "optimizer.use_distributed_optimizer": when(fact("distributed optimizer"), 1, HasNot("layout.zero", 1)),
+    "optimizer.use_precision_aware_optimizer": unsupported(
         "set training.optimizer.name=adamw_8bit for one byte per moment"
     ),
-    "optimizer.optimizer_cpu_offload": nothing("set layout.offload={optimizer: host}"),
+    "optimizer.optimizer_cpu_offload": unsupported("set layout.offload={optimizer: host}"),
     "scheduler.lr_decay_style": FLAGS["lr-decay-style"],
     "scheduler.lr_warmup_iters": "training.lr_schedule.warmup",
     "scheduler.lr_warmup_fraction": fact("warmup_ratio"),
@@ -229,35 +246,50 @@ RULES: Mapping[str, Rule] = {
     "scheduler.lr_decay_samples": FLAGS["lr-decay-samples"],
     "scheduler.lr_wsd_decay_samples": FLAGS["lr-wsd-decay-samples"],
     "scheduler.lr_wsd_decay_style": FLAGS["lr-wsd-decay-style"],
-    "ddp.use_distributed_optimizer": when(fact("distributed optimizer"), 1),
+    "scheduler.lr_warmup_init": only(0, "warm-up always starts at 0"),
+    "scheduler.weight_decay_incr_style": only("constant", "weight decay is constant"),
+    **{f"scheduler.{end}_weight_decay": claims_value("training.optimizer.weight_decay") for end in ("start", "end")},
+    "ddp.use_distributed_optimizer": when(fact("distributed optimizer"), 1, HasNot("layout.zero", 1)),
+    **dict.fromkeys(
+        ("ddp.use_megatron_fsdp", "ddp.use_custom_fsdp"), when(fact("Megatron-FSDP"), True, HasNot("layout.zero", 3))
+    ),
     "ddp.data_parallel_sharding_strategy": FLAGS["data-parallel-sharding-strategy"],
-    "ddp.use_megatron_fsdp": ignored,  # the strategy determines how much is sharded
-    "ddp.use_custom_fsdp": ignored,
     "ddp.grad_reduce_in_fp32": reduced,
     "ddp.num_distributed_optimizer_instances": fact("instances"),
     "dataset.sequence_length": "data.sequence_length",
     "dataset.seq_length": "data.sequence_length",
-    "dataset.random_seed": nothing("training.seed also shuffles the data"),
+    "dataset.random_seed": claims_value("training.seed"),
+    "dataset.eod_mask_loss": FLAGS["eod-mask-loss"],
+    "dataset.dataloader_type": FLAGS["dataloader-type"],
     "dataset.blend": _blend,
     "dataset.data_path": _prefix,
     "dataset.split": FLAGS["split"],
     "dataset.reset_attention_mask": FLAGS["reset-attention-mask"],
     "dataset.reset_position_ids": FLAGS["reset-position-ids"],
-    "dataset.mock": nothing("set data.sources (default: the Python standard library's text)"),
+    "dataset.mock": unsupported("set data.sources (default: the Python standard library's text)"),
     "checkpoint.save": "run_dir",
     "checkpoint.save_interval": FLAGS["save-interval"],
-    "checkpoint.most_recent_k": above_zero("checkpoint.keep_last"),
+    "checkpoint.most_recent_k": above_zero("checkpoint.keep_last", Has("checkpoint.keep_last", None)),
     "checkpoint.load": FLAGS["load"],
-    "checkpoint.pretrained_checkpoint": nothing(
+    "checkpoint.pretrained_checkpoint": without(
         "export the checkpoint to Hugging Face's format, and set model.name to its folder"
     ),
     "tokenizer.tokenizer_model": "data.tokenizer",
     "rng.seed": "training.seed",
     "logger.tensorboard_dir": FLAGS["tensorboard-dir"],
-    "logger.wandb_project": always("trackers", ["wandb"]),
-    **dict.fromkeys(dotted(LEFT_TO_US), nothing(OURS)),
-    "_target_": nothing(SHOWN),
-    "name": nothing(SHOWN),
+    "logger.wandb_project": FLAGS["wandb-project"],
+    "model.make_vocab_size_divisible_by": FLAGS["make-vocab-size-divisible-by"],
+    "model.should_pad_vocab": unsupported("set model.vocab to the padded number of rows"),
+    "model.fp16_lm_head": unsupported("the head computes in training.precision"),
+    "model.attention_softmax_in_fp32": FLAGS["attention-softmax-in-fp32"],
+    "model.bias_gelu_fusion": lambda reading, value, origin: reading.claim(
+        origin, Always("GELU is approximated by tanh") if value else HasNot("model.family", "gpt2")
+    ),
+    **dict.fromkeys(
+        [f"model.{dtype}{kind}" for dtype in DTYPES for kind in ("", ".*")], without("training.precision decides it")
+    ),
+    "tokenizer.tokenizer_type": FLAGS["tokenizer-type"],
+    **no_effects(NO_EFFECT),
 }
 
 STATES = {

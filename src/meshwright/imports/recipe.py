@@ -3,12 +3,14 @@
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from meshwright.imports.accelerate_yaml import is_accelerate, read_accelerate
 from meshwright.imports.automodel import is_automodel, read_automodel
 from meshwright.imports.axolotl import is_axolotl, read_axolotl
+from meshwright.imports.claims import Has, NoEffect
 from meshwright.imports.deepspeed import is_deepspeed, read_deepspeed
 from meshwright.imports.deepspeed_schedules import settle_what_no_file_gives
 from meshwright.imports.foundry import is_foundry, read_foundry
@@ -89,9 +91,9 @@ def import_files(paths: Sequence[Path], *, ranks: int | None = None, model: str 
     settle_lost_schedule(reading)
     settle_shares(reading)
     _check_warmup(reading)
-    text = _written(reading, paths)
-    check_recipe(text, reading.settings, ", ".join(path.name for path in paths))
-    return text, reading
+    recipe, files = _recipe(reading), ", ".join(path.name for path in paths)
+    reading.conclude(check_recipe(recipe, reading.settings, files))
+    return _comments(reading, files) + recipe, reading
 
 
 def _opened(path: Path) -> tuple[Callable[[Reading, Any, str], None], Any, str]:
@@ -100,7 +102,7 @@ def _opened(path: Path) -> tuple[Callable[[Reading, Any, str], None], Any, str]:
     if path.suffix == ".py" and is_program(text):
         return lambda reading, content, _: read_program(reading, content, path), text, name
     if path.suffix == ".py" and is_titan_python(text):
-        return read_torchtitan_python, text, name
+        return partial(read_torchtitan_python, package=path.resolve().parent.name), text, name
     if path.suffix == ".py":
         return read_nanogpt, read_assignments(text, name), name
     if path.suffix not in (".json", ".yaml", ".yml", ".toml") and is_flags(text):
@@ -134,6 +136,8 @@ def _finish(reading: Reading) -> None:
             raise UserError(f"{origin}: tp x pp x cp = {split} does not divide {ranks} ranks; give another --ranks")
         _data_parallel(reading, ranks // split, stage, f"{origin}; {why}" if why != origin else origin)
     replicas = (ranks or split) // split
+    if replicas == 1:
+        reading.claim(f"{origin}; {why}", Has("layout.dp_shard", 1), Has("layout.dp_replicate", 1))
     _batch(reading, replicas)
     betas = {name: reading.facts.get(name) for name in ("beta1", "beta2")}
     if any(betas.values()):
@@ -148,11 +152,17 @@ def _finish(reading: Reading) -> None:
             reading.give_up(origin, "the number of steps is unknown; set training.lr_schedule.warmup")
     if "min_lr" in reading.facts:
         _floor(reading, *reading.facts["min_lr"])
-    if "decay steps" in reading.facts and reading.facts["decay steps"][0] != steps:
-        reading.give_up(reading.facts["decay steps"][1], "schedules always end at the last step")
+    if "decay steps" in reading.facts:
+        length, origin = reading.facts["decay steps"]
+        if length == steps:
+            reading.claim(origin, Has("training.steps", steps))
+        else:
+            reading.give_up(origin, "schedules always end at the last step")
     if "samples" in reading.facts:
         reading.give_up(reading.facts["samples"][1], "set training.steps to the samples divided by the global batch")
-    if "epochs" in reading.facts and not steps:
+    if "epochs" in reading.facts and steps:
+        reading.no_effect.append((reading.facts["epochs"][1], NoEffect.OVERRULED))
+    elif "epochs" in reading.facts:
         reading.give_up(reading.facts["epochs"][1], "runs have a number of steps; set training.steps")
 
 
@@ -195,10 +205,11 @@ def _data_parallel(reading: Reading, replicas: int, stage: int, origin: str) -> 
     if not stage:
         reading.set("layout.dp_replicate", replicas, origin)
         return
-    reading.set("layout.dp_shard", shard, origin)
+    where = reading.facts.get("shard", (0, ""))[1]
+    reading.set("layout.dp_shard", shard, f"{origin}; {where}" if where else origin)
     reading.set("layout.zero", stage, origin)
     if shard < replicas:
-        reading.set("layout.dp_replicate", replicas // shard, reading.facts["shard"][1])
+        reading.set("layout.dp_replicate", replicas // shard, where)
 
 
 def _batch(reading: Reading, replicas: int) -> None:
@@ -221,7 +232,9 @@ def _batch(reading: Reading, replicas: int) -> None:
         )
     elif micro is not None and accumulation is not None and "training.global_batch" in settings:
         batch = settings["training.global_batch"]
-        if batch[0] != micro * accumulation * replicas:
+        if batch[0] == micro * accumulation * replicas:
+            reading.claim(why, Has("training.global_batch", micro * accumulation * replicas))
+        else:
             reading.give_up(
                 why,
                 (f"{batch[1]} with micro batch {micro} and {replicas} data-parallel ranks gives another accumulation"),
@@ -238,8 +251,8 @@ def _micro_batch(reading: Reading, replicas: int, accumulation: int, origin: str
         reading.give_up(origin, "the micro batch is unknown; set training.micro_batch and training.global_batch")
 
 
-def _written(reading: Reading, paths: Sequence[Path]) -> str:
-    """The recipe as text."""
+def _recipe(reading: Reading) -> str:
+    """The recipe as text, with the origin of every line."""
     if not any(path.startswith("model.") for path in reading.settings):
         raise UserError("no file names the model; give --model: a published name or a Hugging Face directory")
     tree: dict[str, Any] = {}
@@ -253,15 +266,19 @@ def _written(reading: Reading, paths: Sequence[Path]) -> str:
         if last in place:
             raise UserError(f"{origin}: sets a section that has settings")
         place[last] = (value, origin)
-    comments = [f"Imported from {', '.join(path.name for path in paths)}"]
-    comments += [f"assumed: {note}" for note in reading.notes]
-    comments += [f"no counterpart: {origin}: {why}" for origin, why in reading.without]
-    comments += [f"already so: {origin}" for origin in reading.already_so()]
-    lines = [f"# {_one_line(comment)}" for comment in comments]
     order = {name: number for number, name in enumerate(Run.model_fields)}
-    for name in sorted(tree, key=lambda name: order.get(name, len(order))):
-        lines += _lines(name, tree[name], "")
-    return "\n".join(lines) + "\n"
+    names = sorted(tree, key=lambda name: order.get(name, len(order)))
+    return "".join(f"{line}\n" for name in names for line in _lines(name, tree[name], ""))
+
+
+def _comments(reading: Reading, files: str) -> str:
+    """What became of the keys without a line in the recipe."""
+    comments = [f"Imported from {files}"]
+    comments += [f"assumed: {note}" for note in reading.notes]
+    comments += [f"no counterpart: {origin}: {reason}" for origin, reason in reading.without]
+    comments += [f"no effect on training: {origin}: {reason}" for origin, reason in reading.no_effect]
+    comments += [f"already so: {text}" for text in reading.already_so]
+    return "".join(f"# {_one_line(comment)}\n" for comment in comments)
 
 
 def _lines(name: str, value: Any, indent: str) -> Iterator[str]:
@@ -288,10 +305,10 @@ SOURCE = "the imported recipe"
 PLACE = re.compile(rf"{SOURCE}:\d+: (?:([a-z_][\w.]*): )?(.*)", flags=re.DOTALL)
 
 
-def check_recipe(text: str, settings: Mapping[str, tuple[Any, str]], files: str) -> None:
-    """Raise `UserError` with every error of an imported recipe, each with the origin of the setting."""
+def check_recipe(text: str, settings: Mapping[str, tuple[Any, str]], files: str) -> Run:
+    """The imported recipe. Raises `UserError` with all its errors, each with the origin of the setting."""
     try:
-        parse_spec(text, Run, source=SOURCE)
+        return parse_spec(text, Run, source=SOURCE)
     except RecipeError as error:
         raise UserError("\n".join(_cited(problem, settings, files) for problem in error.problems)) from error
 
