@@ -6,7 +6,8 @@ from pathlib import Path
 
 from meshwright.cli.common import positive
 from meshwright.cli.output import add_json_argument, print_json
-from meshwright.imports.recipe import FORMATS, import_files
+from meshwright.imports.recipe import import_files
+from meshwright.imports.systems import FORMATS
 from meshwright.spec.errors import UserError
 
 

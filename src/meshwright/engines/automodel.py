@@ -7,7 +7,7 @@ from meshwright.engines.engine import refused_axes
 from meshwright.engines.megatron_lm import LATER, split_of
 from meshwright.engines.settings import Rule, without
 from meshwright.engines.written import YamlEngine, rounded, stated, tokenizer_of, whole
-from meshwright.imports.automodel import PIPELINES
+from meshwright.imports.automodel_keys import PIPELINES
 from meshwright.spec.finetune import LoraSpec
 from meshwright.spec.precision import BF16, FP32
 from meshwright.spec.run import ResolvedRun

@@ -8,7 +8,7 @@ from typing import Any
 from meshwright.engines.written import WrittenEngine, tokenizer_of
 from meshwright.families.registry import PRESETS
 from meshwright.families.resolve import pretrained_directory, resolve_model
-from meshwright.imports.torchtitan import DTYPES, FLAVORS, SCALED, SCHEDULES
+from meshwright.imports.torchtitan_keys import DTYPES, FLAVORS, SCALED, SCHEDULES
 from meshwright.spec.precision import BF16, FP32
 from meshwright.spec.run import ResolvedRun
 

@@ -97,7 +97,8 @@ class WrittenEngine(Engine):
             paths = [Path(folder) / name for name in files]
             for path in paths:
                 path.write_text(files[path.name], encoding="utf-8")
-            recipe, _ = import_files(paths, ranks=resolved.run.layout.world_size)
+            ranks, base_dir = resolved.run.layout.world_size, Path(resolved.base_dir)
+            recipe, _ = import_files(paths, ranks=ranks, base_dir=base_dir)
         return parse_spec(recipe, Run, source=self.file)
 
 

@@ -12,6 +12,7 @@ from meshwright.imports.axolotl_ranks import RULES as RANK_RULES
 from meshwright.imports.axolotl_ranks import settle_batch, settle_preference, settle_ranks
 from meshwright.imports.claims import Has, HasNot, NoEffect
 from meshwright.imports.deepspeed_schedules import FINAL, SCHEDULE
+from meshwright.imports.experts import COMPUTES, override_rules
 from meshwright.imports.hf_arguments import HYBRID, take_defaults
 from meshwright.imports.hf_arguments import RULES as HF_RULES
 from meshwright.imports.reading import Reading, Rule, check_count, check_number
@@ -134,6 +135,8 @@ def _settle_sharding(reading: Reading, values: Mapping[str, Any], file: str) -> 
 MOST_KEPT = 4
 """Checkpoints that axolotl keeps."""
 LEAST = "the cosine's least rate"
+CONFIGS = ("overrides_of_model_config", "model_config")
+"""Sections of changes to the model's configuration; the second is the older name."""
 BLOCKS = "Meshwright always shards block by block"
 NO_EFFECT: Mapping[NoEffect, Mapping[str, str]] = {
     NoEffect.KERNEL: {
@@ -223,6 +226,7 @@ RULES: Mapping[str, Rule] = {
     "lr_scheduler_kwargs": HF_RULES["lr_scheduler_kwargs"],
     "cosine_min_lr_ratio": fact(LEAST),
     "val_set_size": _evaluation,
+    **{key: rule for section in CONFIGS for key, rule in override_rules(section).items()},
     "wandb_project": _tracked,
     "wandb_mode": _mode,
     "use_wandb": when(claims(Has("trackers", ["wandb"])), True, no_tracker("wandb")),
@@ -244,10 +248,14 @@ def read_axolotl(reading: Reading, values: Mapping[str, Any], file: str) -> None
     if values.get("bf16") == "auto":
         reading.set("training.precision", "bf16", f"{file}: bf16=auto (bf16 where the GPU has it, else fp16)")
     apart = {key: value for key, value in values.items() if key not in DATASETS and (key, value) != ("bf16", "auto")}
+    for section in CONFIGS:
+        if isinstance(changes := apart.get(section), Mapping) and changes:
+            apart |= {f"{section}.{key}": value for key, value in apart.pop(section).items()}
     sharding = apart.get("fsdp_config")
     if isinstance(sharding, Mapping) and sharding:  # the keys of its first version begin with fsdp_
         del apart["fsdp_config"]
         apart |= {f"fsdp_config.{str(key).removeprefix('fsdp_')}": value for key, value in sharding.items()}
+    reading.facts.setdefault(COMPUTES, (file, file))
     reading.take(dict(sorted(apart.items(), key=lambda pair: ORDER.get(pair[0], 1))), RULES, file)
     _settle_sharding(reading, values, file)
     read_datasets(reading, values, file)

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from meshwright.imports.claims import Has
-from meshwright.imports.hf_arguments import (
+from meshwright.imports.hf_schedules import (
     EVALUATES,
     SAVES,
     default_interval,

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from meshwright.imports.claims import Always, Has, HasNot, NoEffect
+from meshwright.imports.experts import COMPUTES, override_rules
 from meshwright.imports.reading import Reading, Rule, check_number, flat
 from meshwright.imports.rules import (
     above_zero,
@@ -80,6 +81,7 @@ def _model(reading: Reading, value: Any, origin: str) -> None:
         )
     elif value == "hf_causal_lm":
         reading.claim(origin, HasNot("model.name", None))
+        reading.fact(COMPUTES, origin.partition(":")[0], origin)
     else:
         reading.give_up(origin, "supported: mpt_causal_lm, hf_causal_lm")
 
@@ -195,6 +197,7 @@ RULES: Mapping[str, Rule] = {
     "model.attn_config.rope": unsupported("gpt2 has learned positions"),
     "model.attn_config.kv_n_heads": without("gpt2 has one key/value head per query head"),
     "model.config_overrides.max_seq_len": claims_value("data.sequence_length"),
+    **override_rules("model.config_overrides"),
     "tokenizer.name": "data.tokenizer",
     "tokenizer.kwargs.model_max_length": claims_value("data.sequence_length"),
     "tokenizer.kwargs.padding_side": no_effect(NoEffect.MEMORY),

@@ -3,10 +3,12 @@
 from collections.abc import Mapping
 from typing import Any
 
-from meshwright.imports.accelerate_yaml import FP8_RULES, settle_fp8
+from meshwright.imports.accelerate_fp8 import FP8_RULES, settle_fp8
 from meshwright.imports.claims import Always, Has, HasNot, NoEffect
+from meshwright.imports.experts import COMPUTES
 from meshwright.imports.hf_arguments import RULES as HF_RULES
-from meshwright.imports.hf_arguments import deepspeed_first, settle_intervals, take_defaults, take_length
+from meshwright.imports.hf_arguments import deepspeed_first, take_defaults, take_length
+from meshwright.imports.hf_schedules import settle_intervals
 from meshwright.imports.reading import Reading, Rule, check_count, check_number
 from meshwright.imports.rules import choice, dotted, fact, no_effects, one_of, only, unsupported, when, without
 from meshwright.spec.errors import UserError
@@ -174,6 +176,7 @@ RULES: Mapping[str, Rule] = {
     "additional_target": lambda reading, value, origin: reading.set("finetune.train", _listed(value), origin),
     "upcast_layernorm": unsupported("norms compute in fp32, on weights in the dtype of the others"),
     "use_fast_tokenizer": only(True, "the tokenizer's fast form is always read"),
+    "moe_aux_loss_coef": "model.balance_loss",
     "use_dora": when("finetune.dora", True),
     "use_rslora": when("finetune.rslora", True),
     "loraplus_lr_ratio": "finetune.b_lr_ratio",
@@ -214,6 +217,7 @@ def is_llama_factory(values: Mapping[str, Any]) -> bool:
 
 def read_llama_factory(reading: Reading, values: Mapping[str, Any], file: str) -> None:
     """Read a LLaMA-Factory configuration."""
+    reading.facts.setdefault(COMPUTES, (file, file))
     reading.take(deepspeed_first(values), RULES, file)
     settle_intervals(reading, values, f"{file} (the Trainer's default)")
     take_length(reading, values, f"{file} (the Trainer's default)")

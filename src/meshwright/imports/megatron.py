@@ -15,7 +15,6 @@ from meshwright.imports.rules import (
     claims_value,
     fact,
     if_any,
-    no_effect,
     no_effects,
     no_tracker,
     only,
@@ -60,10 +59,12 @@ NO_EFFECT: Mapping[NoEffect, str] = {
     "no-check-for-nan-in-loss-and-grad check-for-nan-in-loss-and-grad check-weight-hash-across-dp-replicas-interval "
     "disable-straggler-on-startup straggler-minmax-count",
     NoEffect.SAVES: "async-save ckpt-format dist-ckpt-format use-dist-ckpt no-save-optim no-save-rng "
-    "ckpt-fully-parallel-save ckpt-assume-constant-structure auto-detect-ckpt-format",
+    "ckpt-fully-parallel-save ckpt-assume-constant-structure auto-detect-ckpt-format use-persistent-ckpt-worker "
+    "dist-ckpt-optim-fully-reshardable",
     NoEffect.RESUMES: "no-load-optim no-load-rng finetune exit-on-missing-checkpoint ckpt-fully-parallel-load "
     "ckpt-step override-opt_param-scheduler use-checkpoint-opt_param-scheduler dist-ckpt-strictness",
     NoEffect.TOKENIZER: "tokenizer-hf-use-fast",
+    NoEffect.CODE: "trust-remote-code",
 }
 """Why flags have no effect -> the flags."""
 UNSET = re.compile(r"\$[\w{(@*]|`")
@@ -224,6 +225,8 @@ RULES: Mapping[str, Rule] = {
     "reset-attention-mask": when("data.separate_documents", True),
     "reset-position-ids": when("data.separate_documents", True),
     "eod-mask-loss": claims_value("data.separate_documents"),
+    "rotary-percent": only(1, "rope always rotates the whole head"),
+    "calculate-per-token-loss": only(True, "the loss is always a mean over all tokens of a batch"),
     "attention-softmax-in-fp32": only(True, "the softmax of attention is always in fp32"),
     **dict.fromkeys(
         ("tokenizer-type", "vocab-file", "merge-file"), without("set data.tokenizer to the tokenizer's folder")
@@ -348,61 +351,3 @@ def _family(reading: Reading, given: Collection[str], file: str) -> None:
     told = ("swiglu", "positions", "normalization", "qk norm", "qkv bias")
     origins = [reading.facts[name][1] for name in told if name in reading.facts]
     reading.set("model.family", kind, "; ".join(origins) or f"{file} (no flag sets another activation)")
-
-
-MODEL_ARGS = "MODEL_ARGS"
-TRAINS = "pretraining"
-TEST_RULES: Mapping[str, Rule] = {
-    "ENV_VARS": without("set the variables of the processes where they are started"),
-    "MODEL_ENV_VARS": without("set the variables of the processes where they are started"),
-    "MODE": only(TRAINS, "a recipe always trains"),
-    "BASE_MODEL_ARGS": no_effect(NoEffect.UNREAD),  # others merge it
-    "BEFORE_SCRIPT": without("no file is executed"),
-    "AFTER_SCRIPT": without("no file is executed"),
-    **dict.fromkeys(("TEST_TYPE", "TEST_EVALUATION", "METRICS", "THROUGHPUT_TEST_PARAMS"), no_effect(NoEffect.GUARDS)),
-    "LAUNCHER": no_effect(NoEffect.LAUNCH),
-}
-
-
-def is_model_config(values: Mapping[str, Any]) -> bool:
-    """Whether these are the keys of a test of Megatron-LM."""
-    return MODEL_ARGS in values
-
-
-def read_model_config(reading: Reading, values: Mapping[str, Any], file: str) -> None:
-    """Read the flags of a test's first run.
-
-    Raises `UserError` if it trains nothing, or gives keys of a NeMo recipe instead of flags.
-    """
-    mode = values.get("MODE") or TRAINS
-    if mode != TRAINS:
-        raise UserError(f"{file}: MODE={mode}: no training with Megatron-LM's flags; supported: {TRAINS}")
-    given = values[MODEL_ARGS]
-    if not isinstance(given, Mapping) or not given:
-        raise UserError(f"{file}: {MODEL_ARGS}={given}: must be a mapping of flags, as in {{--num-layers: 12}}")
-    if others := [key for key in given if not key.startswith("--")]:
-        raise UserError(
-            f"{file}: {MODEL_ARGS}: {others[0]} changes a NeMo recipe in Python, which is not read; supported are "
-            "Megatron-LM's flags, as in --num-layers"
-        )
-    later = without(f"of a later run of the test; {MODEL_ARGS} is imported")
-    rules = {**TEST_RULES, **{key: later for key in values if key.startswith(f"{MODEL_ARGS}_")}}
-    reading.take({key: value for key, value in values.items() if key != MODEL_ARGS}, rules, file)
-    flags = {key[2:]: _as_passed(value) for key, value in given.items() if value is not None and value != ""}
-    for flag in [flag for flag, value in flags.items() if value is False]:
-        del flags[flag]
-        reading.give_up(f"{file}: {flag}=False", "their runner writes `false` behind the flag; it is taken as absent")
-    for flag in [flag for flag in flags.keys() & SWITCHES if flags[flag] is not True]:
-        raise UserError(f"{file}: {flag}={flags[flag]}: the flag has no value; supported: true")
-    read_megatron(reading, flags, file)
-
-
-def _as_passed(value: Any) -> Any:
-    """A value as the shell passes it: a list's words, with or without quotes around its brackets."""
-    if isinstance(value, list):
-        return " ".join(str(word) for word in value)
-    if isinstance(value, str) and value[:1] + value[-1:] == "[]":
-        return value[1:-1].strip()
-    if isinstance(value, Mapping):
-        return str(value)
-    return True if value == "true" else value

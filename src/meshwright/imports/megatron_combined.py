@@ -36,6 +36,8 @@ SWITCHES = frozenset(
         *("no-check-for-nan-in-loss-and-grad", "check-for-nan-in-loss-and-grad", "disable-straggler-on-startup"),
         *("use-dist-ckpt", "no-save-optim", "no-save-rng", "ckpt-fully-parallel-save", "auto-detect-ckpt-format"),
         *("ckpt-assume-constant-structure", "no-load-optim", "no-load-rng", "finetune", "exit-on-missing-checkpoint"),
+        *("use-persistent-ckpt-worker", "dist-ckpt-optim-fully-reshardable", "calculate-per-token-loss"),
+        *("trust-remote-code", "apply-layernorm-1p", "squared-relu", "apply-query-key-layer-scaling"),
         *("ckpt-fully-parallel-load", "override-opt_param-scheduler", "use-checkpoint-opt_param-scheduler"),
     )
 )

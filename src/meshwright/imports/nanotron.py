@@ -87,6 +87,8 @@ def _dataset(reading: Reading, value: Mapping[str, Any], where: str) -> None:
     reading.set("data.sources", sources, f"{where} hf_dataset_or_datasets={names}")
 
 
+FACTORIES = ("optimizer.optimizer_factory", "optimizer")
+"""Where AdamW's constants are, and where older releases have them."""
 NO_EFFECT: Mapping[NoEffect, Mapping[str, str]] = {
     NoEffect.NAMES: {"general": "project run"},
     NoEffect.RESUMES: {"general": "step consumed_train_samples", "checkpoints": "load_lr_scheduler load_optimizer"},
@@ -106,7 +108,7 @@ NO_EFFECT: Mapping[NoEffect, Mapping[str, str]] = {
     NoEffect.GENERATES: {"model.model_config": "bos_token_id eos_token_id pad_token_id use_cache"},
     NoEffect.KERNEL: {
         "model.model_config": "_attn_implementation _fused_rms_norm _fused_rotary_emb _use_qkv_packed",
-        "optimizer.optimizer_factory": "torch_adam_is_fused",
+        **dict.fromkeys(FACTORIES, "torch_adam_is_fused"),
     },
     NoEffect.UNREAD: {"model.model_config": "initializer_range pretraining_tp"},
     NoEffect.CLASS: {"model.model_config": "is_llama_config is_qwen2_config"},
@@ -164,9 +166,9 @@ RULES: Mapping[str, Rule] = {
     "tokens.batch_accumulation_per_replica": fact("accumulation"),
     "tokens.val_check_interval": above_zero("training.evaluation.every", Has("training.evaluation.every", 0)),
     "optimizer.optimizer_factory.name": choice("training.optimizer.name", {"adamW": "adamw"}),
-    "optimizer.optimizer_factory.adam_beta1": fact("beta1"),
-    "optimizer.optimizer_factory.adam_beta2": fact("beta2"),
-    "optimizer.optimizer_factory.adam_eps": "training.optimizer.eps",
+    **{f"{place}.adam_beta1": fact("beta1") for place in FACTORIES},
+    **{f"{place}.adam_beta2": fact("beta2") for place in FACTORIES},
+    **{f"{place}.adam_eps": "training.optimizer.eps" for place in FACTORIES},
     "optimizer.zero_stage": _zero,
     "optimizer.weight_decay": "training.optimizer.weight_decay",
     "optimizer.weight_decay_exclude_named_params": _excluded,

@@ -158,7 +158,7 @@ class Reading:
             if value is None:  # as if it were not there
                 continue
             origin = self.read(file, key, value)
-            rule = rules.get(key) or _of_section(rules, key)
+            rule = rules.get(key) or of_section(rules, key)
             if value == "auto" and rule is not None and not isinstance(rule, EvenAuto):
                 self.notes.append(f"{origin}: taken from another file, or the recipe's default")
             elif rule is None:
@@ -193,7 +193,7 @@ class Reading:
                 self.give_up(origin, "nothing in the recipe comes from it")
 
 
-def _of_section(rules: Mapping[str, Rule], key: str) -> Rule | None:
+def of_section(rules: Mapping[str, Rule], key: str) -> Rule | None:
     """The rule for all keys of the innermost section that has one."""
     while "." in key:
         key = key.rpartition(".")[0]

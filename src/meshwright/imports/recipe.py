@@ -2,63 +2,25 @@
 
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from meshwright.imports.accelerate_yaml import is_accelerate, read_accelerate
-from meshwright.imports.automodel import is_automodel, read_automodel
-from meshwright.imports.axolotl import is_axolotl, read_axolotl
 from meshwright.imports.claims import Has, NoEffect
-from meshwright.imports.deepspeed import is_deepspeed, read_deepspeed
 from meshwright.imports.deepspeed_schedules import settle_what_no_file_gives
-from meshwright.imports.foundry import is_foundry, read_foundry
-from meshwright.imports.hf_arguments import is_hf_arguments, read_hf_arguments, settle_shares
-from meshwright.imports.llama_factory import (
-    is_dataset_info,
-    is_llama_factory,
-    name_sources,
-    read_dataset_info,
-    read_llama_factory,
-)
-from meshwright.imports.megatron import is_flags, is_model_config, read_model_config, read_script
-from meshwright.imports.nanogpt import read_assignments, read_nanogpt
-from meshwright.imports.nanotron import is_nanotron, read_nanotron
-from meshwright.imports.nemo import is_nemo, read_nemo
-from meshwright.imports.opening import read_data, read_text
-from meshwright.imports.program import is_program, read_program
-from meshwright.imports.reading import Reading, check_count, check_number, refusing
+from meshwright.imports.experts import settle_balance
+from meshwright.imports.hf_schedules import settle_shares
+from meshwright.imports.llama_factory import name_sources
+from meshwright.imports.llama_factory_v1 import name_v1_sources
+from meshwright.imports.reading import Reading, check_count, check_number
 from meshwright.imports.schedules import settle_lost_schedule
-from meshwright.imports.titan_python import is_titan_python
-from meshwright.imports.torchtitan import is_torchtitan, read_torchtitan, read_torchtitan_python
+from meshwright.imports.systems import read_files
 from meshwright.spec.document import write_yaml
 from meshwright.spec.errors import UserError
 from meshwright.spec.recipe import RecipeError, parse_spec
 from meshwright.spec.run import Run
 from meshwright.terminal import printable
 
-FORMATS = (
-    "a DeepSpeed JSON, transformers' TrainingArguments (YAML or JSON), an Accelerate, axolotl, LLaMA-Factory, "
-    "LLM-Foundry, Nanotron, NeMo AutoModel, NeMo or Megatron-Bridge YAML, a torchtitan configuration (.py, .toml, "
-    "or the JSON that it prints), a nanoGPT configuration (.py), a script with Megatron-LM's flags or its tests' YAML "
-    "(MODEL_ARGS), or a program from `meshwright export`"
-)
-KINDS = (
-    (is_model_config, read_model_config),
-    (is_accelerate, read_accelerate),
-    (is_axolotl, read_axolotl),
-    (is_llama_factory, read_llama_factory),
-    (is_dataset_info, read_dataset_info),
-    (is_foundry, read_foundry),
-    (is_nanotron, read_nanotron),
-    (is_automodel, read_automodel),
-    (is_torchtitan, read_torchtitan),
-    (is_nemo, read_nemo),
-    (is_hf_arguments, read_hf_arguments),
-    (is_deepspeed, read_deepspeed),
-)
-"""Whether a file is of a kind, and what reads it; the first that knows it reads it."""
 COUNTED = {f"layout.{axis}" for axis in ("tp", "pp", "cp")} | {
     f"training.{name}" for name in ("steps", "micro_batch", "global_batch")
 }
@@ -67,9 +29,11 @@ COLUMN = 44
 """Column of the origin comments."""
 
 
-def import_files(paths: Sequence[Path], *, ranks: int | None = None, model: str | None = None) -> tuple[str, Reading]:
+def import_files(
+    paths: Sequence[Path], *, ranks: int | None = None, model: str | None = None, base_dir: Path | None = None
+) -> tuple[str, Reading]:
     """The recipe that the files describe together, as text, and the reading; `ranks` and `model` are used if no file
-    gives them.
+    gives them, `base_dir` is the folder of a model's relative path (default: the first file's).
 
     Raises `UserError` for unknown files, and if the recipe is incomplete or inconsistent.
     """
@@ -78,11 +42,7 @@ def import_files(paths: Sequence[Path], *, ranks: int | None = None, model: str 
         reading.fact("ranks", ranks, f"--ranks {ranks}")
     if model is not None:
         reading.set("model.name", model, f"--model {model}")
-    for read, content, name in sorted(
-        (_opened(path) for path in paths), key=lambda file: file[0] is not read_deepspeed
-    ):
-        with refusing(f"{name}: cannot be read: a value is of a kind that its key never has"):
-            read(reading, content, name)
+    read_files(reading, paths)
     _finish(reading)
     for path, (value, origin) in reading.defaults.items():
         if path not in reading.settings:
@@ -91,35 +51,16 @@ def import_files(paths: Sequence[Path], *, ranks: int | None = None, model: str 
     settle_lost_schedule(reading)
     settle_shares(reading)
     _check_warmup(reading)
+    settle_balance(reading, base_dir or paths[0].parent)
     recipe, files = _recipe(reading), ", ".join(path.name for path in paths)
     reading.conclude(check_recipe(recipe, reading.settings, files))
     return _comments(reading, files) + recipe, reading
 
 
-def _opened(path: Path) -> tuple[Callable[[Reading, Any, str], None], Any, str]:
-    """What reads a file, the file's content, and its name."""
-    text, name = read_text(path), path.name
-    if path.suffix == ".py" and is_program(text):
-        return lambda reading, content, _: read_program(reading, content, path), text, name
-    if path.suffix == ".py" and is_titan_python(text):
-        return partial(read_torchtitan_python, package=path.resolve().parent.name), text, name
-    if path.suffix == ".py":
-        return read_nanogpt, read_assignments(text, name), name
-    if path.suffix not in (".json", ".yaml", ".yml", ".toml") and is_flags(text):
-        return read_script, text, name
-    if path.suffix in (".sh", ".bash", ".sbatch", ".slurm"):
-        raise UserError(f"{path}: has none of Megatron-LM's flags (--num-layers, ...); supported are {FORMATS}")
-    values = read_data(path, text)
-    if isinstance(values, Mapping):
-        for known, read in KINDS:
-            if known(values):
-                return read, values, name
-    raise UserError(f"{path}: unknown format; supported are {FORMATS}")
-
-
 def _finish(reading: Reading) -> None:
     """Settings that follow from several facts."""
     name_sources(reading)
+    name_v1_sources(reading)
     ranks, origin = reading.facts.get("ranks", (None, ""))
     settings = reading.settings
     for path in COUNTED & settings.keys():

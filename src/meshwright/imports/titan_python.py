@@ -24,7 +24,7 @@ def is_titan_python(text: str) -> bool:
 def read_titan_python(text: str, file: str, package: str) -> dict[str, Any]:
     """The keys and values of the one configuration that the module makes, by dotted names as in TOML.
 
-    `package` is the name of the module's folder, which a relative import means.
+    `package` is the model's name that a relative import means; empty if it is none of torchtitan's.
 
     Raises `UserError` if there is none, or several, or one that is made from another.
     """
@@ -173,7 +173,7 @@ def _models(body: list[ast.stmt], package: str) -> str | None:
     """The model whose `model_registry` the module imports; a relative import is of its own package."""
     for node in body:
         if isinstance(node, ast.ImportFrom) and any(name.name == "model_registry" for name in node.names):
-            return (node.module or package).rsplit(".", 1)[-1]
+            return (node.module or package).rsplit(".", 1)[-1] or None
     return None
 
 
