@@ -155,15 +155,19 @@ def _dtypes(reading: Reading, default: str) -> None:
             reading.claim(reading.facts[name][1], Has("training.precision", reading.known(name)))
     if sharded and "autocast" in reading.facts:
         reading.no_effect.append((reading.facts["autocast"][1], NoEffect.OVERRULED))
+    _moments(reading)
+    masters, origin = reading.facts.get("masters", (False, ""))
+    if storage == "fp16":
+        reading.give_up(where, "weights are kept in fp32 or bf16")
+    if origin and storage != "bf16":
+        reading.no_effect.append((origin, NoEffect.OVERRULED))
     if compute[0] != "bf16":
         return
     reading.set("training.reduce_dtype", *reading.facts.get("reduced", ("fp32", default)))
-    masters, origin = reading.facts.get("masters", (False, ""))
     if storage == "bf16" and masters is not True:
         reading.in_bf16(f"{where}; {origin}" if origin else where)
     else:
         reading.claim(f"{where}; {origin}", Has("training.master_dtype", "fp32"))
-    _moments(reading)
 
 
 def _moments(reading: Reading) -> None:
@@ -199,7 +203,9 @@ def _rates(reading: Reading, values: Mapping[str, Any], default: str) -> None:
     if "min_lr" not in reading.facts and reading.value("training.lr_schedule.name") != "constant":
         reading.set("training.lr_schedule.final", 0.01, f"{default}: min_lr=0.01 lr")
     first, where = reading.facts.get("first rate", (peak / 10, f"{default}: init_lr=0.1 lr"))
-    if first and reading.value("training.lr_schedule.warmup"):
+    if not reading.value("training.lr_schedule.warmup"):
+        reading.no_effect += [(where, NoEffect.OFF)] if "first rate" in reading.facts else []
+    elif first:
         reading.give_up(where, "warm-up always starts at 0")
     else:
         reading.claim(where, Always("warm-up always starts at 0"))
@@ -213,5 +219,9 @@ def _adapters(reading: Reading, values: Mapping[str, Any], default: str) -> None
     reading.set("finetune.method", "lora", f"{default}: peft")
     reading.default_all({"finetune.rank": 8, "finetune.alpha": 32}, default)
     position, where = reading.facts.get("dropout position", ("post", default))
-    if position == "post" and reading.value("finetune.dropout"):
+    if not reading.value("finetune.dropout"):
+        reading.no_effect += [(where, NoEffect.OFF)] if "dropout position" in reading.facts else []
+    elif position == "post":
         reading.give_up(f"{where}: dropout_position={position}", "dropout is applied before the adapters")
+    else:
+        reading.claim(where, Always("dropout is applied before the adapters"))

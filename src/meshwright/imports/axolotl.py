@@ -100,7 +100,9 @@ def _recomputed(reading: Reading, value: Any, origin: str) -> None:
 
 def _tracked(reading: Reading, value: Any, origin: str) -> None:
     """W&B is on where its project has a name, unless its mode is `disabled`."""
-    if value and "wandb is off" not in reading.facts:
+    if "wandb is off" in reading.facts:
+        reading.no_effect.append((origin, NoEffect.OFF))
+    elif value:
         reading.track("wandb", origin)
     else:
         reading.claim(origin, no_tracker("wandb"))

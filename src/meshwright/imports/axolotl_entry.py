@@ -6,7 +6,7 @@ from typing import Any
 
 from meshwright.imports.claims import Always, NoEffect
 from meshwright.imports.reading import Reading, Rule
-from meshwright.imports.rules import no_effect, unsupported, without
+from meshwright.imports.rules import no_effect, only, unsupported, without
 from meshwright.spec.errors import UserError
 
 READ_ALL = "all records are read; write the ones to train on to a file of their own"
@@ -77,9 +77,7 @@ KINDS: Mapping[str, tuple[type, ...]] = {
 LEFT: Mapping[str, Rule] = {
     "trust_remote_code": no_effect(NoEffect.CODE),
     "revision": without("the newest version of the data set is read"),
-    "shards": lambda reading, value, origin: (
-        reading.give_up(origin, READ_ALL) if value > 1 else reading.claim(origin, Always("all records are read"))
-    ),
+    "shards": only(1, READ_ALL),
     "shards_idx": without(READ_ALL),
     "preprocess_shards": no_effect(NoEffect.READS),
     "skip": unsupported(READ_ALL),

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from meshwright.imports.claims import Has
+from meshwright.imports.claims import Has, NoEffect
 from meshwright.imports.hf_schedules import (
     EVALUATES,
     SAVES,
@@ -60,7 +60,7 @@ def settle_intervals(reading: Reading, values: Mapping[str, Any], file: str) -> 
         elif path == SAVES and not values.get(steps) and given is None:
             reading.notes.append(f"{said}: it saves after each epoch; {IN_STEPS} here, so set {SAVES}")
     if not values.get("val_set_size") and not values.get("test_datasets"):
-        _without_data(reading, values)
+        _without_data(reading, values, file)
 
 
 def _settle_per_epoch(reading: Reading, values: Mapping[str, Any], path: str, often: str, file: str) -> None:
@@ -76,8 +76,10 @@ def _settle_per_epoch(reading: Reading, values: Mapping[str, Any], path: str, of
         reading.claim(origin, Has(path, 0))
 
 
-def _without_data(reading: Reading, values: Mapping[str, Any]) -> None:
+def _without_data(reading: Reading, values: Mapping[str, Any], file: str) -> None:
     """Without data for it, axolotl never evaluates."""
+    names = [name for path, _, _, names in KEYS if path == EVALUATES for name in names if name in values]
+    reading.no_effect += [(f"{file}: {name}={values[name]}", NoEffect.OFF) for name in names]
     if isinstance(values.get("eval_steps"), int):
         ignore_interval(reading, EVALUATES, "eval_steps", "without val_set_size there is nothing to evaluate")
     reading.defaults.pop(EVALUATES, None)

@@ -34,6 +34,7 @@ class NoEffect(StrEnum):
     UNREAD = "the system itself does not read it"
     NAMED = "it names a value, which counts where other keys refer to it"
     OFF = "it configures something that is switched off"
+    ALONE = "one rank has nothing to share with others"
     OVERRULED = "another key counts instead"
 
 

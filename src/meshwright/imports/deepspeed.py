@@ -22,10 +22,11 @@ from meshwright.imports.deepspeed_schedules import (
     settle_optimizer,
     settle_schedule,
 )
-from meshwright.imports.reading import EvenAuto, Reading, Rule, check_number, flat
+from meshwright.imports.reading import EvenAuto, Reading, Rule, check_count, check_number, flat
 from meshwright.imports.rules import (
     fact,
     listed,
+    no_effect,
     no_effects,
     no_tracker,
     only,
@@ -127,8 +128,9 @@ def settle_offload(reading: Reading) -> None:
 
 
 def _secondary(reading: Reading, value: Any, origin: str) -> None:
-    """hpZ: ranks that have all weights among them; 0 and 1 switch it off."""
-    if value <= 1:
+    """hpZ: ranks that have all weights among them; 1 switches it off."""
+    check_count(value, origin)
+    if value == 1:
         reading.claim(origin, Has("layout.dp_replicate", 1))
         return
     reading.fact("shard", value, origin)
@@ -265,6 +267,8 @@ def read_deepspeed(reading: Reading, values: Mapping[str, Any], file: str) -> No
     keys = flat(values)
     is_muon = str(keys.get("optimizer.type")).lower() == "muon"
     rules = {**RULES, **cycle_rules(name_of(values)), **(MUON_RULES if is_muon else {})}
+    if keys.get("fp16.enabled") in (None, False):
+        rules |= {f"fp16.{key}": no_effect(NoEffect.OFF) for key in f"auto_cast loss_scale {LOSS_SCALE}".split()}
     reading.take(keys, rules, file)
     settle_offload(reading)
     _settle_quantized(reading)

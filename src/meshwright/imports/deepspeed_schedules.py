@@ -197,9 +197,11 @@ def settle_optimizer(reading: Reading, values: Mapping[str, Any], file: str) -> 
     elif TORCH_ADAM in reading.facts:
         reading.no_effect.append((where, NoEffect.KERNEL))
     if DECOUPLED in reading.facts:
-        _, origin = reading.facts[DECOUPLED]
-        if kind == "muon" or _is_decoupled(given):
-            reading.claim(origin, Always(f"weight decay of {given['type']} is always decoupled"))
+        decoupled, origin = reading.facts[DECOUPLED]
+        if kind != "adam" and kind != "fusedadam":
+            reading.no_effect.append((origin, NoEffect.UNREAD))  # of AdamW and Muon it always is
+        elif decoupled:
+            reading.claim(origin, Always("weight decay is always decoupled (AdamW)"))
         else:
             reading.give_up(origin, "weight decay is always decoupled (AdamW)")
     if RATE not in reading.facts and "params.lr" not in given:

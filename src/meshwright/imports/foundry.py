@@ -310,21 +310,25 @@ def _put_in(value: Any, known: Mapping[str, Any], origin: str) -> Any:
 def _sources(reading: Reading, values: Mapping[str, Any], file: str) -> None:
     """The data set of the loader `finetuning`, which pads rows, and trains on the last answer of each."""
     loader = values.get("train_loader")
-    if "loader" in reading.facts and reading.known("loader") != "finetuning":
-        reading.claim(reading.facts["loader"][1], Has("data.packing", "concatenated"))
+    kind, said = reading.facts.get("loader", ("text", ""))
+    if kind == "text":
+        reading.claim(said, Has("data.packing", "concatenated"))
+    elif kind != "finetuning":
+        reading.give_up(said, "supported: text, finetuning")
     if not isinstance(loader, Mapping) or loader.get("name") != "finetuning":
         return
     default = f"{file}: train_loader.name=finetuning (LLM-Foundry's default)"
     reading.default("data.packing", "padded", default)
     name, origin = reading.facts.get("data set", ("", ""))
     files, where = reading.facts.get("data files", (None, ""))
-    more = {key: reading.facts[key][0] for key in ("split", "subset") if key in reading.facts}
+    given = {key: reading.facts[key] for key in ("split", "subset") if key in reading.facts}
+    more, parts = {key: value for key, (value, _) in given.items()}, "; ".join(said for _, said in given.values())
     if name in LOADERS and files:
         paths = [files] if isinstance(files, str) else list(files)
-        reading.set("data.sources", [{"path": str(path), **more} for path in paths], f"{origin}; {where}")
+        reading.set("data.sources", [{"path": str(path), **more} for path in paths], f"{origin}; {where}; {parts}")
     elif name:
         local = str(name).startswith((".", "/"))
-        reading.set("data.sources", [{"path": str(name) if local else f"hub:{name}", **more}], origin)
+        reading.set("data.sources", [{"path": str(name) if local else f"hub:{name}", **more}], f"{origin}; {parts}")
     responses, where = reading.facts.get("responses", ("last", default))
     prompts, also = reading.facts.get("prompts", ("none", default))
     trained = {("last", "none"): "last", ("all", "none"): "assistant", ("all", "all"): "all"}.get((responses, prompts))

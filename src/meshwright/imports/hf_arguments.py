@@ -104,12 +104,13 @@ def _settle_fsdp(reading: Reading, values: Mapping[str, Any], file: str) -> None
         reading.claim(reading.facts["fsdp"][1], Always("the Trainer does not shard"))
     if isinstance(config, Mapping) and values.get("fsdp"):
         named = {f"fsdp_config.fsdp_{str(key).removeprefix('fsdp_')}": said for key, said in config.items()}
-        if "fsdp_config.fsdp_cpu_offload" in named:  # the Trainer's word
-            named["fsdp_config.fsdp_offload_params"] = named.pop("fsdp_config.fsdp_cpu_offload")
         newer = isinstance(named.get("fsdp_config.fsdp_reshard_after_forward"), bool)  # FSDP2's word, which counts
-        if newer and reading.facts.get("zero", (0, ""))[1].startswith(f"{file}: fsdp="):
+        stage, said = reading.facts.get("zero", (0, ""))
+        if newer and said.startswith(f"{file}: fsdp="):
             del reading.facts["zero"]
-        reading.take(named, ACCELERATE_RULES, file)
+            reading.claim(said, Has("layout.zero", stage))
+        trainers = {"fsdp_config.fsdp_cpu_offload": ACCELERATE_RULES["fsdp_config.fsdp_offload_params"]}
+        reading.take(named, {**ACCELERATE_RULES, **trainers}, file)
     elif config:
         reading.give_up(f"{file}: fsdp_config={config}", "it has no effect without fsdp, or is a file: pass that too")
     if reading.known("fsdp"):

@@ -13,7 +13,6 @@ from meshwright.imports.reading import Reading, Rule, flat
 from meshwright.imports.rules import (
     above_zero,
     choice,
-    claims,
     fact,
     no_effect,
     no_effects,
@@ -113,7 +112,7 @@ RULES: Mapping[str, Rule] = {
     "peft_config.freeze_trainable_layers": fact("freeze layers"),
     "peft_config.freeze_trainable_modules": only("all", "whole layers train; list modules in finetune.train instead"),
     "peft_config.freeze_extra_modules": unsupported("list all trained modules in finetune.train instead"),
-    "peft_config.cast_trainable_params_to_fp32": claims(Has("training.master_dtype", "fp32")),
+    "peft_config.cast_trainable_params_to_fp32": only(True, "trained weights are kept in fp32"),
     "quant_config.name": fact("quantized"),
     "quant_config.quantization_bit": choice("finetune.base", {4: "nf4", 8: "int8"}, "4, 8"),
     "quant_config.double_quantization": "finetune.double_quantization",

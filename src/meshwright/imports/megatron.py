@@ -7,7 +7,7 @@ from typing import Any
 from meshwright.imports.claims import Has, NoEffect
 from meshwright.imports.megatron_combined import LISTS, SWITCHES, MegatronForm, combine, model_defaults
 from meshwright.imports.megatron_combined import RULES as COMBINED_RULES
-from meshwright.imports.reading import Reading, Rule, check_number
+from meshwright.imports.reading import Reading, Rule, check_count, check_number
 from meshwright.imports.rules import (
     always,
     choice,
@@ -117,6 +117,7 @@ def _split(reading: Reading, value: Any, origin: str) -> None:
 
 
 def _virtual(reading: Reading, value: Any, origin: str) -> None:
+    check_count(value, origin)
     if value > 1:
         reading.set_all({"layout.schedule": "interleaved-1f1b", "layout.stages_per_rank": value}, origin)
     else:
@@ -232,7 +233,7 @@ RULES: Mapping[str, Rule] = {
         ("tokenizer-type", "vocab-file", "merge-file"), without("set data.tokenizer to the tokenizer's folder")
     ),
     **dict.fromkeys(("exit-interval", "exit-duration-in-mins"), without("a run ends after training.steps")),
-    "dataloader-type": without("samples are shuffled over all data; see data.order"),
+    "dataloader-type": only("single", "every sample is seen once in an epoch, in one shuffled order"),
     "make-vocab-size-divisible-by": without("set model.vocab to the padded number of rows"),
     **dict.fromkeys(OF_OTHER_MODELS, without(OTHER)),
     **no_effects({reason: {"": keys} for reason, keys in NO_EFFECT.items()}),

@@ -35,8 +35,9 @@ def _excluded(reading: Reading, value: Any, origin: str) -> None:
         reading.claim(origin, Has("training.optimizer.weight_decay", 0.0))
     else:
         reading.fact("excluded", True, origin)
-        reading.claim(origin, Always("norms and biases never decay"))
-        if not any("norm" in str(pattern) for pattern in value):
+        if all("norm" in str(pattern) or "bias" in str(pattern) for pattern in value):
+            reading.claim(origin, Always("norms and biases never decay"))
+        else:
             reading.give_up(origin, "weight decay always applies to matrices and embeddings, never to norms and biases")
 
 
@@ -293,7 +294,9 @@ def _rates(reading: Reading, default: str) -> None:
     style, origin = reading.facts.get("warmup style", ("linear", default))
     if style == "constant" and warmup:
         reading.settings["training.lr_schedule.warmup"] = 0, origin
-    elif style == "linear" or not warmup:
+    elif not warmup and "warmup style" in reading.facts:
+        reading.no_effect.append((origin, NoEffect.OFF))
+    elif style == "linear":
         reading.claim(origin, Always("warm-up is always linear"))
     lowest, floor = reading.facts.get("lowest", (peak, default))
     check_number(lowest, floor)

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
+from meshwright.imports.claims import Always, NoEffect
 from meshwright.imports.megatron import settle
 from meshwright.imports.megatron_combined import MegatronForm
 from meshwright.imports.nemo_adapters import settle_adapters
@@ -30,9 +31,7 @@ def read_nemo(reading: Reading, values: Mapping[str, Any], file: str) -> None:
     reading.take(ordered, {**RULES, **precision_rules(keys)}, file)
     settle_formats(reading, keys, file)
     settle_adapters(reading, keys, file)
-    if "distributed optimizer" in reading.facts or "sharding" in reading.facts:
-        stages = [reading.facts[name] for name in ("sharding", "distributed optimizer") if name in reading.facts]
-        reading.fact("zero", *max(stages, key=lambda stage: stage[0]))
+    _settle_sharding(reading)
     given = {flag for key, flag in STATES.items() if key in keys}
     if "swiglu" in reading.facts:
         given.add("swiglu")
@@ -42,6 +41,7 @@ def read_nemo(reading: Reading, values: Mapping[str, Any], file: str) -> None:
     if whole and plain:
         _check_activation(reading, keys, file)
     settle(reading, given, file, _form(old="trainer" in values, defaults=whole and plain, whole=whole))
+    _settle_gelu(reading)
     if "model.name" not in reading.settings and "data.sequence_length" in reading.settings:
         reading.default("model.max_positions", *reading.settings["data.sequence_length"])
     if reading.settings.get("training.lr_schedule.name", ("", ""))[0] == "wsd" and not any(
@@ -51,6 +51,32 @@ def read_nemo(reading: Reading, values: Mapping[str, Any], file: str) -> None:
             f"{file} (no scheduler.lr_wsd_decay_iters: the rate falls during the whole run)",
             "set training.lr_schedule.decay",
         )
+
+
+def _settle_sharding(reading: Reading) -> None:
+    """What data-parallel ranks share: `data_parallel_sharding_strategy` counts only for Megatron-FSDP."""
+    stages = [reading.facts["distributed optimizer"]] if "distributed optimizer" in reading.facts else []
+    if "sharding" in reading.facts:
+        stage, where = reading.facts["sharding"]
+        if "Megatron-FSDP" in reading.facts:
+            stages.append((stage, f"{reading.facts['Megatron-FSDP'][1]}; {where}"))
+        else:
+            reading.no_effect.append((where, NoEffect.OFF))
+    if stages:
+        reading.fact("zero", *max(stages, key=lambda found: found[0]))
+
+
+def _settle_gelu(reading: Reading) -> None:
+    """The fused GELU is approximated; other activations do not have it."""
+    if "fused GELU" not in reading.facts:
+        return
+    fused, origin = reading.facts["fused GELU"]
+    if reading.value("model.family") != "gpt2":
+        reading.no_effect.append((origin, NoEffect.OFF))
+    elif fused:
+        reading.claim(origin, Always("GELU is approximated by tanh"))
+    else:
+        reading.give_up(origin, "GELU is approximated by tanh")
 
 
 def _form(*, old: bool, defaults: bool, whole: bool) -> MegatronForm:

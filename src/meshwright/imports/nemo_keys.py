@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from meshwright.imports.claims import Always, Has, HasNot, NoEffect
+from meshwright.imports.claims import Has, HasNot, NoEffect
 from meshwright.imports.megatron import RULES as FLAGS
 from meshwright.imports.nemo_adapters import RULES as ADAPTERS
 from meshwright.imports.nemo_precision import DTYPES, SECTION, named, reduced
@@ -175,6 +175,7 @@ RULES: Mapping[str, Rule] = {
     "model.share_embeddings_and_output_weights": lambda reading, value, origin: reading.set(
         "model.tied_embeddings", bool(value), origin
     ),
+    "model.rotary_percentage": only(1, "rope always rotates the whole head"),
     "model.rotary_percent": only(1, "rope always rotates the whole head"),
     "model.qk_layernorm": if_any(fact("qk norm"), True, HasNot("model.family", "qwen3")),
     "model.precision": named,
@@ -280,9 +281,7 @@ RULES: Mapping[str, Rule] = {
     "model.should_pad_vocab": unsupported("set model.vocab to the padded number of rows"),
     "model.fp16_lm_head": unsupported("the head computes in training.precision"),
     "model.attention_softmax_in_fp32": FLAGS["attention-softmax-in-fp32"],
-    "model.bias_gelu_fusion": lambda reading, value, origin: reading.claim(
-        origin, Always("GELU is approximated by tanh") if value else HasNot("model.family", "gpt2")
-    ),
+    "model.bias_gelu_fusion": fact("fused GELU"),
     **dict.fromkeys(
         [f"model.{dtype}{kind}" for dtype in DTYPES for kind in ("", ".*")], without("training.precision decides it")
     ),

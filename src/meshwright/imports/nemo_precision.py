@@ -166,7 +166,7 @@ SECTION_RULES: Mapping[str, Rule] = {
 MODEL_RULES: Mapping[str, Rule] = {
     **{f"model.{key}": _stated(name, usual) for key, (name, usual) in PRODUCTS.items()},
     "model.fp8": _old_format,
-    **{f"model.fp8_{kind}": when(fact(f"old {kind}"), True, USUAL) for kind in OLD_KINDS},
+    **{f"model.fp8_{kind}": fact(f"old {kind}") for kind in OLD_KINDS},
     "model.fp8_wgrad": _weight_gradients,
     **{f"model.{key}": unsupported(why) for key, why in BOTH.items()},
     "model.fp8_interval": only(1, "scales are computed at every step"),
@@ -189,15 +189,15 @@ def precision_rules(values: Mapping[str, Any]) -> dict[str, Rule]:
 
 def settle_formats(reading: Reading, values: Mapping[str, Any], file: str) -> None:
     """What the keys of the precision state together: NeMo's format, the section's defaults, layers in bf16."""
-    if "old fp8" in reading.facts:
-        origin, kind = (
-            reading.facts["old fp8"][1],
-            next((kind for kind in OLD_KINDS if f"old {kind}" in reading.facts), ""),
-        )
-        if not kind:
-            reading.give_up(origin, "neither model.fp8_e4m3 nor model.fp8_hybrid is true")
-        else:
-            reading.fact("fp8 format", kind, f"{origin}; {reading.facts[f'old {kind}'][1]}")
+    kinds = {kind: reading.facts[f"old {kind}"] for kind in OLD_KINDS if f"old {kind}" in reading.facts}
+    on = next((kind for kind, (value, _) in kinds.items() if value is True), "")
+    if "old fp8" not in reading.facts:
+        reading.no_effect += [(where, NoEffect.OFF) for _, where in kinds.values()]
+    elif on:
+        told = "; ".join([reading.facts["old fp8"][1], *(where for _, where in kinds.values())])
+        reading.fact("fp8 format", on, told)
+    else:
+        reading.give_up(reading.facts["old fp8"][1], "neither model.fp8_e4m3 nor model.fp8_hybrid is true")
     in_section = any(key.startswith(f"{SECTION}.") for key in values)
     said = f"{file} (Megatron-Bridge's default)"
     if in_section and "fp8 format" in reading.facts and "fp8 recipe" not in reading.facts:

@@ -78,7 +78,9 @@ def _finish(reading: Reading) -> None:
         _data_parallel(reading, ranks // split, stage, f"{origin}; {why}" if why != origin else origin)
     replicas = (ranks or split) // split
     if replicas == 1:
-        reading.claim(f"{origin}; {why}", Has("layout.dp_shard", 1), Has("layout.dp_replicate", 1))
+        reading.claim(origin, Has("layout.dp_shard", 1), Has("layout.dp_replicate", 1))
+        if "layout.zero" not in settings and "zero" in reading.facts:
+            reading.no_effect.append((why, NoEffect.ALONE))
     _batch(reading, replicas)
     betas = {name: reading.facts.get(name) for name in ("beta1", "beta2")}
     if any(betas.values()):
@@ -102,7 +104,8 @@ def _finish(reading: Reading) -> None:
     if "samples" in reading.facts:
         reading.give_up(reading.facts["samples"][1], "set training.steps to the samples divided by the global batch")
     if "epochs" in reading.facts and steps:
-        reading.no_effect.append((reading.facts["epochs"][1], NoEffect.OVERRULED))
+        if (origin := reading.facts["epochs"][1]) in reading.seen:
+            reading.no_effect.append((origin, NoEffect.OVERRULED))
     elif "epochs" in reading.facts:
         reading.give_up(reading.facts["epochs"][1], "runs have a number of steps; set training.steps")
 

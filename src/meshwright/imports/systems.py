@@ -24,7 +24,7 @@ from meshwright.imports import (
 )
 from meshwright.imports.opening import read_data, read_text
 from meshwright.imports.program import is_program, read_program
-from meshwright.imports.reading import Reading, Rule, of_section, refusing
+from meshwright.imports.reading import Reading, Rule, flat, of_section, refusing
 from meshwright.imports.titan_python import is_titan_python
 from meshwright.spec.errors import UserError
 
@@ -118,11 +118,15 @@ def _opened(path: Path) -> tuple[System, Any, str]:
     if path.suffix in (".sh", ".bash", ".sbatch", ".slurm"):
         raise UserError(f"{path}: has none of Megatron-LM's flags (--num-layers, ...); supported are {FORMATS}")
     values = read_data(path, text)
-    if isinstance(values, Mapping):
-        for system in SYSTEMS:
-            if system.recognises(values):
-                return system, values, name
-    raise UserError(f"{path}: unknown format; supported are {FORMATS}")
+    if not isinstance(values, Mapping):
+        raise UserError(f"{path}: unknown format; supported are {FORMATS}")
+    for system in SYSTEMS:
+        if system.recognises(values):
+            return system, values, name
+    nearest = _nearest(list(flat(values)))
+    likely = nearest.share(list(flat(values))) > 1 / 2
+    hint = f", but most of its keys are {nearest.name}'s: import a whole file of it" if likely else ""
+    raise UserError(f"{path}: unknown format{hint}; supported are {FORMATS}")
 
 
 def _check_known(system: System, seen: Sequence[str], unknown: Sequence[str], file: str) -> None:
@@ -130,15 +134,19 @@ def _check_known(system: System, seen: Sequence[str], unknown: Sequence[str], fi
     if len(unknown) <= MOST_UNKNOWN * len(seen):
         return
     keys = [_key(origin, file) for origin in seen]
-    others = sorted((other for other in SYSTEMS if other.rules), key=lambda other: -other.share(keys))
-    better = [other.name for other in others if other is not system and other.share(keys) > system.share(keys)][:1]
+    nearest = _nearest(keys)
     named = ", ".join(_key(origin, file) for origin in unknown[:EXAMPLES])
     raise UserError(
         f"{file}: of its {len(seen)} keys, {len(unknown)} are unknown to {system.name}, whose file it seems to be "
         f"({named}, ...); "
-        + (f"it has more of {better[0]}'s, but is no whole file of it; " if better else "")
+        + (f"more of them are {nearest.name}'s, but it is no whole file of it; " if nearest.name != system.name else "")
         + "remove what is of another program or of another kind of training, and import the rest"
     )
+
+
+def _nearest(keys: Sequence[str]) -> System:
+    """The system that knows most of the keys."""
+    return max(SYSTEMS, key=lambda system: system.share(keys))
 
 
 def _key(origin: str, file: str) -> str:

@@ -113,8 +113,10 @@ def _take(reading: Reading, found: Mapping[str, Any], file: str) -> None:
     if saves is True:
         every, said = reading.facts.get("save interval", (500, f"{file} (torchtitan's default)"))
         reading.set("checkpoint.every", every if every < steps else 0, f"{said}; {where}")
-    elif where:
+    else:
         reading.claim(where, Has("checkpoint.every", 0))
+        if "save interval" in reading.facts:
+            reading.no_effect.append((reading.facts["save interval"][1], NoEffect.OFF))
     if "schedule" in reading.facts and "layout.pp" in reading.settings:
         reading.set("layout.schedule", *reading.facts["schedule"])
 

@@ -325,5 +325,7 @@ RULES: Mapping[str, Rule] = {
     **{f"metrics.enable_{name}": when(tracker(name), True, no_tracker(name)) for name in ("tensorboard", "wandb")},
     "float8.enable_float8_linear": when("training.precision", "fp8"),
     "profiling.*": no_effect(NoEffect.LOGS),
+    "fault_tolerance.enable": unsupported("replicas that come and go are not supported"),
+    "memory_estimation.enable": unsupported("it estimates instead of training; use `meshwright plan`"),
     **no_effects(NO_EFFECT),
 }
