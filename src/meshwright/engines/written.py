@@ -67,7 +67,7 @@ class WrittenEngine(Engine):
     def settings(self, resolved: ResolvedRun) -> Iterator[Setting]:
         """Every setting: said if the recipe that `meshwright import` makes of the files has it, else left out where
         nothing trained depends on it, else refused."""
-        cannot, own = dict(self.cannot(resolved)), {**ARRANGED, **self.rules}
+        cannot, own = self.refused(resolved), {**ARRANGED, **self.rules}
         try:
             imported = self._read_back(resolved)
         except UserError as error:

@@ -5,6 +5,7 @@ from typing import Any
 
 from meshwright.imports.claims import Always, Has, HasNot, NoEffect
 from meshwright.imports.megatron import RULES as FLAGS
+from meshwright.imports.names import Names, pipelined
 from meshwright.imports.reading import Reading, Rule, check_count
 from meshwright.imports.rules import (
     apply,
@@ -26,10 +27,12 @@ from meshwright.imports.rules import (
 from meshwright.imports.schedules import schedule_choice
 
 DTYPES = {"bfloat16": "bf16", "bf16": "bf16", "float32": "fp32", "fp32": "fp32", "float16": "fp16", "fp16": "fp16"}
-SCHEDULES = {"cosine": "cosine", "linear": "linear", "constant": "constant", "WSD": "wsd"}
+SCHEDULES = Names(
+    "training.lr_schedule.name", {"cosine": "cosine", "linear": "linear", "constant": "constant", "wsd": "WSD"}
+)
 RECOMPUTES = {True: "full", False: "none", "true": "full", "false": "none", "full": "full", "none": "none"}
 RECOMPUTES |= {"selective": "selective"}
-PIPELINES = {"1f1b": "1f1b", "gpipe": "afab"}
+PIPELINES = Names("layout.schedule", {"1f1b": "1f1b", "afab": "gpipe"}, counts=pipelined)
 MOMENTS = ("exp_avg", "exp_avg_sq")
 """AdamW's two moments."""
 COLLATES = ("default_collate", "default_collater", "packed_sequence_thd_collater", "packed_sequence_collater")
@@ -100,10 +103,10 @@ def _config(reading: Reading, value: Any, origin: str) -> None:
 
 
 def _pipeline(reading: Reading, value: Any, origin: str) -> None:
-    if str(value).lower() in PIPELINES:
-        reading.fact("schedule", PIPELINES[str(value).lower()], origin)
+    if str(value).lower() in PIPELINES.read:
+        reading.fact("schedule", PIPELINES.read[str(value).lower()], origin)
     else:
-        reading.give_up(origin, f"only {', '.join(PIPELINES)} are read; set layout.schedule")
+        reading.give_up(origin, f"only {', '.join(PIPELINES.read)} are read; set layout.schedule")
 
 
 def _packed(reading: Reading, value: Any, origin: str) -> None:
@@ -242,7 +245,7 @@ RULES: Mapping[str, Rule] = {
     "optimizer.adam_w_mode": only(True, "weight decay is always decoupled (AdamW)"),
     "optimizer.bias_correction": only(True, "moments are always corrected for their bias"),
     **{f"optimizer.{moment}_dtype": _dtype(moment) for moment in MOMENTS},
-    "lr_scheduler.lr_decay_style": schedule_choice(SCHEDULES),
+    "lr_scheduler.lr_decay_style": schedule_choice(SCHEDULES.read),
     "lr_scheduler.lr_warmup_steps": "training.lr_schedule.warmup",
     "lr_scheduler.lr_decay_steps": fact("decay steps"),
     "lr_scheduler.wsd_decay_steps": "training.lr_schedule.decay",

@@ -6,6 +6,7 @@ from typing import Any
 
 from meshwright.imports.claims import Always, Has, HasNot, NoEffect
 from meshwright.imports.experts import COMPUTES, override_rules
+from meshwright.imports.names import Names
 from meshwright.imports.reading import Reading, Rule, check_number, flat
 from meshwright.imports.rules import (
     above_zero,
@@ -27,7 +28,17 @@ from meshwright.imports.rules import (
 from meshwright.imports.schedules import schedule_words
 from meshwright.spec.errors import UserError
 
-PRECISIONS = {"amp_bf16": "bf16", "bf16": "bf16", "amp_fp16": "fp16", "fp16": "fp16", "fp32": "fp32", "amp_fp8": "fp8"}
+PRECISIONS = Names(
+    "training.precision",
+    {"bf16": "amp_bf16", "fp16": "amp_fp16", "fp32": "fp32"},
+    {"bf16": "bf16", "fp16": "fp16", "amp_fp8": "fp8"},
+)
+SCHEDULES = Names(
+    "training.lr_schedule.name",
+    {"cosine": "cosine_with_warmup", "linear": "linear_decay_with_warmup", "constant": "constant_with_warmup"},
+)
+TRAINED = Names("data.chat.train_on", {"last": ("last", "none"), "assistant": ("all", "none"), "all": ("all", "all")})
+"""What of responses and of prompts is trained."""
 SHARDING = {"FULL_SHARD": 3, "HYBRID_SHARD": 3, "SHARD_GRAD_OP": 2, "_HYBRID_SHARD_ZERO2": 2, "NO_SHARD": 0}
 LOADERS = ("json", "csv", "parquet")
 """Builders of `datasets`, which read local files."""
@@ -218,9 +229,7 @@ RULES: Mapping[str, Rule] = {
     "train_loader.dataset.shuffle": lambda reading, value, origin: reading.set(
         "data.order", "shuffled" if value else "given", origin
     ),
-    "scheduler.name": schedule_words(
-        {"cosine_with_warmup": "cosine", "linear_decay_with_warmup": "linear", "constant_with_warmup": "constant"}
-    ),
+    "scheduler.name": schedule_words(SCHEDULES.read),
     "scheduler.t_warmup": _warmup,
     "scheduler.t_max": only("1dur", "schedules always end at the last step"),
     "scheduler.alpha_f": "training.lr_schedule.final",
@@ -237,7 +246,7 @@ RULES: Mapping[str, Rule] = {
     "eval_subset_num_batches": above_zero("training.evaluation.batches", Always("all evaluation data are read once")),
     "global_train_batch_size": "training.global_batch",
     "device_train_microbatch_size": "training.micro_batch",
-    "precision": words("training.precision", PRECISIONS),
+    "precision": words("training.precision", PRECISIONS.read),
     "fsdp_config.sharding_strategy": choice(fact("zero"), SHARDING),
     "fsdp_config.mixed_precision": _mixed,
     "fsdp_config.activation_checkpointing": when("training.recompute", "full", Has("training.recompute", "none")),
@@ -331,7 +340,7 @@ def _sources(reading: Reading, values: Mapping[str, Any], file: str) -> None:
         reading.set("data.sources", [{"path": str(name) if local else f"hub:{name}", **more}], f"{origin}; {parts}")
     responses, where = reading.facts.get("responses", ("last", default))
     prompts, also = reading.facts.get("prompts", ("none", default))
-    trained = {("last", "none"): "last", ("all", "none"): "assistant", ("all", "all"): "all"}.get((responses, prompts))
+    trained = TRAINED.read.get((responses, prompts))
     if trained is None:
         reading.give_up(f"{where}; {also}", "set data.chat.train_on to assistant, last or all")
     else:

@@ -7,6 +7,7 @@ from typing import Any
 from meshwright.imports.claims import Has, NoEffect
 from meshwright.imports.megatron_combined import LISTS, SWITCHES, MegatronForm, combine, model_defaults
 from meshwright.imports.megatron_combined import RULES as COMBINED_RULES
+from meshwright.imports.names import Names
 from meshwright.imports.reading import Reading, Rule, check_count, check_number
 from meshwright.imports.rules import (
     always,
@@ -67,6 +68,10 @@ NO_EFFECT: Mapping[NoEffect, str] = {
     NoEffect.CODE: "trust-remote-code",
 }
 """Why flags have no effect -> the flags."""
+SCHEDULES = Names(
+    "training.lr_schedule.name", {"cosine": "cosine", "linear": "linear", "constant": "constant", "wsd": "WSD"}
+)
+OPTIMIZERS = Names("training.optimizer.name", {"adamw": "adam"}, {"muon": "muon"})
 UNSET = re.compile(r"\$[\w{(@*]|`")
 """What only a shell could replace."""
 OF_OTHER_MODELS = (
@@ -176,7 +181,7 @@ RULES: Mapping[str, Rule] = {
     "train-samples": fact("samples"),
     "lr": "training.optimizer.lr",
     "min-lr": fact("min_lr"),
-    "lr-decay-style": schedule_words({"cosine": "cosine", "linear": "linear", "constant": "constant", "wsd": "wsd"}),
+    "lr-decay-style": schedule_words({word.lower(): ours for word, ours in SCHEDULES.read.items()}),
     "lr-wsd-decay-iters": "training.lr_schedule.decay",
     "lr-wsd-decay-style": only("linear", "wsd always decays linearly"),
     "lr-warmup-iters": "training.lr_schedule.warmup",
@@ -187,7 +192,7 @@ RULES: Mapping[str, Rule] = {
     "adam-beta2": fact("beta2"),
     "adam-eps": "training.optimizer.eps",
     "clip-grad": positive("training.clip"),
-    "optimizer": words("training.optimizer.name", {"adam": "adamw", "muon": "muon"}),
+    "optimizer": words("training.optimizer.name", OPTIMIZERS.read),
     "bf16": when("training.precision", "bf16"),
     "fp16": when("training.precision", "fp16"),
     "seed": "training.seed",

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from meshwright.imports.claims import Always, Has, HasNot, NoEffect
+from meshwright.imports.names import Names
 from meshwright.imports.reading import Reading, Rule, check_count, check_number, flat
 from meshwright.imports.rules import (
     above_zero,
@@ -20,7 +21,8 @@ from meshwright.imports.rules import (
 )
 from meshwright.spec.errors import UserError
 
-DTYPES = {"bfloat16": "bf16", "float32": "fp32"}
+DTYPES = Names("training.precision", {"bf16": "bfloat16", "fp32": "float32"})
+OPTIMIZERS = Names("training.optimizer.name", {"adamw": "adamW"})
 SHAPES = {"linear": "linear", "cosine": "cosine"}
 SIZE = "model.model_config."
 
@@ -124,7 +126,7 @@ RULES: Mapping[str, Rule] = {
     "parallelism.expert_parallel_size": degree("layout.ep"),
     "parallelism.pp_engine": choice(fact("schedule"), {"1f1b": "1f1b", "afab": "afab"}),
     "parallelism.recompute_layer": when("training.recompute", "full", Has("training.recompute", "none")),
-    "model.dtype": choice("training.precision", DTYPES),
+    "model.dtype": choice("training.precision", DTYPES.read),
     "model.init_method.std": "model.init_std",
     "model.init_method.scaling_method": lambda reading, value, origin: apply(
         only("NUM_LAYERS", "weights are initialized as by NUM_LAYERS"), reading, str(value).upper(), origin
@@ -166,7 +168,7 @@ RULES: Mapping[str, Rule] = {
     "tokens.micro_batch_size": "training.micro_batch",
     "tokens.batch_accumulation_per_replica": fact("accumulation"),
     "tokens.val_check_interval": above_zero("training.evaluation.every", Has("training.evaluation.every", 0)),
-    "optimizer.optimizer_factory.name": choice("training.optimizer.name", {"adamW": "adamw"}),
+    "optimizer.optimizer_factory.name": choice("training.optimizer.name", OPTIMIZERS.read),
     **{f"{place}.adam_beta1": fact("beta1") for place in FACTORIES},
     **{f"{place}.adam_beta2": fact("beta2") for place in FACTORIES},
     **{f"{place}.adam_eps": "training.optimizer.eps" for place in FACTORIES},

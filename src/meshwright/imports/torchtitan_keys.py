@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from meshwright.imports.claims import Always, Has, NoEffect
+from meshwright.imports.names import Names, pipelined
 from meshwright.imports.reading import Reading, Rule, check_count
 from meshwright.imports.rules import (
     above_zero,
@@ -47,15 +48,20 @@ DEGREES = {
     "context_parallel_degree": "layout.cp",
     "expert_parallel_degree": "layout.ep",
 }
-SCHEDULES = {
-    "1f1b": "1f1b",
-    "gpipe": "afab",
-    "interleaved1f1b": "interleaved-1f1b",
-    "interleavedzerobubble": "interleaved-zero-bubble",
-    "zbvzerobubble": "zbv",
-    "loopedbfs": "looped-bfs",
-    "dualpipev": "dualpipev",
-}
+PIPELINES = Names(
+    "layout.schedule",
+    {
+        "1f1b": "1F1B",
+        "afab": "GPipe",
+        "interleaved-1f1b": "Interleaved1F1B",
+        "interleaved-zero-bubble": "InterleavedZeroBubble",
+        "zbv": "ZBVZeroBubble",
+        "looped-bfs": "LoopedBFS",
+        "dualpipev": "DualPipeV",
+    },
+    counts=pipelined,
+)
+BY_WORD = {theirs.lower(): ours for theirs, ours in PIPELINES.read.items()}
 DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 WARMUP = "training.lr_schedule.warmup"
 DEFAULTS = {
@@ -89,10 +95,10 @@ def _degree(name: str) -> Rule:
 
 def _pipeline(reading: Reading, value: Any, origin: str) -> None:
     word = str(value).lower()
-    if word in SCHEDULES:
-        reading.fact("schedule", SCHEDULES[word], origin)
+    if word in BY_WORD:
+        reading.fact("schedule", BY_WORD[word], origin)
     else:
-        reading.give_up(origin, f"supported: {', '.join(SCHEDULES)}")
+        reading.give_up(origin, f"supported: {', '.join(BY_WORD)}")
 
 
 def _data(reading: Reading, value: Any, origin: str) -> None:
