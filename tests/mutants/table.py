@@ -21,6 +21,8 @@ class Mutant(NamedTuple):
     new: str
     case: str
     names: str
+    seen: str = ""
+    """Where the field has met this kind of fault: a project and the number of an issue or a pull request."""
 
 
 SPLIT = [
