@@ -134,6 +134,8 @@ def test_a_schedule_that_an_engine_does_not_know_is_refused_by_name(folder, name
 
 OURS = ("data.", "model.", "guards.", "training.samples.", "training.evaluation.", "finetune.targets")
 """Settings that are no program's: Meshwright prepares weights and rows for it, or they change no loss."""
+OURS += ("training.optimizer.lr_scaling",)
+"""The resolved run has the scaled rate."""
 ELSEWHERE = ("layout.cp_method", "training.optimizer.rounding", "training.low_precision")
 """Settings that count only where another has another value than in these recipes."""
 ELSEWHERE += ("layout.offload", "finetune.method")

@@ -137,7 +137,7 @@ def _positions(model: ModelSpec) -> Flags:
 
 def _feed_forward(model: ModelSpec) -> Flags:
     match model.activation:
-        case "swiglu":
+        case "silu":
             yield from (("swiglu", True), ("disable-bias-linear", True))
         case "gelu_tanh":
             yield "openai-gelu", True

@@ -111,7 +111,7 @@ def read_foreign(directory: Path, config: Mapping[str, Any], *, where: str) -> M
         "ffn": 4 * sizes["hidden"],
         "max_positions": ENDLESS,
     } | {field: size for field, size in sizes.items() if type(size) is int}
-    switches = {"norm": "layernorm", "norm_eps": 0.0, "activation": "gelu_tanh", "positions": "rope"}
+    switches = {"norm": "layernorm", "norm_eps": 0.0, "activation": "gelu_tanh", "gated": False, "positions": "rope"}
     return ModelSpec.model_validate(
         {"family": FAMILY, "foreign": foreign, "tied_embeddings": len(heads) < 2, **switches, **known}
     )

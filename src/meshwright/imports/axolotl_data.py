@@ -208,7 +208,7 @@ def _messages(entry: Entry) -> None:
         ("message_field_content", known["content"]),
         ("field_thinking", THOUGHTS),
         ("template_thinking_key", ("reasoning_content",)),
-        ("message_field_training", ("train", "weight")),
+        ("message_field_training", ("train", "training", "weight")),
     ):
         value, said = entry.pop(key, names[0])
         if value not in names:

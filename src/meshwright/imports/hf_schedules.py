@@ -4,7 +4,6 @@ A step's learning rate is theirs of the step before: their first step of warm-up
 of the peak. Their intervals below 1 are shares of all steps, which a recipe does not have.
 """
 
-import json
 import math
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -15,6 +14,7 @@ from meshwright.imports.facts import MIN_LR
 from meshwright.imports.reading import Reading, Rule
 from meshwright.imports.schedules import lose_schedule
 from meshwright.spec.errors import UserError
+from meshwright.storage.jsonl import parse_json
 
 EVALUATES, SAVES = "training.evaluation.every", "checkpoint.every"
 
@@ -95,7 +95,7 @@ def keep_type(reading: Reading, value: Any, origin: str) -> None:
 
 def keep_options(reading: Reading, value: Any, origin: str) -> None:
     """Keep the schedule's arguments, a mapping or its JSON."""
-    options = json.loads(value) if isinstance(value, str) else value
+    options = parse_json(value, origin) if isinstance(value, str) else value
     if options:
         reading.fact(OPTIONS, dict(options), origin)
     else:

@@ -140,6 +140,9 @@ FamilyName = Literal[
 ]
 """Our families, and the name for any other architecture in a Hugging Face directory."""
 
+ActivationName = Literal["silu", "gelu_tanh"]
+"""Activation functions of feed-forward layers and experts; gelu_tanh is GELU with the tanh approximation."""
+
 
 class ModelSpec(Spec):
     """A complete model: every size and option that families, models and planner need."""
@@ -155,7 +158,9 @@ class ModelSpec(Spec):
     max_positions: int = Field(ge=1)
     norm: Literal["rmsnorm", "layernorm"]
     norm_eps: float = Field(ge=0, allow_inf_nan=False)
-    activation: Literal["swiglu", "gelu_tanh"]
+    activation: ActivationName
+    gated: bool
+    """Whether feed-forward layers multiply the activation with a second projection (SwiGLU, GeGLU: Shazeer, 2020)."""
     positions: Literal["rope", "learned"]
     rope_theta: float = 10000.0
     rope_scaling: RopeScaling | None = None
