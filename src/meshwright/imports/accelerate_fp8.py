@@ -4,9 +4,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from meshwright.imports.claims import Always, NoEffect
-from meshwright.imports.facts import check_count
-from meshwright.imports.reading import Reading, Rule
-from meshwright.imports.rules import no_effect, only, unsupported, without
+from meshwright.imports.reading import Reading, Rule, check_count
+from meshwright.imports.rules import fact, no_effect, only, unsupported, without
 
 BACKEND = "fp8 backend"
 RECIPE = "training.low_precision.recipe"
@@ -22,12 +21,12 @@ def _overridden(reading: Reading, value: Any, origin: str) -> None:
 
 
 FP8_RULES: Mapping[str, Rule] = {
-    "backend": BACKEND,
-    "amax_history_len": HISTORY,
-    "amax_compute_algo": ALGORITHM,
+    "backend": fact(BACKEND),
+    "amax_history_len": fact(HISTORY),
+    "amax_compute_algo": fact(ALGORITHM),
     "amax_history_length": without(UNREAD),
     "amax_compute_algorithm": without(UNREAD),
-    "margin": MARGIN,
+    "margin": fact(MARGIN),
     "interval": only(1, "scales are computed at every step"),
     "format": only("HYBRID", "forward in e4m3, gradients in e5m2 (HYBRID)"),
     "override_linear_precision": _overridden,

@@ -8,13 +8,14 @@ from meshwright.imports.accelerate_fp8 import FP8_RULES, give_up_fp8, settle_fp8
 from meshwright.imports.claims import Always, Has, HasNot, NoEffect
 from meshwright.imports.deepspeed import folder, offload, settle_offload
 from meshwright.imports.deepspeed_schedules import keep_named
-from meshwright.imports.facts import ACCUMULATION, RANKS, SHARD, ZERO, Fact, check_count
 from meshwright.imports.megatron import RULES as FLAGS
 from meshwright.imports.megatron_combined import recomputation
-from meshwright.imports.reading import Reading, Rule, flat
+from meshwright.imports.reading import Reading, Rule, check_count, flat
 from meshwright.imports.rules import (
+    apply,
     claims_value,
     degree,
+    fact,
     no_effect,
     no_effects,
     only,
@@ -27,9 +28,6 @@ from meshwright.imports.rules import (
 )
 from meshwright.spec.errors import UserError
 
-HYBRID = Fact("whether a machine shards")
-MACHINES = Fact("machines")
-
 SECTION = "megatron_lm_config"
 PREFIX = f"{SECTION}.megatron_lm_"
 MEGATRON_KEYS: Mapping[str, Rule] = {
@@ -39,7 +37,7 @@ MEGATRON_KEYS: Mapping[str, Rule] = {
     "expert_model_parallel_size": degree("layout.ep"),
     "expert_tensor_parallel_size": only(1, "experts are not split"),
     "sequence_parallelism": no_effect(NoEffect.MEMORY),
-    "num_micro_batches": ACCUMULATION,
+    "num_micro_batches": fact("accumulation"),
     "gradient_clipping": positive("training.clip"),
     "recompute_activations": when("training.recompute", "selective"),
     "recompute_granularity": FLAGS["recompute-granularity"],
@@ -95,7 +93,7 @@ DEGREES = "the number of processes is the product of the degrees"
 
 def _type(reading: Reading, value: Any, origin: str) -> None:
     if value in ("MULTI_GPU", "MULTI_CPU", "NO", False):
-        reading.fact(ZERO, 0, origin)
+        reading.fact("zero", 0, origin)
     elif value in ("FSDP", "DEEPSPEED"):
         reading.claim(origin, HasNot("layout.zero", "auto"))
     elif value == "MEGATRON_LM":
@@ -107,16 +105,16 @@ def _type(reading: Reading, value: Any, origin: str) -> None:
 def _sharding(reading: Reading, value: Any, origin: str) -> None:
     word = {"1": "full_shard", "2": "shard_grad_op", "3": "no_shard"}.get(str(value), str(value).lower())
     if word in SHARDING:
-        reading.fact(ZERO, SHARDING[word], origin)
+        reading.fact("zero", SHARDING[word], origin)
         if word.startswith("hybrid_shard"):
-            reading.fact(HYBRID, True, origin)
+            reading.fact("hybrid", True, origin)
     else:
         reading.give_up(origin, f"supported: {', '.join(SHARDING)}")
 
 
 def _reshard(reading: Reading, value: Any, origin: str) -> None:
     if isinstance(value, bool):
-        reading.fact(ZERO, 3 if value else 2, origin)
+        reading.fact("zero", 3 if value else 2, origin)
     else:
         _sharding(reading, value, origin)
 
@@ -126,7 +124,7 @@ def _precision(reading: Reading, value: Any, origin: str) -> None:
     word = str(value).lower()
     if word in PRECISIONS:
         reading.fact(PRECISION, PRECISIONS[word], origin)
-    reading.apply(words("training.precision", PRECISIONS), value, origin)
+    apply(words("training.precision", PRECISIONS), reading, value, origin)
 
 
 def _offload(reading: Reading, value: Any, origin: str) -> None:
@@ -214,8 +212,8 @@ NO_EFFECT: Mapping[NoEffect, Mapping[str, str]] = {
 KEYS: Mapping[str, Rule] = {
     **no_effects(NO_EFFECT),
     "distributed_type": _type,
-    "num_processes": RANKS,
-    "num_machines": MACHINES,
+    "num_processes": fact("ranks"),
+    "num_machines": fact("machines"),
     "downcast_bf16": unsupported("only TPUs have it"),
     "mixed_precision": _precision,
     **{f"fp8_config.fp8_{key}": rule for key, rule in FP8_RULES.items()},
@@ -231,14 +229,14 @@ KEYS: Mapping[str, Rule] = {
     f"{PARALLEL}sp_seq_length": claims_value("data.sequence_length"),
     f"{PARALLEL}sp_seq_length_is_variable": unsupported("samples have data.sequence_length tokens"),
     "use_cpu": when("device", "cpu"),
-    "gradient_accumulation_steps": ACCUMULATION,
+    "gradient_accumulation_steps": fact("accumulation"),
     "fsdp_config.fsdp_sharding_strategy": _sharding,
     "fsdp_config.fsdp_reshard_after_forward": _reshard,
     "fsdp_config.fsdp_offload_params": _offload,
     "fsdp_config.fsdp_activation_checkpointing": when("training.recompute", "full", Has("training.recompute", "none")),
     **MEGATRON_RULES,
-    "deepspeed_config.zero_stage": ZERO,
-    "deepspeed_config.gradient_accumulation_steps": ACCUMULATION,
+    "deepspeed_config.zero_stage": fact("zero"),
+    "deepspeed_config.gradient_accumulation_steps": fact("accumulation"),
     "deepspeed_config.gradient_clipping": positive("training.clip"),
     "deepspeed_config.offload_optimizer_device": offload("optimizer"),
     "deepspeed_config.offload_param_device": offload("parameters"),
@@ -268,14 +266,14 @@ def is_accelerate(values: Mapping[str, Any]) -> bool:
 
 def _settle_hybrid(reading: Reading, values: Mapping[str, Any]) -> None:
     """Hybrid sharding, whose groups are the processes of a machine."""
-    if HYBRID not in reading.facts:
-        if MACHINES in reading.facts:
-            reading.no_effect.append((reading.facts[MACHINES][1], NoEffect.LAUNCH))
+    if "hybrid" not in reading.facts:
+        if "machines" in reading.facts:
+            reading.no_effect.append((reading.facts["machines"][1], NoEffect.LAUNCH))
         return
-    origin, machines, processes = reading.facts[HYBRID][1], values.get("num_machines", 1), values.get("num_processes")
+    origin, machines, processes = reading.facts["hybrid"][1], values.get("num_machines", 1), values.get("num_processes")
     if isinstance(processes, int) and isinstance(machines, int) and machines > 0 and processes % machines == 0:
-        said = reading.facts.get(MACHINES, (1, "num_machines=1"))[1]
-        reading.fact(SHARD, processes // machines, f"{origin}; {said}")
+        said = reading.facts.get("machines", (1, "num_machines=1"))[1]
+        reading.fact("shard", processes // machines, f"{origin}; {said}")
     else:
         reading.give_up(
             origin, f"{machines} machines do not divide {processes} processes; the recipe shards over all ranks"
@@ -308,7 +306,7 @@ def _settle_parallelism(reading: Reading, values: Mapping[str, Any], file: str) 
     if sizes["sp"] == 1:
         keys = [f"{PARALLEL}{name}_size" for name in ("dp_shard", "dp_replicate")]
         said = [f"{file}: {key}={given[inner]}" for key in keys if (inner := key.partition(".")[2]) in given]
-        reading.fact(SHARD, sizes["dp_shard"], "; ".join(said) or f"{file} (Accelerate's default: dp_shard_size=1)")
+        reading.fact("shard", sizes["dp_shard"], "; ".join(said) or f"{file} (Accelerate's default: dp_shard_size=1)")
 
 
 def _settle_deepspeed(reading: Reading, values: Mapping[str, Any], file: str) -> None:
@@ -317,8 +315,8 @@ def _settle_deepspeed(reading: Reading, values: Mapping[str, Any], file: str) ->
     if isinstance(section, Mapping) and any(str(key).startswith("offload") for key in section):
         settle_offload(reading)
     named = isinstance(section, Mapping) and section.get("deepspeed_config_file")
-    if values.get("distributed_type") == "DEEPSPEED" and ZERO not in reading.facts and not named:
-        reading.fact(ZERO, 2, f"{file} (Accelerate's default: zero_stage=2)")
+    if values.get("distributed_type") == "DEEPSPEED" and "zero" not in reading.facts and not named:
+        reading.fact("zero", 2, f"{file} (Accelerate's default: zero_stage=2)")
 
 
 def read_accelerate(reading: Reading, values: Mapping[str, Any], file: str) -> None:
@@ -340,5 +338,5 @@ def read_accelerate(reading: Reading, values: Mapping[str, Any], file: str) -> N
             f"{file}: FSDP reduces gradients in bf16 under mixed_precision={precision}, a recipe in fp32; set "
             "training.reduce_dtype=bf16 for the same"
         )
-    if values.get("distributed_type") == "FSDP" and ZERO not in reading.facts:
-        reading.fact(ZERO, 3, f"{file}: distributed_type=FSDP")
+    if values.get("distributed_type") == "FSDP" and "zero" not in reading.facts:
+        reading.fact("zero", 3, f"{file}: distributed_type=FSDP")

@@ -4,39 +4,11 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
-from meshwright.imports.automodel_keys import (
-    AUTOCAST,
-    COMPUTE,
-    COUPLED,
-    DROPOUT_POSITION,
-    FIRST_RATE,
-    LOCAL_BATCH,
-    MASTERS,
-    MICROBATCH,
-    MOMENTS,
-    REDUCED,
-    RULES,
-    SAVES,
-    SAVES_AT_ALL,
-    STORAGE,
-    STRATEGY,
-    _last,
-)
+from meshwright.imports.automodel_keys import MOMENTS, RULES, _last
 from meshwright.imports.claims import Always, Has, NoEffect
-from meshwright.imports.facts import (
-    MIN_LR,
-    PIPELINE,
-    RANKS,
-    REPLICAS,
-    REPLICATE,
-    RESHARDS,
-    UNDECAYED,
-    ZERO,
-    check_count,
-    check_number,
-)
 from meshwright.imports.megatron import RULES as FLAGS
-from meshwright.imports.reading import Reading, flat
+from meshwright.imports.reading import Reading, check_count, check_number, flat
+from meshwright.imports.rules import apply
 
 CONSTANT = {"training.lr_schedule.name": "constant", "training.lr_schedule.warmup": 0}
 
@@ -66,23 +38,23 @@ def read_automodel(reading: Reading, values: Mapping[str, Any], file: str) -> No
     _adapters(reading, values, default)
     _checkpoints(reading, default)
     decay, where = reading.settings.get("training.optimizer.weight_decay", (0.01, default))
-    if decay and reading.known(COUPLED):
+    if decay and reading.known("coupled"):
         why = "Adam adds weight decay to the gradient; only AdamW's decoupled decay is supported"
-        reading.give_up(reading.facts[COUPLED][1], why)
-    if decay and UNDECAYED not in reading.facts:
+        reading.give_up(reading.facts["coupled"][1], why)
+    if decay and "undecayed" not in reading.facts:
         reading.notes.append(f"{where}: AutoModel also decays norms and biases; Meshwright does not")
 
 
 def _checkpoints(reading: Reading, default: str) -> None:
     """How often it saves: every 100 steps, and never if it is switched off."""
-    saves, where = reading.facts.get(SAVES, (100, default))
+    saves, where = reading.facts.get("saves", (100, default))
     check_number(saves, where)
     steps = reading.settings.get("training.steps", (2**52, ""))
     check_count(*steps)
-    enabled, origin = reading.facts.get(SAVES_AT_ALL, (True, ""))
+    enabled, origin = reading.facts.get("saves at all", (True, ""))
     if enabled is False:
         reading.set("checkpoint.every", 0, origin)
-        reading.no_effect += [(where, NoEffect.OFF)] if SAVES in reading.facts else []
+        reading.no_effect += [(where, NoEffect.OFF)] if "saves" in reading.facts else []
         return
     reading.set("checkpoint.every", saves if saves < steps[0] else 0, f"{where}; {origin}" if origin else where)
 
@@ -100,7 +72,7 @@ def _dataset(reading: Reading, given: Mapping[str, Any], where: str, default: st
         reading.set("data.sequence_length", length or 2048, f"{where}.seq_length={length}" if length else default)
         split = found.pop("split", None)
         said = f"{where}.split={split}" if split else f"{default}: split=900,50,50"
-        reading.apply(FLAGS["split"], (split or "900,50,50").replace(" ", ""), said)
+        apply(FLAGS["split"], reading, (split or "900,50,50").replace(" ", ""), said)
         for key in ("index_mapping_dir", "splits_to_build", "seed", "num_val_samples", "mmap_bin_files"):
             if key in found:
                 reading.give_up(f"{where}.{key}={found.pop(key)}", "training.seed shuffles; set data.held_out")
@@ -141,31 +113,31 @@ def _blended(paths: Any) -> list[dict[str, Any]]:
 
 def _batch(reading: Reading, default: str) -> None:
     """A rank's batch goes through a pipeline in microbatches."""
-    local, where = reading.facts.get(LOCAL_BATCH, (1, default))
+    local, where = reading.facts.get("local batch", (1, default))
     check_count(local, where)
     if "layout.pp" not in reading.settings:
         for name in ("microbatch", "schedule"):
             if name in reading.facts:
                 reading.no_effect.append((reading.facts[name][1], NoEffect.OFF))
     else:
-        if LOCAL_BATCH in reading.facts:  # it goes through the pipeline in microbatches, as the global batch does
+        if "local batch" in reading.facts:  # it goes through the pipeline in microbatches, as the global batch does
             reading.no_effect.append((where, NoEffect.OVERRULED))
-        local, where = reading.facts.get(MICROBATCH, (1, default))
-        reading.set("layout.schedule", *reading.facts.get(PIPELINE, ("1f1b", default)))
+        local, where = reading.facts.get("microbatch", (1, default))
+        reading.set("layout.schedule", *reading.facts.get("schedule", ("1f1b", default)))
     reading.set("training.micro_batch", local, where)
 
 
 def _ranks(reading: Reading, default: str) -> None:
-    strategy, where = reading.facts.get(STRATEGY, ("fsdp2", default))
-    if strategy == "ddp" and STRATEGY in reading.facts:
+    strategy, where = reading.facts.get("strategy", ("fsdp2", default))
+    if strategy == "ddp" and "strategy" in reading.facts:
         reading.claim(where, Has("layout.zero", "auto"))
-    if REPLICAS in reading.facts:
-        replicas, origin = reading.facts[REPLICAS]
-        reading.fact(RANKS, replicas * reading.model_ranks(), origin)
+    if "replicas" in reading.facts:
+        replicas, origin = reading.facts["replicas"]
+        reading.fact("ranks", replicas * reading.model_ranks(), origin)
     if strategy == "fsdp2":
-        reshards, origin = reading.facts.get(RESHARDS, (True, ""))
-        reading.fact(ZERO, 2 if reshards is False else 3, f"{where}; {origin}" if origin else where)
-        copies, origin = reading.facts.get(REPLICATE, (1, ""))
+        reshards, origin = reading.facts.get("reshards", (True, ""))
+        reading.fact("zero", 2 if reshards is False else 3, f"{where}; {origin}" if origin else where)
+        copies, origin = reading.facts.get("replicate", (1, ""))
         reading.replicate(copies, origin)
         if copies == 1 and origin:
             reading.claim(origin, Has("layout.dp_replicate", 1))
@@ -173,25 +145,25 @@ def _ranks(reading: Reading, default: str) -> None:
 
 def _dtypes(reading: Reading, default: str) -> None:
     """FSDP2 computes in bf16 unless it is told, on weights as they are stored."""
-    sharded = reading.known(STRATEGY, "fsdp2") == "fsdp2"
-    storage, where = reading.facts.get(STORAGE, ("bf16", f"{default}: torch_dtype=auto, usually bf16"))
+    sharded = reading.known("strategy", "fsdp2") == "fsdp2"
+    storage, where = reading.facts.get("storage", ("bf16", f"{default}: torch_dtype=auto, usually bf16"))
     plain = ("bf16", default) if sharded else (storage, where)
-    compute = reading.facts.get(COMPUTE if sharded else "autocast", plain)
+    compute = reading.facts.get("compute" if sharded else "autocast", plain)
     reading.set("training.precision", *compute)
     for name in ("output", "pipeline"):
         if name in reading.facts:
             reading.claim(reading.facts[name][1], Has("training.precision", reading.known(name)))
-    if sharded and AUTOCAST in reading.facts:
-        reading.no_effect.append((reading.facts[AUTOCAST][1], NoEffect.OVERRULED))
+    if sharded and "autocast" in reading.facts:
+        reading.no_effect.append((reading.facts["autocast"][1], NoEffect.OVERRULED))
     _moments(reading)
-    masters, origin = reading.facts.get(MASTERS, (False, ""))
+    masters, origin = reading.facts.get("masters", (False, ""))
     if storage == "fp16":
         reading.give_up(where, "weights are kept in fp32 or bf16")
     if origin and storage != "bf16":
         reading.no_effect.append((origin, NoEffect.OVERRULED))
     if compute[0] != "bf16":
         return
-    reading.set("training.reduce_dtype", *reading.facts.get(REDUCED, ("fp32", default)))
+    reading.set("training.reduce_dtype", *reading.facts.get("reduced", ("fp32", default)))
     if storage == "bf16" and masters is not True:
         reading.in_bf16(f"{where}; {origin}" if origin else where)
     else:
@@ -228,11 +200,11 @@ def _rates(reading: Reading, values: Mapping[str, Any], default: str) -> None:
             reading.give_up(default, why)
     peak, said = reading.settings.get("training.optimizer.lr", (1e-4, default))
     check_number(peak, said)
-    if MIN_LR not in reading.facts and reading.value("training.lr_schedule.name") != "constant":
+    if "min_lr" not in reading.facts and reading.value("training.lr_schedule.name") != "constant":
         reading.set("training.lr_schedule.final", 0.01, f"{default}: min_lr=0.01 lr")
-    first, where = reading.facts.get(FIRST_RATE, (peak / 10, f"{default}: init_lr=0.1 lr"))
+    first, where = reading.facts.get("first rate", (peak / 10, f"{default}: init_lr=0.1 lr"))
     if not reading.value("training.lr_schedule.warmup"):
-        reading.no_effect += [(where, NoEffect.OFF)] if FIRST_RATE in reading.facts else []
+        reading.no_effect += [(where, NoEffect.OFF)] if "first rate" in reading.facts else []
     elif first:
         reading.give_up(where, "warm-up always starts at 0")
     else:
@@ -246,9 +218,9 @@ def _adapters(reading: Reading, values: Mapping[str, Any], default: str) -> None
         return
     reading.set("finetune.method", "lora", f"{default}: peft")
     reading.default_all({"finetune.rank": 8, "finetune.alpha": 32}, default)
-    position, where = reading.facts.get(DROPOUT_POSITION, ("post", default))
+    position, where = reading.facts.get("dropout position", ("post", default))
     if not reading.value("finetune.dropout"):
-        reading.no_effect += [(where, NoEffect.OFF)] if DROPOUT_POSITION in reading.facts else []
+        reading.no_effect += [(where, NoEffect.OFF)] if "dropout position" in reading.facts else []
     elif position == "post":
         reading.give_up(f"{where}: dropout_position={position}", "dropout is applied before the adapters")
     else:

@@ -4,22 +4,13 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from meshwright.imports.claims import Always, Has, HasNot, NoEffect
-from meshwright.imports.facts import (
-    DECAY_STEPS,
-    MIN_LR,
-    PIPELINE,
-    REPLICAS,
-    REPLICATE,
-    RESHARDS,
-    UNDECAYED,
-    Fact,
-    check_count,
-)
 from meshwright.imports.megatron import RULES as FLAGS
 from meshwright.imports.names import Names, pipelined
-from meshwright.imports.reading import Reading, Rule
+from meshwright.imports.reading import Reading, Rule, check_count
 from meshwright.imports.rules import (
+    apply,
     choice,
+    fact,
     listed,
     no_effect,
     no_effects,
@@ -34,22 +25,6 @@ from meshwright.imports.rules import (
     without,
 )
 from meshwright.imports.schedules import schedule_choice
-
-COMPUTE = Fact("dtype of computation under FSDP2")
-AUTOCAST = Fact("dtype of computation under DDP")
-COUPLED = Fact("whether weight decay is added to gradients")
-DROPOUT_POSITION = Fact("where dropout is applied")
-FIRST_RATE = Fact("rate at which warm-up starts")
-LOCAL_BATCH = Fact("a rank's samples of one pass")
-MASTERS = Fact("whether the optimizer keeps fp32 weights")
-MICROBATCH = Fact("samples of a pipeline's microbatch")
-REDUCED = Fact("dtype of reduced gradients")
-SAVES_AT_ALL = Fact("whether checkpoints are saved")
-SAVES = Fact("interval of checkpoints")
-STORAGE = Fact("dtype of weights")
-STRATEGY = Fact("strategy of data parallelism")
-OUTPUT = Fact("dtype of a module's outputs")
-SENT = Fact("dtype of what stages send")
 
 DTYPES = {"bfloat16": "bf16", "bf16": "bf16", "float32": "fp32", "fp32": "fp32", "float16": "fp16", "fp16": "fp16"}
 SCHEDULES = Names(
@@ -101,7 +76,7 @@ def _optimizer(reading: Reading, value: Any, origin: str) -> None:
     if name in ("AdamW", "FusedAdam"):
         reading.set("training.optimizer.name", "adamw", origin)
     elif name == "Adam":
-        reading.fact(COUPLED, True, origin)
+        reading.fact("coupled", True, origin)
         reading.set("training.optimizer.name", "adamw", origin)
     else:
         reading.give_up(origin, "supported: AdamW, FusedAdam, Adam")
@@ -129,7 +104,7 @@ def _config(reading: Reading, value: Any, origin: str) -> None:
 
 def _pipeline(reading: Reading, value: Any, origin: str) -> None:
     if str(value).lower() in PIPELINES.read:
-        reading.fact(PIPELINE, PIPELINES.read[str(value).lower()], origin)
+        reading.fact("schedule", PIPELINES.read[str(value).lower()], origin)
     else:
         reading.give_up(origin, f"only {', '.join(PIPELINES.read)} are read; set layout.schedule")
 
@@ -150,7 +125,7 @@ def _part(value: Any) -> str:
 
 def _known(names: Collection[str], what: str) -> Rule:
     """A class whose effect is as in every recipe; others have no counterpart."""
-    return lambda reading, value, origin: reading.apply(one_of(names, what), _part(value), origin)
+    return lambda reading, value, origin: apply(one_of(names, what), reading, _part(value), origin)
 
 
 def _targets(reading: Reading, value: Any, origin: str) -> None:
@@ -165,7 +140,7 @@ def _overrides(reading: Reading, value: Any, origin: str) -> None:
     for group in value:
         undecayed = group.get("wd_mult") == 0 and "norm" in str(group.get("pattern"))
         if undecayed and group.get("lr_mult", 1) == 1:
-            reading.fact(UNDECAYED, True, origin)
+            reading.fact("undecayed", True, origin)
         else:
             why = "weight decay never applies to norms and biases, and all parameters have one learning rate"
             reading.give_up(f"{origin.split('=')[0]}: {group}", why)
@@ -215,22 +190,22 @@ LOSSES = (
 RULES: Mapping[str, Rule] = {
     "seed": "training.seed",
     "step_scheduler.global_batch_size": "training.global_batch",
-    "step_scheduler.local_batch_size": LOCAL_BATCH,
+    "step_scheduler.local_batch_size": fact("local batch"),
     "step_scheduler.max_steps": unless_none("training.steps"),
     "step_scheduler.num_epochs": without(
         "runs have a number of steps: training.steps (AutoModel ends at the earlier of the two)"
     ),
-    "step_scheduler.ckpt_every_steps": SAVES,
+    "step_scheduler.ckpt_every_steps": fact("saves"),
     "step_scheduler.val_every_steps": "training.evaluation.every",
     "model._target_": _model,
     "model.pretrained_model_name_or_path": "model.name",
     "model.config": "model.name",
     "model.config._target_": _config,
     "model.config.pretrained_model_name_or_path": "model.name",
-    "model.torch_dtype": _dtype(STORAGE),
+    "model.torch_dtype": _dtype("storage"),
     "recipe": _known(RECIPES, "a recipe predicts the next token"),
     "loss_fn._target_": _known(LOSSES, "the loss is cross-entropy over the trained tokens"),
-    "checkpoint.enabled": SAVES_AT_ALL,
+    "checkpoint.enabled": fact("saves at all"),
     "model.backend.fake_balanced_gate": unsupported("the router always chooses"),
     "loss_fn.fp32_upcast": only(True, "the loss is always in fp32"),
     "fp8.enabled": unsupported("set training.precision=fp8"),
@@ -242,22 +217,22 @@ RULES: Mapping[str, Rule] = {
     "compile.enabled": when("training.compile", True),
     "compile.mode": "training.compile_mode",
     "clip_grad_norm.max_norm": positive("training.clip"),
-    "distributed.strategy": choice(STRATEGY, {"fsdp2": "fsdp2", "ddp": "ddp"}),
-    "distributed.dp_size": _degree(REPLICAS),
-    "distributed.dp_replicate_size": _degree(REPLICATE),
+    "distributed.strategy": choice(fact("strategy"), {"fsdp2": "fsdp2", "ddp": "ddp"}),
+    "distributed.dp_size": _degree("replicas"),
+    "distributed.dp_replicate_size": _degree("replicate"),
     "distributed.tp_size": _degree("layout.tp"),
     "distributed.pp_size": _degree("layout.pp"),
     "distributed.cp_size": _degree("layout.cp"),
     "distributed.ep_size": _degree("layout.ep"),
     "distributed.activation_checkpointing": choice("training.recompute", RECOMPUTES, "full, selective, false"),
-    "distributed.reshard_after_forward": RESHARDS,
-    "distributed.mp_policy.param_dtype": _dtype(COMPUTE),
-    "distributed.mp_policy.reduce_dtype": _dtype(REDUCED),
-    "distributed.autocast_dtype": _dtype(AUTOCAST),
+    "distributed.reshard_after_forward": fact("reshards"),
+    "distributed.mp_policy.param_dtype": _dtype("compute"),
+    "distributed.mp_policy.reduce_dtype": _dtype("reduced"),
+    "distributed.autocast_dtype": _dtype("autocast"),
     "distributed.pipeline.pp_schedule": _pipeline,
-    "distributed.pipeline.pp_microbatch_size": MICROBATCH,
-    "distributed.mp_policy.output_dtype": _dtype(OUTPUT),
-    "distributed.pipeline.dtype": _dtype(SENT),
+    "distributed.pipeline.pp_microbatch_size": fact("microbatch"),
+    "distributed.mp_policy.output_dtype": _dtype("output"),
+    "distributed.pipeline.dtype": _dtype("pipeline"),
     "distributed.pipeline.scale_grads_in_schedule": unsupported("the loss is a mean over all trained tokens"),
     "distributed.pipeline.layers_per_stage": without("set layout.stage_layers or layout.stages_per_rank"),
     "optimizer._target_": _optimizer,
@@ -266,17 +241,17 @@ RULES: Mapping[str, Rule] = {
     "optimizer.eps": "training.optimizer.eps",
     "optimizer.weight_decay": "training.optimizer.weight_decay",
     "optimizer.param_group_overrides": _overrides,
-    "optimizer.master_weights": MASTERS,
+    "optimizer.master_weights": fact("masters"),
     "optimizer.adam_w_mode": only(True, "weight decay is always decoupled (AdamW)"),
     "optimizer.bias_correction": only(True, "moments are always corrected for their bias"),
     **{f"optimizer.{moment}_dtype": _dtype(moment) for moment in MOMENTS},
     "lr_scheduler.lr_decay_style": schedule_choice(SCHEDULES.read),
     "lr_scheduler.lr_warmup_steps": "training.lr_schedule.warmup",
-    "lr_scheduler.lr_decay_steps": DECAY_STEPS,
+    "lr_scheduler.lr_decay_steps": fact("decay steps"),
     "lr_scheduler.wsd_decay_steps": "training.lr_schedule.decay",
     "lr_scheduler.lr_wsd_decay_style": FLAGS["lr-wsd-decay-style"],
-    "lr_scheduler.min_lr": MIN_LR,
-    "lr_scheduler.init_lr": FIRST_RATE,
+    "lr_scheduler.min_lr": fact("min_lr"),
+    "lr_scheduler.init_lr": fact("first rate"),
     "lr_scheduler.max_lr": "training.optimizer.lr",
     "checkpoint.checkpoint_dir": "run_dir",
     "checkpoint.restore_from": without("`meshwright train --resume` continues from the newest checkpoint"),
@@ -294,7 +269,7 @@ RULES: Mapping[str, Rule] = {
     "peft.dim": "finetune.rank",
     "peft.alpha": "finetune.alpha",
     "peft.dropout": "finetune.dropout",
-    "peft.dropout_position": DROPOUT_POSITION,
+    "peft.dropout_position": fact("dropout position"),
     "peft.use_dora": when("finetune.dora", True),
     "quantization.load_in_4bit": when("finetune.base", "nf4"),
     "quantization.load_in_8bit": when("finetune.base", "int8"),

@@ -13,13 +13,14 @@ from meshwright.imports.axolotl_ranks import settle_batch, settle_preference, se
 from meshwright.imports.claims import Has, HasNot, NoEffect
 from meshwright.imports.deepspeed_schedules import FINAL, SCHEDULE
 from meshwright.imports.experts import COMPUTES, override_rules
-from meshwright.imports.facts import EPOCHS, WARMUP_RATIO, ZERO, Fact, check_count, check_number
 from meshwright.imports.hf_arguments import HYBRID, take_defaults
 from meshwright.imports.hf_arguments import RULES as HF_RULES
-from meshwright.imports.reading import Reading, Rule
+from meshwright.imports.reading import Reading, Rule, check_count, check_number
 from meshwright.imports.rules import (
+    apply,
     choice,
     claims,
+    fact,
     if_any,
     no_effects,
     no_tracker,
@@ -30,10 +31,6 @@ from meshwright.imports.rules import (
     without,
     words,
 )
-
-STRATEGY = Fact("FSDP's strategy")
-SHARDS_AGAIN = Fact("whether weights are sharded again after use")
-WANDB_OFF = Fact("whether W&B is off")
 
 
 def _packing(reading: Reading, value: Any, origin: str) -> None:
@@ -62,7 +59,7 @@ def _evaluation(reading: Reading, value: Any, origin: str) -> None:
 
 def _warmup(reading: Reading, value: Any, origin: str) -> None:
     """axolotl warms up for 2 steps where it is told 1; a number below 1 is a share."""
-    reading.apply(HF_RULES["warmup_steps"], 2 if value == 1 else value, origin)
+    apply(HF_RULES["warmup_steps"], reading, 2 if value == 1 else value, origin)
 
 
 def _kept(reading: Reading, value: Any, origin: str) -> None:
@@ -94,7 +91,7 @@ def _targets(reading: Reading, value: Any, origin: str) -> None:
 
 def _recomputed(reading: Reading, value: Any, origin: str) -> None:
     """Whether layers recompute; a word tells where their inputs are kept."""
-    reading.apply(HF_RULES["gradient_checkpointing"], bool(value), origin)
+    apply(HF_RULES["gradient_checkpointing"], reading, bool(value), origin)
     if isinstance(value, str):
         reading.notes.append(
             f"{origin}: where activations are kept is not imported; set layout.offload={{activations: host}}"
@@ -103,7 +100,7 @@ def _recomputed(reading: Reading, value: Any, origin: str) -> None:
 
 def _tracked(reading: Reading, value: Any, origin: str) -> None:
     """W&B is on where its project has a name, unless its mode is `disabled`."""
-    if WANDB_OFF in reading.facts:
+    if "wandb is off" in reading.facts:
         reading.no_effect.append((origin, NoEffect.OFF))
     elif value:
         reading.track("wandb", origin)
@@ -113,7 +110,7 @@ def _tracked(reading: Reading, value: Any, origin: str) -> None:
 
 def _mode(reading: Reading, value: Any, origin: str) -> None:
     if value == "disabled":
-        reading.fact(WANDB_OFF, True, origin)
+        reading.fact("wandb is off", True, origin)
         reading.claim(origin, no_tracker("wandb"))
     else:
         reading.no_effect.append((origin, NoEffect.LOGS))
@@ -121,8 +118,8 @@ def _mode(reading: Reading, value: Any, origin: str) -> None:
 
 def _settle_sharding(reading: Reading, values: Mapping[str, Any], file: str) -> None:
     """FSDP's stage: `fsdp` counts first, then the sharding strategy, then whether weights are sharded again."""
-    shards, origin = reading.facts.get(SHARDS_AGAIN, (True, f"{file}: fsdp_config (weights are sharded again)"))
-    strategy, where = reading.facts.get(STRATEGY, (None, ""))
+    shards, origin = reading.facts.get("shards again", (True, f"{file}: fsdp_config (weights are sharded again)"))
+    strategy, where = reading.facts.get("sharding strategy", (None, ""))
     if not isinstance(values.get("fsdp_config"), Mapping):
         return
     reading.claim(origin, Has("layout.zero", 2 if shards is False else 3))
@@ -130,11 +127,11 @@ def _settle_sharding(reading: Reading, values: Mapping[str, Any], file: str) -> 
         reading.claim(where, Has("layout.zero", SHARDING.get(str(strategy).lower())))
         return
     if strategy is not None:
-        reading.apply(ACCELERATE_RULES["fsdp_config.fsdp_sharding_strategy"], strategy, where)
+        apply(ACCELERATE_RULES["fsdp_config.fsdp_sharding_strategy"], reading, strategy, where)
         if "hybrid" in reading.facts:
             reading.notes.append(f"{where}: {HYBRID}")
     else:
-        reading.fact(ZERO, 2 if shards is False else 3, origin)
+        reading.fact("zero", 2 if shards is False else 3, origin)
 
 
 MOST_KEPT = 4
@@ -206,7 +203,7 @@ RULES: Mapping[str, Rule] = {
     "peft_use_dora": when("finetune.dora", True),
     "peft_use_rslora": when("finetune.rslora", True),
     "micro_batch_size": "training.micro_batch",
-    "num_epochs": EPOCHS,
+    "num_epochs": fact("epochs"),
     **{name: HF_RULES[name] for name in SHARED},
     **RANK_RULES,
     **INTERVAL_RULES,
@@ -220,8 +217,8 @@ RULES: Mapping[str, Rule] = {
     "loraplus_lr_embedding": without("embeddings train at the rate of A, or in full"),
     "warmup_steps": _warmup,
     "gradient_checkpointing": _recomputed,
-    "fsdp_config.reshard_after_forward": SHARDS_AGAIN,
-    "fsdp_config.sharding_strategy": STRATEGY,
+    "fsdp_config.reshard_after_forward": fact("shards again"),
+    "fsdp_config.sharding_strategy": fact("sharding strategy"),
     "fsdp_config.offload_params": when("layout.offload", "cpu", Has("layout.offload", "none")),
     "fsdp_config.activation_checkpointing": when("training.recompute", "full", Has("training.recompute", "none")),
     "fsdp_config.auto_wrap_policy": only("TRANSFORMER_BASED_WRAP", BLOCKS),
@@ -229,7 +226,7 @@ RULES: Mapping[str, Rule] = {
     "optimizer": HF_RULES["optim"],
     "lr_scheduler": HF_RULES["lr_scheduler_type"],
     "lr_scheduler_kwargs": HF_RULES["lr_scheduler_kwargs"],
-    "cosine_min_lr_ratio": LEAST,
+    "cosine_min_lr_ratio": fact(LEAST),
     "val_set_size": _evaluation,
     **{key: rule for section in CONFIGS for key, rule in override_rules(section).items()},
     "wandb_project": _tracked,
@@ -274,7 +271,7 @@ def read_axolotl(reading: Reading, values: Mapping[str, Any], file: str) -> None
             check_count(steps, reading.settings["training.steps"][1])
             _warmup(reading, min(int(0.03 * steps), 100), default)
         else:
-            reading.fact(WARMUP_RATIO, 0.03, f"{default}: warm-up of 3 % of the steps, at most 100")
+            reading.fact("warmup_ratio", 0.03, f"{default}: warm-up of 3 % of the steps, at most 100")
     _least_rate(reading, values)
     take_defaults(reading, values, default, "cosine")
     reading.default("data.held_out", 0.0, default)

@@ -4,7 +4,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from meshwright.imports.claims import Has, NoEffect
-from meshwright.imports.facts import check_number
 from meshwright.imports.hf_schedules import (
     EVALUATES,
     SAVES,
@@ -14,7 +13,7 @@ from meshwright.imports.hf_schedules import (
     keep_share,
     strategy,
 )
-from meshwright.imports.reading import Reading, Rule
+from meshwright.imports.reading import Reading, Rule, check_number
 from meshwright.spec.errors import UserError
 
 IN_STEPS = "intervals are in steps"

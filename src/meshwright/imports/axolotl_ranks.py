@@ -4,19 +4,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from meshwright.imports.claims import Always, Has, NoEffect
-from meshwright.imports.facts import ACCUMULATION, RANKS, SHARD, ZERO, Fact, check_count
-from meshwright.imports.reading import Reading, Rule
-from meshwright.imports.rules import degree, no_effect, only, unsupported, without
+from meshwright.imports.reading import Reading, Rule, check_count
+from meshwright.imports.rules import degree, fact, no_effect, only, unsupported, without
 from meshwright.spec.errors import UserError
-
-FSDP = Fact("whether FSDP shards")
-PREFERENCES = Fact("whether pairs are preferred")
-BATCH_SIZE = Fact("a rank's samples of a step")
-DP_REPLICATE = Fact("replicas")
-DP_SHARD = Fact("ranks that share state")
-SMOOTHING = Fact("label smoothing of DPO")
-RL_BETA = Fact("DPO's strength")
-TRL = Fact("settings of TRL")
 
 BETA = "training.preference.beta"
 OBJECTIVES = ("reward_model", "process_reward_model", "diffusion")
@@ -26,7 +16,7 @@ OBJECTIVES = ("reward_model", "process_reward_model", "diffusion")
 def _objective(reading: Reading, value: Any, origin: str) -> None:
     if value != "dpo":
         raise UserError(f"{origin}: a recipe does not have this objective; supported: dpo, or no rl")
-    reading.fact(PREFERENCES, True, origin)
+    reading.fact("preferences", True, origin)
 
 
 def _other_objective(reading: Reading, value: Any, origin: str) -> None:
@@ -46,35 +36,35 @@ RULES: Mapping[str, Rule] = {
     "tensor_parallel_size": degree("layout.tp"),
     "context_parallel_size": degree("layout.cp"),
     "sequence_parallel_degree": degree("layout.cp"),  # the older name
-    "dp_shard_size": DP_SHARD,
-    "dp_replicate_size": DP_REPLICATE,
+    "dp_shard_size": fact("dp_shard_size"),
+    "dp_replicate_size": fact("dp_replicate_size"),
     "expert_parallel_size": only(1, "set layout.ep, a regrouping of dp_shard x cp x tp ranks"),
     **dict.fromkeys(("ring_attn_func", "heads_k_stride"), no_effect(NoEffect.OVERLAP)),
     "rl": _objective,
     **dict.fromkeys(OBJECTIVES, _other_objective),
-    "rl_beta": RL_BETA,
-    "trl": TRL,
+    "rl_beta": fact("rl_beta"),
+    "trl": fact("trl"),
     "dpo_beta": without("axolotl itself does not read it any more; write rl_beta or trl.beta"),
-    "dpo_label_smoothing": SMOOTHING,
+    "dpo_label_smoothing": fact("dpo_label_smoothing"),
     "dpo_loss_type": _loss,
     "dpo_loss_weights": unsupported("there is one loss"),
     "dpo_use_weighting": unsupported("pairs are never weighted by their probability"),
     "precompute_ref_log_probs": no_effect(NoEffect.MEMORY),
     "dpo_padding_free": no_effect(NoEffect.MEMORY),
     "dpo_use_liger_kernel": no_effect(NoEffect.KERNEL),
-    "batch_size": BATCH_SIZE,
+    "batch_size": fact("batch_size"),
 }
 
 
 def settle_preference(reading: Reading, file: str) -> None:
     """DPO and its strength, of which trl.beta counts first; without DPO they have no effect."""
-    trl, where = reading.facts.get(TRL, ({}, file))
+    trl, where = reading.facts.get("trl", ({}, file))
     if not isinstance(trl, Mapping):
         raise UserError(f"{where}: must be a mapping")
-    _, origin = reading.facts.get(PREFERENCES, (None, ""))
-    given = [(trl.get("beta"), f"{file}: trl.beta={trl.get('beta')}"), reading.facts.get(RL_BETA, (None, ""))]
+    _, origin = reading.facts.get("preferences", (None, ""))
+    given = [(trl.get("beta"), f"{file}: trl.beta={trl.get('beta')}"), reading.facts.get("rl_beta", (None, ""))]
     betas = [(value, said) for value, said in given if value is not None]
-    smoothing = reading.facts.get(SMOOTHING)
+    smoothing = reading.facts.get("dpo_label_smoothing")
     for key, value in trl.items():
         if key != "beta" and value is not None:
             reading.give_up(f"{file}: trl.{key}={value}", "it is not about DPO")
@@ -91,14 +81,14 @@ def settle_preference(reading: Reading, file: str) -> None:
 
 def settle_batch(reading: Reading, values: Mapping[str, Any], file: str) -> None:
     """Without an accumulation, it is the batch of a rank divided by the micro batch."""
-    if BATCH_SIZE not in reading.facts:
+    if "batch_size" not in reading.facts:
         return
-    batch, origin = reading.facts[BATCH_SIZE]
+    batch, origin = reading.facts["batch_size"]
     micro = values.get("micro_batch_size") or 1
     check_count(batch, origin)
     check_count(micro, f"{file}: micro_batch_size={micro}")
     if values.get("gradient_accumulation_steps") is None:
-        reading.fact(ACCUMULATION, max(1, batch // micro), origin)
+        reading.fact("accumulation", max(1, batch // micro), origin)
     else:
         reading.give_up(origin, "gradient_accumulation_steps counts")
 
@@ -106,15 +96,15 @@ def settle_batch(reading: Reading, values: Mapping[str, Any], file: str) -> None
 def settle_ranks(reading: Reading) -> None:
     """Set the sharded and the replicated degree, as axolotl derives them: 1 counts as unset, and a degree that is unset
     becomes the rest of the data-parallel ranks."""
-    shard, where = reading.facts.get(DP_SHARD, (1, ""))
-    replicate, why = reading.facts.get(DP_REPLICATE, (1, ""))
+    shard, where = reading.facts.get("dp_shard_size", (1, ""))
+    replicate, why = reading.facts.get("dp_replicate_size", (1, ""))
     split = reading.model_ranks()
-    sharded = bool(reading.known(ZERO) or reading.known(FSDP))
+    sharded = bool(reading.known("zero") or reading.known("fsdp"))
     if shard > 1 and not sharded:
         raise UserError(f"{where}: axolotl shards with FSDP only; add fsdp_config")
     if shard > 1 and replicate > 1:
-        reading.fact(RANKS, shard * replicate * split, f"{where}; {why}")
-    ranks, origin = reading.facts.get(RANKS, (None, ""))
+        reading.fact("ranks", shard * replicate * split, f"{where}; {why}")
+    ranks, origin = reading.facts.get("ranks", (None, ""))
     for name, axis in (("dp_shard_size", "dp_shard"), ("dp_replicate_size", "dp_replicate")):
         if reading.known(name) == 1:
             alone = shard == replicate == 1
@@ -126,7 +116,7 @@ def settle_ranks(reading: Reading) -> None:
         if sharded and replicate > 1:
             reading.give_up(why, "the number of ranks is unknown; give --ranks N")
         elif sharded:
-            reading.fact(SHARD, shard, where)
+            reading.fact("shard", shard, where)
         return
     left, names = ranks // split, "; ".join(part for part in (where, why) if part)
     fits = shard * replicate == left if shard > 1 and replicate > 1 else left % (shard * replicate) == 0
@@ -134,4 +124,4 @@ def settle_ranks(reading: Reading) -> None:
         raise UserError(f"{names}: do not fit the {left} data-parallel ranks of {origin}; give another --ranks")
     reading.claim(why, Has("layout.dp_replicate", replicate))
     if sharded:
-        reading.fact(SHARD, shard if shard > 1 else left // replicate, names)
+        reading.fact("shard", shard if shard > 1 else left // replicate, names)

@@ -22,8 +22,7 @@ from meshwright.imports.deepspeed_schedules import (
     settle_optimizer,
     settle_schedule,
 )
-from meshwright.imports.facts import ACCUMULATION, SHARD, ZERO, Fact, check_count, check_number
-from meshwright.imports.reading import Reading, Rule, flat
+from meshwright.imports.reading import EvenAuto, Reading, Rule, check_count, check_number, flat
 from meshwright.imports.rules import (
     fact,
     listed,
@@ -40,12 +39,6 @@ from meshwright.imports.rules import (
     words,
 )
 from meshwright.imports.schedules import schedule_words
-
-ERROR_FEEDBACK = Fact("whether rounding errors of gradients are kept")
-FOLDER = Fact("folder of state on disk")
-SHARE = Fact("share of the optimizer's state that is elsewhere")
-QUANTIZED_GRADIENTS = Fact("whether sent gradients are quantized")
-QUANTIZED_WEIGHTS = Fact("whether sent weights are quantized")
 
 PLACES = {"cpu": "host", "nvme": "disk"}
 PARTS = {"offload_optimizer": "optimizer", "offload_param": "parameters"}
@@ -92,8 +85,8 @@ def folder(reading: Reading, value: Any, origin: str) -> None:
     """Keeps the folder of state on disk."""
     if value == "none":
         reading.claim(origin, Always("no folder is named"))
-    elif reading.known(FOLDER, str(value)) == str(value):
-        reading.fact(FOLDER, str(value), origin)
+    elif reading.known("offload folder", str(value)) == str(value):
+        reading.fact("offload folder", str(value), origin)
     else:
         reading.give_up(origin, "all state is in one folder, the optimizer's")
 
@@ -106,7 +99,7 @@ def settle_offload(reading: Reading) -> None:
     origin = "; ".join(where for _, where in kept.values())
     found: dict[str, Any] = {part: place for part, (place, _) in kept.items()}
     if found.get("parameters") == "disk" and found.get("optimizer") != "disk":
-        _, place = reading.facts.pop(FOLDER, ("", ""))
+        _, place = reading.facts.pop("offload folder", ("", ""))
         reading.give_up(
             "; ".join(filter(None, (kept["parameters"][1], place))),
             "parameters can be on disk only if the optimizer state is too; see layout.offload",
@@ -118,14 +111,14 @@ def settle_offload(reading: Reading) -> None:
             "there too"
         )
         found["optimizer"] = "host"
-    if SHARE in reading.facts:
-        share, where = reading.facts[SHARE]
+    if "offloaded share" in reading.facts:
+        share, where = reading.facts["offloaded share"]
         if found.get("parameters") == found["optimizer"]:
             reading.give_up(where, "if parameters are offloaded, so is the whole optimizer state")
         else:
             found, origin = found | {"optimizer_share": share}, f"{origin}; {where}"
-    if FOLDER in reading.facts:
-        place, where = reading.facts[FOLDER]
+    if "offload folder" in reading.facts:
+        place, where = reading.facts["offload folder"]
         if found["optimizer"] == "disk":
             found, origin = found | {"directory": place}, f"{origin}; {where}"
         else:
@@ -140,7 +133,7 @@ def _secondary(reading: Reading, value: Any, origin: str) -> None:
     if value == 1:
         reading.claim(origin, Has("layout.dp_replicate", 1))
         return
-    reading.fact(SHARD, value, origin)
+    reading.fact("shard", value, origin)
     reading.notes.append(
         f"{origin}: imported as hybrid sharding, which shards optimizer state over dp_shard ranks; hpZ shards "
         "it over all ranks"
@@ -149,7 +142,7 @@ def _secondary(reading: Reading, value: Any, origin: str) -> None:
 
 def _settle_quantized(reading: Reading) -> None:
     """ZeRO++'s formats, where ranks share what is sent."""
-    stage = reading.known(ZERO, 0)
+    stage = reading.known("zero", 0)
     for name, path, kind, least in (
         ("quantized weights", "layout.quantized_weights", "int8", 3),
         ("quantized gradients", "layout.quantized_gradients", "int4", 2),
@@ -161,8 +154,8 @@ def _settle_quantized(reading: Reading) -> None:
             reading.give_up(origin, f"ZeRO-{stage} has no such communication")
         else:
             reading.set(path, kind, origin)
-    if ERROR_FEEDBACK in reading.facts:
-        origin = reading.facts[ERROR_FEEDBACK][1]
+    if "error feedback" in reading.facts:
+        origin = reading.facts["error feedback"][1]
         if "layout.quantized_gradients" in reading.settings:
             reading.set("layout.gradient_error_feedback", True, origin)
             reading.notes.append(
@@ -176,7 +169,7 @@ def _settle_quantized(reading: Reading) -> None:
 def _loco(reading: Reading, value: Any, origin: str) -> None:
     """LoCo's two constants: error feedback for quantized gradients."""
     check_number(value, origin)
-    reading.fact(ERROR_FEEDBACK, True, origin)
+    reading.fact("error feedback", True, origin)
 
 
 MUON_RULES: Mapping[str, Rule] = {
@@ -186,15 +179,15 @@ MUON_RULES: Mapping[str, Rule] = {
 KEYS: Mapping[str, Rule] = {
     "train_batch_size": "training.global_batch",
     "train_micro_batch_size_per_gpu": "training.micro_batch",
-    "gradient_accumulation_steps": ACCUMULATION,
+    "gradient_accumulation_steps": fact("accumulation"),
     "gradient_clipping": positive("training.clip"),
     "optimizer.type": words("training.optimizer.name", OPTIMIZERS),
     "optimizer.params.lr": keep_rate(RATE),
     "optimizer.params.betas": listed("training.optimizer.betas"),
     "optimizer.params.eps": "training.optimizer.eps",
     "optimizer.params.weight_decay": "training.optimizer.weight_decay",
-    "optimizer.params.adam_w_mode": DECOUPLED,
-    "optimizer.params.torch_adam": TORCH_ADAM,
+    "optimizer.params.adam_w_mode": fact(DECOUPLED),
+    "optimizer.params.torch_adam": fact(TORCH_ADAM),
     "scheduler.type": schedule_words(SCHEDULES | CYCLES),
     "scheduler.params.warmup_num_steps": "training.lr_schedule.warmup",
     "scheduler.params.total_num_steps": "training.steps",
@@ -211,11 +204,11 @@ KEYS: Mapping[str, Rule] = {
     **{f"fp16.{key}": without("fp16's loss scale is dynamic, with fixed constants") for key in LOSS_SCALE.split()},
     "communication_data_type": words("training.reduce_dtype", {"fp32": "fp32", "bf16": "bf16", "bfp16": "bf16"}),
     "data_types.grad_accum_dtype": words("training.reduce_dtype", {"fp32": "fp32", "bf16": "bf16"}),
-    "zero_optimization.stage": ZERO,
+    "zero_optimization.stage": fact("zero"),
     **{f"zero_optimization.{section}.device": offload(part) for section, part in PARTS.items()},
     **{f"zero_optimization.{section}.nvme_path": folder for section in PARTS},
     "zero_optimization.offload_optimizer.ratio": lambda reading, value, origin: (
-        reading.fact(SHARE, value, origin)
+        reading.fact("offloaded share", value, origin)
         if value != 1
         else reading.claim(origin, Always("the whole state of the optimizer is in one place"))
     ),
@@ -230,13 +223,15 @@ KEYS: Mapping[str, Rule] = {
     ),
     "zero_optimization.zero_hpz_partition_size": _secondary,
     "zero_optimization.mics_shard_size": lambda reading, value, origin: (
-        reading.fact(SHARD, value, origin)
+        reading.fact("shard", value, origin)
         if value and value > 0
         else reading.claim(origin, Has("layout.dp_replicate", 1))
     ),
-    "zero_optimization.zero_quantized_weights": when(QUANTIZED_WEIGHTS, True, Has("layout.quantized_weights", "none")),
+    "zero_optimization.zero_quantized_weights": when(
+        fact("quantized weights"), True, Has("layout.quantized_weights", "none")
+    ),
     "zero_optimization.zero_quantized_gradients": when(
-        QUANTIZED_GRADIENTS, True, Has("layout.quantized_gradients", "none")
+        fact("quantized gradients"), True, Has("layout.quantized_gradients", "none")
     ),
     "zero_optimization.zeropp_loco_param.err_beta": _loco,
     "zero_optimization.zeropp_loco_param.reset_T": _loco,

@@ -10,21 +10,10 @@ from pathlib import PurePath
 from typing import Any
 
 from meshwright.imports.claims import Always, NoEffect
-from meshwright.imports.facts import MIN_LR, Fact, check_count, check_number
-from meshwright.imports.reading import Reading, Rule, flat
-from meshwright.imports.rules import no_effect, unsupported, without
+from meshwright.imports.reading import Reading, Rule, check_count, check_number, flat
+from meshwright.imports.rules import fact, no_effect, unsupported, without
 from meshwright.imports.schedules import NAME, lose_schedule
 from meshwright.spec.errors import UserError
-
-T_MAX = Fact("steps of half a cosine")
-FALL = Fact("steps in which the rate falls")
-LEAST_OF_CYCLE = Fact("least rate of the cycle")
-PEAK_OF_CYCLE = Fact("peak of the cycle")
-RISE = Fact("steps in which the rate rises")
-END_FACTOR = Fact("last factor of the rate")
-POWER = Fact("power of the decay")
-START_FACTOR = Fact("first factor of the rate")
-TOTAL_ITERS = Fact("steps of the decay")
 
 CYCLES = {"onecycle": "linear", "cosineannealinglr": "cosine", "polynomiallr": "linear", "linearlr": "linear"}
 """Type in small letters -> the recipe's schedule."""
@@ -45,10 +34,10 @@ def _kept(name: str) -> Rule:
 
 CYCLE_RULES: Mapping[str, Mapping[str, Rule]] = {
     "onecycle": {
-        "cycle_min_lr": _kept(LEAST_OF_CYCLE),
-        "cycle_max_lr": _kept(PEAK_OF_CYCLE),
-        "cycle_first_step_size": RISE,
-        "cycle_second_step_size": FALL,
+        "cycle_min_lr": _kept("cycle's least rate"),
+        "cycle_max_lr": _kept("cycle's peak"),
+        "cycle_first_step_size": fact("cycle's rise"),
+        "cycle_second_step_size": fact("cycle's fall"),
         "cycle_first_stair_count": unsupported(SMOOTH),
         "cycle_second_stair_count": unsupported(SMOOTH),
         "decay_step_size": unsupported("nothing follows the cycle"),
@@ -56,12 +45,12 @@ CYCLE_RULES: Mapping[str, Mapping[str, Rule]] = {
         "cycle_momentum": unsupported(CONSTANT),
         **dict.fromkeys(("cycle_min_mom", "cycle_max_mom", "decay_mom_rate"), without(CONSTANT)),
     },
-    "cosineannealinglr": {"T_max": T_MAX, "eta_min": _kept(MIN_LR)},
-    "polynomiallr": {"total_iters": TOTAL_ITERS, "power": _kept(POWER)},
+    "cosineannealinglr": {"T_max": fact("T_max"), "eta_min": _kept("min_lr")},
+    "polynomiallr": {"total_iters": fact("total_iters"), "power": _kept("power")},
     "linearlr": {
-        "start_factor": _kept(START_FACTOR),
-        "end_factor": _kept(END_FACTOR),
-        "total_iters": TOTAL_ITERS,
+        "start_factor": _kept("start_factor"),
+        "end_factor": _kept("end_factor"),
+        "total_iters": fact("total_iters"),
     },
 }
 """Type in small letters -> the rules for its parameters."""
@@ -80,12 +69,12 @@ def settle_cycle(reading: Reading, kind: str, file: str) -> tuple[float, str] | 
         return _one_cycle(reading, file, default)
     torch = f"{file} (PyTorch's default)"
     if kind == "cosineannealinglr":
-        if T_MAX not in reading.facts:
+        if "T_max" not in reading.facts:
             raise UserError(f"{file}: scheduler.params.T_max is missing")
-        _length(reading, *reading.facts[T_MAX])
-        reading.facts.setdefault(MIN_LR, (0.0, torch))
+        _length(reading, *reading.facts["T_max"])
+        reading.facts.setdefault("min_lr", (0.0, torch))
     else:
-        _length(reading, *reading.facts.get(TOTAL_ITERS, (5, torch)))
+        _length(reading, *reading.facts.get("total_iters", (5, torch)))
         _line(reading, kind, torch)
     reading.set(WARMUP, 0, torch)
     return None
@@ -95,31 +84,31 @@ def _one_cycle(reading: Reading, file: str, default: str) -> tuple[float, str]:
     for key, name in (("cycle_min_lr", "cycle's least rate"), ("cycle_max_lr", "cycle's peak")):
         if name not in reading.facts:
             raise UserError(f"{file}: {PARAMS}{key} is missing")
-    rise, where = reading.facts.get(RISE, (2000, default))
+    rise, where = reading.facts.get("cycle's rise", (2000, default))
     check_count(rise, where)
-    fall, why = reading.facts.get(FALL, (rise, where))
+    fall, why = reading.facts.get("cycle's fall", (rise, where))
     check_count(fall, why)
     reading.set(WARMUP, rise, where)
     _length(reading, rise + fall, where if where == why else f"{where}; {why}")
-    least, said = reading.facts[LEAST_OF_CYCLE]
-    reading.fact(MIN_LR, least, said)
+    least, said = reading.facts["cycle's least rate"]
+    reading.fact("min_lr", least, said)
     if least:
         reading.notes.append(f"{said}: warm-up starts at 0 in a recipe, not at this rate")
     if not any(": scheduler.params.cycle_momentum=" in origin for origin in reading.seen):
         reading.give_up(f"{default}: {PARAMS}cycle_momentum=True, from 0.9 to 0.8 and back", CONSTANT)
-    return reading.facts[PEAK_OF_CYCLE]
+    return reading.facts["cycle's peak"]
 
 
 def _line(reading: Reading, kind: str, default: str) -> None:
     """A rate that falls as a line; other powers, and lines that rise, have no counterpart."""
     if kind == "polynomiallr":
-        power, where = reading.facts.get(POWER, (1.0, default))
+        power, where = reading.facts.get("power", (1.0, default))
         if power != 1:
             reading.give_up(where, "the rate falls linearly")
         reading.set("training.lr_schedule.final", 0.0, default if where == default else f"{default}; {where}")
         return
-    start, where = reading.facts.get(START_FACTOR, (1 / 3, default))
-    end, why = reading.facts.get(END_FACTOR, (1.0, default))
+    start, where = reading.facts.get("start_factor", (1 / 3, default))
+    end, why = reading.facts.get("end_factor", (1.0, default))
     origin = "; ".join(dict.fromkeys((where, why)))
     if start == 1 and 0 <= end < 1:
         reading.set("training.lr_schedule.final", end, origin)
@@ -250,7 +239,7 @@ def settle_schedule(reading: Reading, values: Mapping[str, Any], file: str) -> N
     if kind == "warmupcosinelr" and "params.cos_min_ratio" not in given:
         reading.set(FINAL, 1e-4, default)
     elif kind == "warmupdecaylr" and least:
-        reading.fact(MIN_LR, least, origin)  # the rate falls to it after warm-up, too
+        reading.fact("min_lr", least, origin)  # the rate falls to it after warm-up, too
     elif kind == "warmupdecaylr":
         reading.set(FINAL, 0.0, origin)
 

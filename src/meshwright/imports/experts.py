@@ -12,7 +12,7 @@ from meshwright.families.registry import FAMILIES, PRESETS
 from meshwright.families.resolve import pretrained_directory
 from meshwright.imports.claims import Has, HasNot
 from meshwright.imports.reading import Reading, Rule
-from meshwright.imports.rules import without
+from meshwright.imports.rules import fact, without
 from meshwright.spec.errors import UserError
 from meshwright.spec.model import ModelFields
 from meshwright.storage.durable import regular
@@ -27,8 +27,8 @@ LOOKS_MIXED = re.compile(r"moe|mixtral|\d+x\d+b|-a\d+(\.\d+)?b\b|deepseek-v", fl
 def override_rules(section: str) -> dict[str, Rule]:
     """The rules for a section of changes to the model's configuration."""
     return {
-        f"{section}.{LOGITS}": LOGITS,
-        f"{section}.{COEFFICIENT}": COEFFICIENT,
+        f"{section}.{LOGITS}": fact(LOGITS),
+        f"{section}.{COEFFICIENT}": fact(COEFFICIENT),
         f"{section}.*": without("the model's config.json is read as it is"),
     }
 

@@ -6,14 +6,15 @@ from typing import Any
 
 from meshwright.imports.claims import Always, Has, HasNot, NoEffect
 from meshwright.imports.experts import COMPUTES, override_rules
-from meshwright.imports.facts import EPOCHS, REPLICATE, SHARD, UNDECAYED, WARMUP_RATIO, ZERO, Fact, check_number
 from meshwright.imports.names import Names
-from meshwright.imports.reading import Reading, Rule, flat
+from meshwright.imports.reading import Reading, Rule, check_number, flat
 from meshwright.imports.rules import (
     above_zero,
     always,
+    apply,
     choice,
     claims_value,
+    fact,
     listed,
     no_effect,
     no_effects,
@@ -26,18 +27,6 @@ from meshwright.imports.rules import (
 )
 from meshwright.imports.schedules import schedule_words
 from meshwright.spec.errors import UserError
-
-DATA_SET = Fact("name of the data set")
-SHARD_DEGREE = Fact("ranks that share state")
-DATA_FILES = Fact("files of the data set")
-EXPANSION = Fact("inner width relative to the width")
-LOADER = Fact("kind of loader")
-OPTIMIZER = Fact("name of the optimizer")
-PROMPTS = Fact("which tokens of prompts are trained")
-RESPONSES = Fact("which responses are trained")
-SPLIT = Fact("split of the data set")
-SUBSET = Fact("subset of the data set")
-DECAY = Fact("weight decay")
 
 PRECISIONS = Names(
     "training.precision",
@@ -83,16 +72,16 @@ def _time(path: str) -> Rule:
 
 def _duration(reading: Reading, value: Any, origin: str) -> None:
     if match := re.fullmatch(r"(\d{1,12})(ep)?", str(value)):  # Composer counts bare numbers in epochs
-        reading.fact(EPOCHS, int(match[1]), origin)
+        reading.fact("epochs", int(match[1]), origin)
     else:
-        reading.apply(_time("training.steps"), value, origin)
+        apply(_time("training.steps"), reading, value, origin)
 
 
 def _warmup(reading: Reading, value: Any, origin: str) -> None:
     if match := re.fullmatch(r"(\d*\.?\d+)dur", str(value)):
-        reading.fact(WARMUP_RATIO, float(match[1]), origin)
+        reading.fact("warmup_ratio", float(match[1]), origin)
     else:
-        reading.apply(_time("training.lr_schedule.warmup"), value, origin)
+        apply(_time("training.lr_schedule.warmup"), reading, value, origin)
 
 
 def _model(reading: Reading, value: Any, origin: str) -> None:
@@ -144,7 +133,7 @@ def _groups(reading: Reading, value: Any, origin: str) -> None:
     for group in value:
         named = set(group) == {"param_str_match", "weight_decay"} and "norm" in group["param_str_match"]
         if named and group["weight_decay"] == 0:
-            reading.fact(UNDECAYED, True, origin)
+            reading.fact("undecayed", True, origin)
         else:
             why = "weight decay never applies to norms and biases, and all parameters have one learning rate"
             reading.give_up(f"{origin.split('=')[0]}: {group}", why)
@@ -197,8 +186,8 @@ RULES: Mapping[str, Rule] = {
     ),
     "model.master_weights_dtype": choice(_masters, MASTERS, "fp32, bf16"),
     "model.pretrained_lora_id_or_path": "finetune.start_from",
-    "model.peft_config.peft_type": lambda reading, value, origin: reading.apply(
-        choice("finetune.method", {"LORA": "lora"}), str(value).upper(), origin
+    "model.peft_config.peft_type": lambda reading, value, origin: apply(
+        choice("finetune.method", {"LORA": "lora"}), reading, str(value).upper(), origin
     ),
     "model.peft_config.r": "finetune.rank",
     "model.peft_config.lora_alpha": "finetune.alpha",
@@ -210,7 +199,7 @@ RULES: Mapping[str, Rule] = {
     "model.d_model": "model.hidden",
     "model.n_heads": "model.num_heads",
     "model.n_layers": "model.num_layers",
-    "model.expansion_ratio": EXPANSION,
+    "model.expansion_ratio": fact("expansion"),
     "model.max_seq_len": "model.max_positions",
     "model.vocab_size": "model.vocab",
     "model.no_bias": unsupported("gpt2's biases stay"),
@@ -223,7 +212,7 @@ RULES: Mapping[str, Rule] = {
     "tokenizer.name": "data.tokenizer",
     "tokenizer.kwargs.model_max_length": claims_value("data.sequence_length"),
     "tokenizer.kwargs.padding_side": no_effect(NoEffect.MEMORY),
-    "train_loader.name": LOADER,
+    "train_loader.name": fact("loader"),
     "train_loader.drop_last": only(True, "batches are always whole"),
     "train_loader.dataset.shuffle_seed": without("training.seed also shuffles the data"),
     "train_loader.dataset.max_seq_len": claims_value("data.sequence_length"),
@@ -231,12 +220,12 @@ RULES: Mapping[str, Rule] = {
     "train_loader.dataset.packing_ratio": always("data.packing", "best_fit"),
     "train_loader.dataset.remote": without("download the data, and set data.sources to text"),
     "train_loader.dataset.local": without("Mosaic's shards (MDS) are not supported; set data.sources to text"),
-    "train_loader.dataset.hf_name": DATA_SET,
-    "train_loader.dataset.hf_kwargs.data_files": DATA_FILES,
-    "train_loader.dataset.hf_kwargs.name": SUBSET,
-    "train_loader.dataset.split": SPLIT,
-    "train_loader.dataset.target_responses": RESPONSES,
-    "train_loader.dataset.target_prompts": PROMPTS,
+    "train_loader.dataset.hf_name": fact("data set"),
+    "train_loader.dataset.hf_kwargs.data_files": fact("data files"),
+    "train_loader.dataset.hf_kwargs.name": fact("subset"),
+    "train_loader.dataset.split": fact("split"),
+    "train_loader.dataset.target_responses": fact("responses"),
+    "train_loader.dataset.target_prompts": fact("prompts"),
     "train_loader.dataset.shuffle": lambda reading, value, origin: reading.set(
         "data.order", "shuffled" if value else "given", origin
     ),
@@ -244,11 +233,11 @@ RULES: Mapping[str, Rule] = {
     "scheduler.t_warmup": _warmup,
     "scheduler.t_max": only("1dur", "schedules always end at the last step"),
     "scheduler.alpha_f": "training.lr_schedule.final",
-    "optimizer.name": OPTIMIZER,
+    "optimizer.name": fact("optimizer"),
     "optimizer.lr": "training.optimizer.lr",
     "optimizer.betas": listed("training.optimizer.betas"),
     "optimizer.eps": "training.optimizer.eps",
-    "optimizer.weight_decay": DECAY,
+    "optimizer.weight_decay": fact("weight decay"),
     "optimizer.param_groups": _groups,
     "algorithms.gradient_clipping.clipping_type": only("norm", "gradients are always clipped by norm"),
     "algorithms.gradient_clipping.clipping_threshold": "training.clip",
@@ -258,13 +247,13 @@ RULES: Mapping[str, Rule] = {
     "global_train_batch_size": "training.global_batch",
     "device_train_microbatch_size": "training.micro_batch",
     "precision": words("training.precision", PRECISIONS.read),
-    "fsdp_config.sharding_strategy": choice(ZERO, SHARDING),
+    "fsdp_config.sharding_strategy": choice(fact("zero"), SHARDING),
     "fsdp_config.mixed_precision": _mixed,
     "fsdp_config.activation_checkpointing": when("training.recompute", "full", Has("training.recompute", "none")),
     "fsdp_config.activation_cpu_offload": unsupported("set layout.offload={activations: host}"),
     "fsdp_config.cpu_offload": unsupported("set layout.offload"),
-    "fsdp_config.data_parallel_shard_degree": _degree(SHARD_DEGREE),
-    "fsdp_config.data_parallel_replicate_degree": _degree(REPLICATE),
+    "fsdp_config.data_parallel_shard_degree": _degree("shard degree"),
+    "fsdp_config.data_parallel_replicate_degree": _degree("replicate"),
     "compile_config.mode": _compiled,
     "save_interval": _time("checkpoint.every"),
     "save_num_checkpoints_to_keep": above_zero("checkpoint.keep_last", Has("checkpoint.keep_last", None)),
@@ -299,17 +288,17 @@ def read_foundry(reading: Reading, values: Mapping[str, Any], file: str) -> None
     _sources(reading, values, file)
     if reading.value("model.weights") != "random" and "model.name" in reading.settings:
         reading.default("finetune.method", "full", f"{file}: pretrained weights, no peft_config")
-    if EXPANSION in reading.facts and (hidden := reading.settings.get("model.hidden")):
-        ratio, origin = reading.facts[EXPANSION]
+    if "expansion" in reading.facts and (hidden := reading.settings.get("model.hidden")):
+        ratio, origin = reading.facts["expansion"]
         check_number(ratio, origin)
         check_number(*hidden)
         reading.set("model.ffn", int(ratio * hidden[0]), f"{origin} x {hidden[1]}")
-    if "fsdp_config" in values and ZERO not in reading.facts:
-        reading.fact(ZERO, 3, f"{file}: fsdp_config (Composer's default: FULL_SHARD)")
-    if SHARD_DEGREE in reading.facts:
-        reading.fact(SHARD, *reading.facts[SHARD_DEGREE])
+    if "fsdp_config" in values and "zero" not in reading.facts:
+        reading.fact("zero", 3, f"{file}: fsdp_config (Composer's default: FULL_SHARD)")
+    if "shard degree" in reading.facts:
+        reading.fact("shard", *reading.facts["shard degree"])
     else:
-        reading.replicate(*reading.facts.get(REPLICATE, (1, "")))
+        reading.replicate(*reading.facts.get("replicate", (1, "")))
     defaults = {"training.precision": "bf16", "training.clip": None, "training.lr_schedule.final": 0.0}
     defaults |= {"training.seed": 17, "training.optimizer.lr": 1e-3, "data.held_out": 0.0}
     reading.default_all(defaults, f"{file} (LLM-Foundry's default)")
@@ -330,7 +319,7 @@ def _put_in(value: Any, known: Mapping[str, Any], origin: str) -> Any:
 def _sources(reading: Reading, values: Mapping[str, Any], file: str) -> None:
     """The data set of the loader `finetuning`, which pads rows, and trains on the last answer of each."""
     loader = values.get("train_loader")
-    kind, said = reading.facts.get(LOADER, ("text", ""))
+    kind, said = reading.facts.get("loader", ("text", ""))
     if kind == "text":
         reading.claim(said, Has("data.packing", "concatenated"))
     elif kind != "finetuning":
@@ -339,8 +328,8 @@ def _sources(reading: Reading, values: Mapping[str, Any], file: str) -> None:
         return
     default = f"{file}: train_loader.name=finetuning (LLM-Foundry's default)"
     reading.default("data.packing", "padded", default)
-    name, origin = reading.facts.get(DATA_SET, ("", ""))
-    files, where = reading.facts.get(DATA_FILES, (None, ""))
+    name, origin = reading.facts.get("data set", ("", ""))
+    files, where = reading.facts.get("data files", (None, ""))
     given = {key: reading.facts[key] for key in ("split", "subset") if key in reading.facts}
     more, parts = {key: value for key, (value, _) in given.items()}, "; ".join(said for _, said in given.values())
     if name in LOADERS and files:
@@ -349,8 +338,8 @@ def _sources(reading: Reading, values: Mapping[str, Any], file: str) -> None:
     elif name:
         local = str(name).startswith((".", "/"))
         reading.set("data.sources", [{"path": str(name) if local else f"hub:{name}", **more}], f"{origin}; {parts}")
-    responses, where = reading.facts.get(RESPONSES, ("last", default))
-    prompts, also = reading.facts.get(PROMPTS, ("none", default))
+    responses, where = reading.facts.get("responses", ("last", default))
+    prompts, also = reading.facts.get("prompts", ("none", default))
     trained = TRAINED.read.get((responses, prompts))
     if trained is None:
         reading.give_up(f"{where}; {also}", "set data.chat.train_on to assistant, last or all")
@@ -360,15 +349,15 @@ def _sources(reading: Reading, values: Mapping[str, Any], file: str) -> None:
 
 def _optimizer(reading: Reading, file: str) -> None:
     """decoupled_adamw multiplies weights by the decay itself, not by the decay times the learning rate."""
-    name, origin = reading.facts.get(OPTIMIZER, ("decoupled_adamw", ""))
+    name, origin = reading.facts.get("optimizer", ("decoupled_adamw", ""))
     if name in DECAYS:
         reading.set("training.optimizer.name", "adamw", origin) if origin else None
     else:
         reading.give_up(origin, f"there are {' and '.join(DECAYS)}")
     plain = (DECAYS.get(name, 0.0), f"{file} ({name}'s default weight_decay)")
-    decay, where = reading.facts.get(DECAY, plain)
+    decay, where = reading.facts.get("weight decay", plain)
     check_number(decay, where)
-    if decay and UNDECAYED not in reading.facts:
+    if decay and "undecayed" not in reading.facts:
         reading.notes.append(f"{where}: LLM-Foundry also decays norms and biases; Meshwright does not")
     if name == "decoupled_adamw" and decay:
         lr, why = reading.settings.get("training.optimizer.lr", (1e-3, f"{file} (decoupled_adamw's default lr)"))

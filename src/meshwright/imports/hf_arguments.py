@@ -8,7 +8,6 @@ from meshwright.imports.accelerate_yaml import RULES as ACCELERATE_RULES
 from meshwright.imports.claims import Always, Has, HasNot, NoEffect
 from meshwright.imports.deepspeed import read_named
 from meshwright.imports.experts import COMPUTES
-from meshwright.imports.facts import ACCUMULATION, BETA1, BETA2, EPOCHS, WARMUP_RATIO, ZERO, Fact
 from meshwright.imports.hf_schedules import (
     EVALUATES,
     SAVES,
@@ -20,11 +19,9 @@ from meshwright.imports.hf_schedules import (
     strategy,
 )
 from meshwright.imports.reading import Reading, Rule
-from meshwright.imports.rules import above_zero, no_effects, only, positive, unsupported, when, without, words
+from meshwright.imports.rules import above_zero, fact, no_effects, only, positive, unsupported, when, without, words
 from meshwright.imports.trl_arguments import RULES as TRL_RULES
 from meshwright.imports.trl_arguments import settle_trl
-
-FSDP = Fact("whether FSDP shards")
 
 OPTIMIZERS = {
     **dict.fromkeys(("adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw"), "adamw"),
@@ -51,13 +48,13 @@ def _trackers(reading: Reading, value: Any, origin: str) -> None:
 
 def _sharding(reading: Reading, value: Any, origin: str) -> None:
     if isinstance(value, bool):  # as `fsdp: true`, which fsdp_config completes
-        reading.fact(FSDP, value, origin)
+        reading.fact("fsdp", value, origin)
         return
     words = value.split() if isinstance(value, str) else [str(word) for word in value or []]
     stages = {"full_shard": 3, "shard_grad_op": 2, "hybrid_shard": 3, "hybrid_shard_zero2": 2, "no_shard": 0}
     for word in words:
         if word in stages:
-            reading.fact(ZERO, stages[word], origin)
+            reading.fact("zero", stages[word], origin)
             if word.startswith("hybrid_shard"):
                 reading.notes.append(f"{origin}: {HYBRID}")
         elif word == "offload":
@@ -71,7 +68,7 @@ def _sharding(reading: Reading, value: Any, origin: str) -> None:
 def _warmup(reading: Reading, value: Any, origin: str) -> None:
     """Steps; below 1, a share of all."""
     if 0 < value < 1:
-        reading.fact(WARMUP_RATIO, value, origin)
+        reading.fact("warmup_ratio", value, origin)
     else:
         reading.set("training.lr_schedule.warmup", int(value), origin)
 
@@ -103,23 +100,23 @@ def _precision(name: str) -> Rule:
 def _settle_fsdp(reading: Reading, values: Mapping[str, Any], file: str) -> None:
     """`fsdp_config`, whose keys are Accelerate's, with or without their prefix; it has no effect without `fsdp`."""
     config = values.get("fsdp_config")
-    if isinstance(reading.known(FSDP), bool) and not reading.known(FSDP):
-        reading.claim(reading.facts[FSDP][1], Always("the Trainer does not shard"))
+    if isinstance(reading.known("fsdp"), bool) and not reading.known("fsdp"):
+        reading.claim(reading.facts["fsdp"][1], Always("the Trainer does not shard"))
     if isinstance(config, Mapping) and values.get("fsdp"):
         named = {f"fsdp_config.fsdp_{str(key).removeprefix('fsdp_')}": said for key, said in config.items()}
         newer = isinstance(named.get("fsdp_config.fsdp_reshard_after_forward"), bool)  # FSDP2's word, which counts
-        stage, said = reading.facts.get(ZERO, (0, ""))
+        stage, said = reading.facts.get("zero", (0, ""))
         if newer and said.startswith(f"{file}: fsdp="):
-            del reading.facts[ZERO]
+            del reading.facts["zero"]
             reading.claim(said, Has("layout.zero", stage))
         trainers = {"fsdp_config.fsdp_cpu_offload": ACCELERATE_RULES["fsdp_config.fsdp_offload_params"]}
         reading.take(named, {**ACCELERATE_RULES, **trainers}, file)
     elif config:
         reading.give_up(f"{file}: fsdp_config={config}", "it has no effect without fsdp, or is a file: pass that too")
-    if reading.known(FSDP):
-        if ZERO not in reading.facts:
-            reading.fact(ZERO, 3, reading.facts[FSDP][1])
-        reading.claim(reading.facts[FSDP][1], HasNot("layout.zero", "auto"))
+    if reading.known("fsdp"):
+        if "zero" not in reading.facts:
+            reading.fact("zero", 3, reading.facts["fsdp"][1])
+        reading.claim(reading.facts["fsdp"][1], HasNot("layout.zero", "auto"))
 
 
 NO_EFFECT: Mapping[NoEffect, Mapping[str, str]] = {
@@ -153,19 +150,19 @@ BEST = "the last weights are the result; set checkpoint.keep_best to keep the be
 RULES: Mapping[str, Rule] = {
     "learning_rate": "training.optimizer.lr",
     "weight_decay": "training.optimizer.weight_decay",
-    "adam_beta1": BETA1,
-    "adam_beta2": BETA2,
+    "adam_beta1": fact("beta1"),
+    "adam_beta2": fact("beta2"),
     "adam_epsilon": "training.optimizer.eps",
     "max_grad_norm": positive("training.clip"),
     "optim": words("training.optimizer.name", OPTIMIZERS),
     "lr_scheduler_type": keep_type,
     "lr_scheduler_kwargs": keep_options,
     "warmup_steps": _warmup,
-    "warmup_ratio": WARMUP_RATIO,
+    "warmup_ratio": fact("warmup_ratio"),
     "max_steps": above_zero("training.steps", Always("the epochs count")),
-    "num_train_epochs": EPOCHS,
+    "num_train_epochs": fact("epochs"),
     "per_device_train_batch_size": "training.micro_batch",
-    "gradient_accumulation_steps": ACCUMULATION,
+    "gradient_accumulation_steps": fact("accumulation"),
     "bf16": _precision("bf16"),
     "fp16": _precision("fp16"),
     "gradient_checkpointing": when("training.recompute", "full", Has("training.recompute", "none")),
@@ -228,7 +225,7 @@ def take_length(reading: Reading, values: Mapping[str, Any], origin: str) -> Non
     if "training.micro_batch" not in reading.settings:
         reading.set("training.micro_batch", 8, origin)
     if "num_train_epochs" not in values:
-        reading.fact(EPOCHS, 3, f"{origin}: num_train_epochs=3")
+        reading.fact("epochs", 3, f"{origin}: num_train_epochs=3")
 
 
 def take_defaults(reading: Reading, values: Mapping[str, Any], origin: str, schedule: str) -> None:
@@ -237,8 +234,8 @@ def take_defaults(reading: Reading, values: Mapping[str, Any], origin: str, sche
     reading.default("training.optimizer.lr", 5e-5, origin)
     reading.default("training.optimizer.weight_decay", 0.0, origin)
     if "adam_beta2" not in values and "training.optimizer.betas" not in reading.settings:
-        reading.fact(BETA2, 0.999, origin)
+        reading.fact("beta2", 0.999, origin)
     settle_schedule(reading, schedule, origin)
-    if WARMUP_RATIO not in reading.facts:
+    if "warmup_ratio" not in reading.facts:
         reading.default("training.lr_schedule.warmup", 0, origin)
     reading.default("training.seed", 42, origin)

@@ -10,7 +10,6 @@ from typing import Any
 
 from meshwright.imports.claims import Always, Has
 from meshwright.imports.deepspeed_schedules import SCHEDULE
-from meshwright.imports.facts import MIN_LR
 from meshwright.imports.reading import Reading, Rule
 from meshwright.imports.schedules import lose_schedule
 from meshwright.spec.errors import UserError
@@ -121,7 +120,7 @@ def settle_schedule(reading: Reading, default: str, origin: str) -> None:
     use = reading.set if TYPE in reading.facts else reading.default
     use("training.lr_schedule.name", kind, where)
     settle(reading, options, given)
-    if kind != "constant" and FINAL not in reading.settings and MIN_LR not in reading.facts:
+    if kind != "constant" and FINAL not in reading.settings and "min_lr" not in reading.facts:
         use(FINAL, 0.0, where)
     for key, value in options.items():
         if key not in known or known[key] not in (value, None):
@@ -159,7 +158,7 @@ def _floor(reading: Reading, options: Mapping[str, Any], origin: str) -> None:
     if "min_lr_rate" in options:
         reading.set(FINAL, options["min_lr_rate"], origin)
     elif "min_lr" in options:
-        reading.fact(MIN_LR, options["min_lr"], origin)
+        reading.fact("min_lr", options["min_lr"], origin)
 
 
 def _stable(reading: Reading, options: Mapping[str, Any], origin: str) -> None:

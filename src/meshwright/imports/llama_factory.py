@@ -6,25 +6,12 @@ from typing import Any
 from meshwright.imports.accelerate_fp8 import FP8_RULES, settle_fp8
 from meshwright.imports.claims import Always, Has, HasNot, NoEffect
 from meshwright.imports.experts import COMPUTES
-from meshwright.imports.facts import Fact, check_count, check_number
 from meshwright.imports.hf_arguments import RULES as HF_RULES
 from meshwright.imports.hf_arguments import deepspeed_first, take_defaults, take_length
 from meshwright.imports.hf_schedules import settle_intervals
-from meshwright.imports.reading import Reading, Rule
-from meshwright.imports.rules import choice, dotted, no_effects, one_of, only, unsupported, when, without
+from meshwright.imports.reading import Reading, Rule, check_count, check_number
+from meshwright.imports.rules import choice, dotted, fact, no_effects, one_of, only, unsupported, when, without
 from meshwright.spec.errors import UserError
-
-PREFERENCES = Fact("whether pairs are preferred")
-FREEZE_LAYERS = Fact("last layers that train")
-CHANCES = Fact("chances of data sets")
-FOLDER = Fact("folder of data sets")
-DATA_TABLE = Fact("table of data sets")
-DATA_SETS = Fact("data sets")
-FP8 = Fact("whether products are in fp8")
-FREEZE = Fact("whether only some layers train")
-IN_TURNS = Fact("whether data sets are read in turns")
-PACKING = Fact("whether samples are packed")
-STAGE = Fact("stage of training")
 
 MARKS = ("finetuning_type", "cutoff_len", "dataset_dir", "stage")
 TEMPLATES = {"llama3": "llama3", "qwen": "qwen", "mistral": "mistral", "chatml": "chatml"}
@@ -54,16 +41,16 @@ def _method(reading: Reading, value: Any, origin: str) -> None:
         reading.set("finetune.method", value, origin)
     elif value == "freeze":
         reading.set("finetune.method", "full", origin)
-        reading.fact(FREEZE, True, origin)
+        reading.fact("freeze", True, origin)
     else:
         reading.give_up(origin, "supported: full, freeze, lora")
 
 
 def _frozen(reading: Reading, value: Any, origin: str) -> None:
     if value > 0:
-        reading.fact(FREEZE_LAYERS, value, origin)
+        reading.fact("freeze layers", value, origin)
     else:
-        reading.fact(FREEZE_LAYERS, None, origin)
+        reading.fact("freeze layers", None, origin)
         reading.give_up(origin, "finetune.last_layers trains the last layers; list the first ones in finetune.train")
 
 
@@ -80,13 +67,13 @@ def _chances(reading: Reading, value: Any, origin: str) -> None:
     chances = [float(part) for part in _listed(value)] if isinstance(value, str) else list(value)
     for chance in chances:
         check_number(chance, origin)
-    reading.fact(CHANCES, chances, origin)
+    reading.fact("chances", chances, origin)
 
 
 def _mixed(reading: Reading, value: Any, origin: str) -> None:
     """How data sets are mixed: one after the other, then shuffled (as a recipe does without weights), or in turns."""
     if str(value).startswith("interleave"):
-        reading.fact(IN_TURNS, value, origin)
+        reading.fact("in turns", value, origin)
     elif value == "concat":
         reading.claim(origin, Always("without weights, all data sets are joined"))
     else:
@@ -102,9 +89,9 @@ def _adapter(reading: Reading, value: Any, origin: str) -> None:
 
 def _stage(reading: Reading, value: Any, origin: str) -> None:
     if value == "dpo":
-        reading.fact(PREFERENCES, True, origin)
+        reading.fact("preferences", True, origin)
     elif value in ("sft", "pt"):
-        reading.fact(STAGE, value, origin)
+        reading.fact("stage", value, origin)
     else:
         reading.give_up(origin, "supported: pt, sft, dpo")
 
@@ -134,9 +121,9 @@ def _template(reading: Reading, value: Any, origin: str) -> None:
 
 def _settle_fp8(reading: Reading) -> None:
     """fp8 products; `bf16: true` beside them is everything else's dtype, as in a recipe."""
-    if FP8 not in reading.facts:
+    if "fp8" not in reading.facts:
         return
-    path, origin = "training.precision", reading.facts[FP8][1]
+    path, origin = "training.precision", reading.facts["fp8"][1]
     before, where = reading.settings.get(path, ("bf16", ""))
     if before == "bf16":
         reading.settings[path] = ("fp8", f"{origin}; {where}" if where else origin)
@@ -170,7 +157,7 @@ RULES: Mapping[str, Rule] = {
     "model_name_or_path": "model.name",
     "adapter_name_or_path": _adapter,
     "pure_bf16": _all_bf16,
-    "fp8": when(FP8, True, HasNot("training.precision", "fp8")),
+    "fp8": when(fact("fp8"), True, HasNot("training.precision", "fp8")),
     **{f"fp8_{key}": FP8_RULES[key] for key in ("backend", "enable_fsdp_float8_all_gather")},
     "shift_attn": unsupported(
         "shifted sparse attention (LongLoRA) is not supported; every token attends to all before it"
@@ -199,13 +186,13 @@ RULES: Mapping[str, Rule] = {
     "pref_loss": only("sigmoid", "the loss of preferences is DPO's (sigmoid)"),
     "dpo_label_smoothing": "training.preference.label_smoothing",
     "pref_ftx": unsupported("the loss has no supervised term"),
-    "dataset": lambda reading, value, origin: reading.fact(DATA_SETS, _listed(value), origin),
-    "dataset_dir": FOLDER,
+    "dataset": lambda reading, value, origin: reading.fact("datasets", _listed(value), origin),
+    "dataset_dir": fact("dataset folder"),
     "eval_dataset": without("evaluation data is a fraction of the training data; set data.held_out"),
     "template": _template,
     "cutoff_len": "data.sequence_length",
     "max_samples": without("all data is read"),
-    "packing": PACKING,
+    "packing": fact("packing"),
     "train_from_scratch": when("model.weights", "random"),
     "disable_shuffling": when("data.order", "given"),
     "disable_gradient_checkpointing": when("training.recompute", "none", Has("training.recompute", "full")),
@@ -236,11 +223,11 @@ def read_llama_factory(reading: Reading, values: Mapping[str, Any], file: str) -
     take_length(reading, values, f"{file} (the Trainer's default)")
     take_defaults(reading, values, f"{file} (the Trainer's default)", "linear")
     reading.default("training.precision", "fp32", f"{file} (neither bf16 nor fp16)")
-    preferences = reading.known(PREFERENCES, False)
+    preferences = reading.known("preferences", False)
     if preferences and "pref_beta" not in values:
         reading.set("training.preference.beta", 0.1, f"{reading.facts['preferences'][1]} (LLaMA-Factory's default)")
     if preferences:
-        reading.set("data.separate_documents", True, reading.facts[PREFERENCES][1])
+        reading.set("data.separate_documents", True, reading.facts["preferences"][1])
     _settle_fp8(reading)
     if "finetuning_type" not in values:
         reading.set("finetune.method", "lora", f"{file} (LLaMA-Factory's default)")
@@ -258,14 +245,14 @@ def read_llama_factory(reading: Reading, values: Mapping[str, Any], file: str) -
 def _settle_method(reading: Reading, file: str) -> None:
     """The layers of `freeze`, two by default; LoRA's settings have no effect on other methods."""
     method = reading.value("finetune.method")
-    layers = reading.facts.get(FREEZE_LAYERS, (2, f"{file} (LLaMA-Factory's default: freeze_trainable_layers=2)"))
-    if FREEZE in reading.facts and layers[0] is not None:
+    layers = reading.facts.get("freeze layers", (2, f"{file} (LLaMA-Factory's default: freeze_trainable_layers=2)"))
+    if "freeze" in reading.facts and layers[0] is not None:
         reading.set("finetune.last_layers", *layers)
         reading.notes.append(
             f"{reading.facts['freeze'][1]}: the last norm and an untied head train in a recipe, too; list the layers "
             "in finetune.train instead if they should not"
         )
-    elif layers[0] is not None and FREEZE_LAYERS in reading.facts and FREEZE not in reading.facts:
+    elif layers[0] is not None and "freeze layers" in reading.facts and "freeze" not in reading.facts:
         reading.give_up(layers[1], "it has no effect without finetuning_type=freeze")
     if method != "lora":
         for path in [path for path in reading.settings if path in OF_ADAPTERS]:
@@ -280,14 +267,14 @@ def is_dataset_info(values: Mapping[str, Any]) -> bool:
 
 def read_dataset_info(reading: Reading, values: Mapping[str, Any], file: str) -> None:
     """Read the table of data sets; the configuration beside it names some of them."""
-    reading.fact(DATA_TABLE, values, file)
+    reading.fact("dataset table", values, file)
 
 
 def _packing(reading: Reading, values: Mapping[str, Any], default: str) -> None:
     """Texts (stage pt) are joined and cut, answers have a row each, unless it is told otherwise."""
     texts = values.get("stage") == "pt"
-    packed, where = reading.facts.get(PACKING, (texts, f"{default}: packing={texts}"))
-    if STAGE in reading.facts:
+    packed, where = reading.facts.get("packing", (texts, f"{default}: packing={texts}"))
+    if "stage" in reading.facts:
         where = f"{where}; {reading.facts['stage'][1]}"
     if values.get("neat_packing"):  # its rule has set it
         if values.get("packing") is not False:
@@ -299,11 +286,11 @@ def _packing(reading: Reading, values: Mapping[str, Any], default: str) -> None:
 
 def name_sources(reading: Reading) -> None:
     """The data sets as sources: as the table describes them, or else by the names of their files."""
-    if DATA_SETS not in reading.facts:
+    if "datasets" not in reading.facts:
         return
-    names, origin = reading.facts[DATA_SETS]
-    folder, preferences = reading.known(FOLDER, "data"), reading.known(PREFERENCES, False)
-    table, where = reading.facts.get(DATA_TABLE, ({}, ""))
+    names, origin = reading.facts["datasets"]
+    folder, preferences = reading.known("dataset folder", "data"), reading.known("preferences", False)
+    table, where = reading.facts.get("dataset table", ({}, ""))
     form = {"format": "preference"} if preferences else {}
     sources = [
         _described(reading, table[name], folder, f"{where}: {name}")
@@ -311,7 +298,7 @@ def name_sources(reading: Reading) -> None:
         else {"path": f"{folder}/{name}.json", **form}
         for name in names
     ]
-    told = [said for said in (origin, reading.facts.get(FOLDER, (0, ""))[1], where) if said]
+    told = [said for said in (origin, reading.facts.get("dataset folder", (0, ""))[1], where) if said]
     told += _weigh(reading, names, sources)
     reading.set("data.sources", sources, "; ".join(told))
     if missing := [name for name in names if name not in table]:
@@ -321,8 +308,8 @@ def name_sources(reading: Reading) -> None:
 
 def _weigh(reading: Reading, names: list[str], sources: list[dict[str, Any]]) -> list[str]:
     """Give the sources the weights of data sets that are read in turns; returns the origins of the weights."""
-    chances, where = reading.facts.get(CHANCES, (None, ""))
-    turns, mixed = reading.facts.get(IN_TURNS, ("", ""))
+    chances, where = reading.facts.get("chances", (None, ""))
+    turns, mixed = reading.facts.get("in turns", ("", ""))
     if not turns:
         if chances:
             reading.give_up(where, "it has no effect without mix_strategy=interleave_under or another interleave_*")

@@ -9,11 +9,11 @@ from typing import Any
 from meshwright.imports.claims import Always, Has, NoEffect
 from meshwright.imports.deepspeed import read_named
 from meshwright.imports.experts import COMPUTES
-from meshwright.imports.facts import EPOCHS, REPLICATE, RESHARDS, ZERO, Fact
 from meshwright.imports.reading import Reading, Rule, flat
 from meshwright.imports.rules import (
     above_zero,
     choice,
+    fact,
     no_effect,
     no_effects,
     only,
@@ -23,15 +23,6 @@ from meshwright.imports.rules import (
     without,
 )
 from meshwright.spec.data import HUB
-
-SHARD_DEGREE = Fact("ranks that share state")
-FREEZE_LAYERS = Fact("last layers that train")
-CP_SIZE = Fact("ranks that share a sequence")
-DATA_RANKS = Fact("data-parallel ranks")
-PREFERENCE_BETA = Fact("DPO's strength")
-SMOOTHING = Fact("label smoothing of DPO")
-QUANTIZED = Fact("kind of quantization")
-SHARDED = Fact("whether FSDP shards")
 
 DEFAULTS: Mapping[str, Any] = {
     "training.optimizer.lr": 1e-4,
@@ -91,7 +82,7 @@ def _adapter(reading: Reading, value: Any, origin: str) -> None:
 
 def _sharding(reading: Reading, value: Any, origin: str) -> None:
     if value in ("fsdp2", "fsdpturbo"):
-        reading.fact(SHARDED, True, origin)
+        reading.fact("sharded", True, origin)
     elif value == "deepspeed":
         reading.claim(origin, Always("its config_file tells the layout"))
     else:
@@ -118,23 +109,23 @@ RULES: Mapping[str, Rule] = {
     "peft_config.use_dora": when("finetune.dora", True),
     "peft_config.modules_to_save": "finetune.train",
     "peft_config.adapter_name_or_path": _adapter,
-    "peft_config.freeze_trainable_layers": FREEZE_LAYERS,
+    "peft_config.freeze_trainable_layers": fact("freeze layers"),
     "peft_config.freeze_trainable_modules": only("all", "whole layers train; list modules in finetune.train instead"),
     "peft_config.freeze_extra_modules": unsupported("list all trained modules in finetune.train instead"),
     "peft_config.cast_trainable_params_to_fp32": only(True, "trained weights are kept in fp32"),
-    "quant_config.name": QUANTIZED,
+    "quant_config.name": fact("quantized"),
     "quant_config.quantization_bit": choice("finetune.base", {4: "nf4", 8: "int8"}, "4, 8"),
     "quant_config.double_quantization": "finetune.double_quantization",
     "quant_config.quantization_type": only("nf4", "four bits are nf4"),
     "quant_config.compute_dtype": without("training.precision decides it"),
-    "train_dataset": DATA,
+    "train_dataset": fact(DATA),
     "eval_dataset": without("evaluation data is a fraction of the training data; set data.held_out"),
     "output_dir": "run_dir",
     "micro_batch_size": "training.micro_batch",
     "global_batch_size": "training.global_batch",
     "cutoff_len": "data.sequence_length",
     "learning_rate": "training.optimizer.lr",
-    "num_train_epochs": EPOCHS,
+    "num_train_epochs": fact("epochs"),
     "max_steps": above_zero("training.steps", Always("the epochs count")),
     "max_grad_norm": positive("training.clip"),
     "bf16": choice("training.precision", {True: "bf16", False: "fp32"}, "true, false"),
@@ -142,15 +133,15 @@ RULES: Mapping[str, Rule] = {
     "enable_activation_checkpointing": choice("training.recompute", {True: "full", False: "none"}, "true, false"),
     "dist_config.name": _sharding,
     "dist_config.config_file": read_named,
-    "dist_config.reshard_after_forward": RESHARDS,
+    "dist_config.reshard_after_forward": fact("reshards"),
     "dist_config.offload_params": when("layout.offload", "cpu", Has("layout.offload", "none")),
     "dist_config.ep_size": only(1, "set layout.ep, a regrouping of dp_shard x cp x tp ranks"),
     "dist_config.ep_dispatcher": no_effect(NoEffect.OVERLAP),
-    "cp_size": CP_SIZE,
-    "cp_mode": CP,
-    "mp_replicate_size": REPLICATE,
-    "mp_shard_size": SHARD_DEGREE,
-    "dp_size": DATA_RANKS,
+    "cp_size": fact("cp size"),
+    "cp_mode": fact(CP),
+    "mp_replicate_size": fact("replicate"),
+    "mp_shard_size": fact("shard degree"),
+    "dp_size": fact("data ranks"),
     "optim_config.name": choice("training.optimizer.name", {"muon": "muon"}),
     "optim_config.lr": without("learning_rate counts"),
     "optim_config.wd": "training.optimizer.weight_decay",
@@ -166,8 +157,8 @@ RULES: Mapping[str, Rule] = {
     "save_steps": "checkpoint.every",
     "save_epochs": without("intervals are in steps; set checkpoint.every"),
     "save_total_limit": "checkpoint.keep_last",
-    "pref_beta": PREFERENCE_BETA,
-    "dpo_label_smoothing": SMOOTHING,
+    "pref_beta": fact("preference beta"),
+    "dpo_label_smoothing": fact("preference smoothing"),
     "pref_loss": only("sigmoid", "the loss of preferences is DPO's (sigmoid)"),
     "pref_ftx": unsupported("the loss has no supervised term"),
     "simpo_gamma": no_effect(NoEffect.OFF),
@@ -191,8 +182,8 @@ def read_llama_factory_v1(reading: Reading, values: Mapping[str, Any], file: str
     reading.take(keys, RULES, file)
     if "training.micro_batch" not in reading.settings:
         reading.set("training.micro_batch", 1, default)
-    if not reading.settings.keys() & {"training.steps"} and EPOCHS not in reading.facts:
-        reading.fact(EPOCHS, 3, f"{default}: num_train_epochs=3")
+    if not reading.settings.keys() & {"training.steps"} and "epochs" not in reading.facts:
+        reading.fact("epochs", 3, f"{default}: num_train_epochs=3")
     if "batching_strategy" not in values:
         reading.set("data.packing", "padded", f"{default}: batching_strategy=normal")
     _settle_method(reading, default)
@@ -211,7 +202,7 @@ def _settle_method(reading: Reading, default: str) -> None:
         reading.default_all(LORA, default)
         reading.default("finetune.targets", "all-linear", f"{default}: target_modules=all")
     elif method == "freeze":
-        reading.set("finetune.last_layers", *reading.facts.get(FREEZE_LAYERS, (2, default)))
+        reading.set("finetune.last_layers", *reading.facts.get("freeze layers", (2, default)))
         reading.notes.append(
             f"{reading.facts[METHOD][1]}: the last norm and an untied head train in a recipe, too; list the layers in "
             "finetune.train instead if they should not"
@@ -219,9 +210,9 @@ def _settle_method(reading: Reading, default: str) -> None:
 
 
 def _settle_quantization(reading: Reading, default: str) -> None:
-    if QUANTIZED not in reading.facts:
+    if "quantized" not in reading.facts:
         return
-    kind, origin = reading.facts[QUANTIZED]
+    kind, origin = reading.facts["quantized"]
     if kind not in ("bnb", "auto"):
         reading.give_up(origin, "supported: bnb, auto")
     elif kind == "bnb" and "finetune.base" not in reading.settings:
@@ -236,7 +227,7 @@ def _settle_quantization(reading: Reading, default: str) -> None:
 
 def _settle_ranks(reading: Reading, default: str) -> None:
     """FSDP2 shards over all ranks, those that share a sequence included; without a plugin there is DDP."""
-    size, origin = reading.facts.get(CP_SIZE, (1, ""))
+    size, origin = reading.facts.get("cp size", (1, ""))
     mode, where = reading.facts.get(CP, ("ulysses", default))
     if size == 1:
         reading.claim(origin, Has("layout.cp", 1))
@@ -244,11 +235,11 @@ def _settle_ranks(reading: Reading, default: str) -> None:
     else:
         reading.set("layout.cp", size, origin)
         reading.set("layout.cp_method", mode, where)
-    if SHARDED in reading.facts:
-        reshards, said = reading.facts.get(RESHARDS, (True, ""))
-        sharding = reading.facts[SHARDED][1]
-        reading.fact(ZERO, 2 if reshards is False else 3, f"{sharding}; {said}" if said else sharding)
-        copies, said = reading.facts.get(REPLICATE, (1, ""))
+    if "sharded" in reading.facts:
+        reshards, said = reading.facts.get("reshards", (True, ""))
+        sharding = reading.facts["sharded"][1]
+        reading.fact("zero", 2 if reshards is False else 3, f"{sharding}; {said}" if said else sharding)
+        copies, said = reading.facts.get("replicate", (1, ""))
         reading.replicate(copies, said)
         reading.claim(said, Has("layout.dp_replicate", copies))
     for name, axis in (("shard degree", "dp_shard"), ("data ranks", "dp_shard")):
@@ -317,11 +308,11 @@ def _settle_preference(reading: Reading, table: Mapping[str, Any], file: str) ->
     """DPO where the records are pairs; its settings have no effect otherwise."""
     pairs = any(entry.get("converter") == "pair" for entry in table.values())
     if pairs:
-        beta, origin = reading.facts.get(PREFERENCE_BETA, (0.1, f"{file} (LLaMA-Factory's default: pref_beta=0.1)"))
+        beta, origin = reading.facts.get("preference beta", (0.1, f"{file} (LLaMA-Factory's default: pref_beta=0.1)"))
         reading.set("training.preference.beta", beta, origin)
         reading.set("data.separate_documents", True, f"{file}: converter=pair")
-        if SMOOTHING in reading.facts:
-            reading.set("training.preference.label_smoothing", *reading.facts[SMOOTHING])
+        if "preference smoothing" in reading.facts:
+            reading.set("training.preference.label_smoothing", *reading.facts["preference smoothing"])
         return
     for name in ("preference beta", "preference smoothing"):
         if name in reading.facts and DATA in reading.facts:

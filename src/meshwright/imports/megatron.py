@@ -5,47 +5,16 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from meshwright.imports.claims import Has, NoEffect
-from meshwright.imports.facts import (
-    BETA1,
-    BETA2,
-    DECAY_STEPS,
-    MIN_LR,
-    NODES,
-    RANKS,
-    RANKS_OF_A_NODE,
-    SAMPLES,
-    WARMUP_RATIO,
-    ZERO,
-    check_count,
-    check_number,
-)
-from meshwright.imports.megatron_combined import (
-    BIASES,
-    GROUPED_HEADS,
-    INSTANCES,
-    LISTS,
-    MEGATRON_FSDP,
-    NORMALIZATION,
-    POSITIONS,
-    QK_NORM,
-    QKV_BIAS,
-    ROPE_FACTOR,
-    ROPE_SCALED,
-    SHARDING,
-    SWIGLU,
-    SWITCHES,
-    MegatronForm,
-    combine,
-    model_defaults,
-)
+from meshwright.imports.megatron_combined import LISTS, SWITCHES, MegatronForm, combine, model_defaults
 from meshwright.imports.megatron_combined import RULES as COMBINED_RULES
 from meshwright.imports.names import Names
-from meshwright.imports.reading import Reading, Rule
+from meshwright.imports.reading import Reading, Rule, check_count, check_number
 from meshwright.imports.rules import (
     always,
     choice,
     claims,
     claims_value,
+    fact,
     if_any,
     no_effects,
     no_tracker,
@@ -172,23 +141,23 @@ def _last_step(path: str) -> Rule:
 
 RULES: Mapping[str, Rule] = {
     **COMBINED_RULES,
-    "nproc_per_node": RANKS_OF_A_NODE,
-    "nproc-per-node": RANKS_OF_A_NODE,
-    "nnodes": NODES,
+    "nproc_per_node": fact("ranks of a node"),
+    "nproc-per-node": fact("ranks of a node"),
+    "nnodes": fact("nodes"),
     "num-layers": "model.num_layers",
     "hidden-size": "model.hidden",
     "num-attention-heads": "model.num_heads",
     "num-query-groups": "model.num_kv_heads",
-    "group-query-attention": GROUPED_HEADS,
+    "group-query-attention": fact("grouped heads"),
     "ffn-hidden-size": "model.ffn",
     "kv-channels": "model.head_dim",
     "max-position-embeddings": "model.max_positions",
     "seq-length": "data.sequence_length",
     "rotary-base": "model.rope_theta",
-    "use-rope-scaling": when(ROPE_SCALED, True, Has("model.rope_scaling", None)),
-    "rope-scaling-factor": ROPE_FACTOR,
-    "qk-layernorm": always(QK_NORM, True),
-    "add-qkv-bias": always(QKV_BIAS, True),
+    "use-rope-scaling": when(fact("rope scaled"), True, Has("model.rope_scaling", None)),
+    "rope-scaling-factor": fact("rope factor"),
+    "qk-layernorm": always(fact("qk norm"), True),
+    "add-qkv-bias": always(fact("qkv bias"), True),
     "openai-gelu": claims(Has("model.family", "gpt2")),
     "no-bias-gelu-fusion": without("gpt2's GELU is approximated by tanh"),
     "padded-vocab-size": "model.vocab",
@@ -199,28 +168,28 @@ RULES: Mapping[str, Rule] = {
     "moe-router-topk": "model.experts_per_token",
     "moe-aux-loss-coeff": "model.balance_loss",
     "moe-ffn-hidden-size": "model.expert_ffn",
-    "swiglu": SWIGLU,
-    "normalization": NORMALIZATION,
-    "position-embedding-type": POSITIONS,
-    "use-rotary-position-embeddings": always(POSITIONS, "rope"),
+    "swiglu": fact("swiglu"),
+    "normalization": fact("normalization"),
+    "position-embedding-type": fact("positions"),
+    "use-rotary-position-embeddings": always(fact("positions"), "rope"),
     "untie-embeddings-and-output-weights": when("model.tied_embeddings", False),
-    "disable-bias-linear": always(BIASES, False),
+    "disable-bias-linear": always(fact("biases"), False),
     "micro-batch-size": "training.micro_batch",
     "global-batch-size": "training.global_batch",
     "rampup-batch-size": without("batch size ramp-up is not supported"),
     "train-iters": "training.steps",
-    "train-samples": SAMPLES,
+    "train-samples": fact("samples"),
     "lr": "training.optimizer.lr",
-    "min-lr": MIN_LR,
+    "min-lr": fact("min_lr"),
     "lr-decay-style": schedule_words({word.lower(): ours for word, ours in SCHEDULES.read.items()}),
     "lr-wsd-decay-iters": "training.lr_schedule.decay",
     "lr-wsd-decay-style": only("linear", "wsd always decays linearly"),
     "lr-warmup-iters": "training.lr_schedule.warmup",
-    "lr-warmup-fraction": WARMUP_RATIO,
-    "lr-decay-iters": DECAY_STEPS,
+    "lr-warmup-fraction": fact("warmup_ratio"),
+    "lr-decay-iters": fact("decay steps"),
     "weight-decay": "training.optimizer.weight_decay",
-    "adam-beta1": BETA1,
-    "adam-beta2": BETA2,
+    "adam-beta1": fact("beta1"),
+    "adam-beta2": fact("beta2"),
     "adam-eps": "training.optimizer.eps",
     "clip-grad": positive("training.clip"),
     "optimizer": words("training.optimizer.name", OPTIMIZERS.read),
@@ -233,14 +202,14 @@ RULES: Mapping[str, Rule] = {
     "num-layers-per-virtual-pipeline-stage": without("set layout.schedule=interleaved-1f1b and layout.stages_per_rank"),
     "context-parallel-size": "layout.cp",
     "expert-model-parallel-size": "layout.ep",
-    "use-distributed-optimizer": always(ZERO, 1),
-    "use-megatron-fsdp": MEGATRON_FSDP,
-    "data-parallel-sharding-strategy": choice(SHARDING, STAGES),
-    "num-distributed-optimizer-instances": INSTANCES,
+    "use-distributed-optimizer": always(fact("zero"), 1),
+    "use-megatron-fsdp": fact("Megatron-FSDP"),
+    "data-parallel-sharding-strategy": choice(fact("sharding"), STAGES),
+    "num-distributed-optimizer-instances": fact("instances"),
     "accumulate-allreduce-grads-in-fp32": always("training.reduce_dtype", "fp32"),
     "grad-reduce-in-bf16": always("training.reduce_dtype", "bf16"),
     "deterministic-mode": when("training.deterministic", True),
-    "use-torch-fsdp2": always(ZERO, 3),
+    "use-torch-fsdp2": always(fact("zero"), 3),
     "recompute-activations": always("training.recompute", "selective"),
     "recompute-granularity": choice("training.recompute", {"full": "full", "selective": "selective"}),
     "recompute-modules": without(
@@ -311,11 +280,11 @@ def read_megatron(reading: Reading, values: Mapping[str, Any], file: str) -> Non
         reading.give_up(f"{file}: {flag}", "the file gives it no value")
     left = values.keys() - open_ones.keys() - set(empty)
     reading.take({flag: value for flag, value in values.items() if flag in left}, RULES, file)
-    if MEGATRON_FSDP in reading.facts:
-        fsdp = reading.facts[MEGATRON_FSDP][1]
-        stage, where = reading.facts.get(SHARDING, (3, ""))
-        origins = [fsdp, where, reading.facts.get(ZERO, (0, ""))[1]]
-        reading.facts[ZERO] = stage, "; ".join(filter(None, origins))
+    if "Megatron-FSDP" in reading.facts:
+        fsdp = reading.facts["Megatron-FSDP"][1]
+        stage, where = reading.facts.get("sharding", (3, ""))
+        origins = [fsdp, where, reading.facts.get("zero", (0, ""))[1]]
+        reading.facts["zero"] = stage, "; ".join(filter(None, origins))
     settle(reading, values.keys(), file, MegatronForm())
 
 
@@ -329,14 +298,14 @@ def settle(reading: Reading, given: Collection[str], file: str, form: MegatronFo
         _family(reading, given, file)
     if form.defaults:
         model_defaults(reading, given, file, form)
-    if reading.known(ROPE_SCALED):
-        factor, where = reading.facts.get(ROPE_FACTOR, (8.0, reading.facts[ROPE_SCALED][1]))
+    if reading.known("rope scaled"):
+        factor, where = reading.facts.get("rope factor", (8.0, reading.facts["rope scaled"][1]))
         check_number(factor, where)
         reading.set("model.rope_scaling", {"factor": float(factor)}, where)
-    if ranks := reading.known(RANKS_OF_A_NODE):
-        nodes, where = reading.facts.get(NODES, (1, "one node"))
-        reading.fact(RANKS, ranks * nodes, f"{reading.facts['ranks of a node'][1]}; {where}")
-    reading.replicate(*reading.facts.get(INSTANCES, (1, "")))
+    if ranks := reading.known("ranks of a node"):
+        nodes, where = reading.facts.get("nodes", (1, "one node"))
+        reading.fact("ranks", ranks * nodes, f"{reading.facts['ranks of a node'][1]}; {where}")
+    reading.replicate(*reading.facts.get("instances", (1, "")))
     combine(reading, file, form)
     if form.whole:
         reading.default_all(DEFAULTS, said)
@@ -361,13 +330,13 @@ def _schedule_and_optimizer(reading: Reading, given: Collection[str], file: str,
 
 def _family(reading: Reading, given: Collection[str], file: str) -> None:
     """The family that has these layers."""
-    gated = reading.known(SWIGLU) or reading.known(POSITIONS) == "rope"
+    gated = reading.known("swiglu") or reading.known("positions") == "rope"
     kind = "llama" if gated else "gpt2"
     if "num-experts" in given:
         kind = "mixtral"
-    elif gated and reading.known(QK_NORM):
+    elif gated and reading.known("qk norm"):
         kind = "qwen3"
-    elif gated and reading.known(QKV_BIAS):
+    elif gated and reading.known("qkv bias"):
         kind = "qwen2"
     if kind == "mixtral" and "model.expert_ffn" in reading.settings:
         if "model.ffn" in reading.settings:
@@ -376,7 +345,7 @@ def _family(reading: Reading, given: Collection[str], file: str) -> None:
     for name in ("qk norm", "qkv bias"):
         if name in reading.facts and FAMILY_OF[name] != kind:
             reading.give_up(reading.facts[name][1], f"{kind} has none; {FAMILY_OF[name]} has, without experts")
-    biased, where = reading.facts.get(BIASES, (kind == "gpt2", ""))
+    biased, where = reading.facts.get("biases", (kind == "gpt2", ""))
     if bool(biased) != (kind == "gpt2"):
         reading.give_up(where, f"{kind} always has biases" if kind == "gpt2" else f"{kind} has no such biases")
     elif where:

@@ -8,40 +8,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from meshwright.imports.claims import Always, Has, HasNot
-from meshwright.imports.facts import DECAY_STEPS, RANKS, WARMUP_RATIO, Fact, check_count
-from meshwright.imports.reading import Reading, Rule
+from meshwright.imports.reading import Reading, Rule, check_count
 from meshwright.imports.rules import fact
 from meshwright.spec.errors import UserError
-
-FP8_ENDS = Fact("whether first and last layers stay in bf16")
-FP8_FORMAT = Fact("format of fp8")
-FP8_RECIPE = Fact("recipe of fp8")
-FP8_GRADIENTS = Fact("whether weight gradients are not in fp8")
-FP4_FORMAT = Fact("format of fp4")
-FP4_RECIPE = Fact("recipe of fp4")
-FP8_ALGORITHM = Fact("how scales follow from earlier steps")
-FP8_HISTORY = Fact("earlier steps that scales follow from")
-FP8_MARGIN = Fact("margin of scales")
-FP8_WEIGHTS = Fact("whether weights are kept in fp8")
-FP8_FIRST = Fact("first layers that stay in bf16")
-FP8_LAST = Fact("last layers that stay in bf16")
-DECAY_SAMPLES = Fact("samples after which the decay ends")
-WARMUP_SAMPLES = Fact("samples of warm-up")
-WSD_SAMPLES = Fact("samples of the decay")
-RECOMPUTE_LAYERS = Fact("layers that recompute")
-RECOMPUTE_METHOD = Fact("which layers recompute")
-SWIGLU = Fact("whether layers are SwiGLU")
-MEGATRON_FSDP = Fact("whether Megatron-FSDP shards")
-ROPE_FACTOR = Fact("factor of rope's scaling")
-ROPE_SCALED = Fact("whether rope is scaled")
-GROUPED_HEADS = Fact("whether heads are grouped")
-SHARDING = Fact("what Megatron-FSDP shards")
-INSTANCES = Fact("copies of the distributed optimizer's state")
-NORMALIZATION = Fact("kind of norms")
-POSITIONS = Fact("kind of positions")
-QK_NORM = Fact("whether queries and keys are normalized")
-QKV_BIAS = Fact("whether queries, keys and values have biases")
-BIASES = Fact("whether linear layers have biases")
 
 SWITCHES = frozenset(
     (
@@ -155,7 +124,7 @@ def model_defaults(reading: Reading, given: Collection[str], file: str, form: Me
     reading.default("model.norm_eps", 1e-5, said)
     if family != "gpt2":
         reading.default("model.rope_theta", 10000, said)
-        if hidden is not None and reading.known(SWIGLU):
+        if hidden is not None and reading.known("swiglu"):
             check_count(hidden, origin)
             reading.default("model.ffn", form.gated_ffn(hidden), f"{said} for {origin}")
     if family == "mixtral":
@@ -181,7 +150,7 @@ def model_defaults(reading: Reading, given: Collection[str], file: str, form: Me
 
 def _key_value_heads(reading: Reading) -> None:
     """Megatron-LM groups heads only where a flag says so."""
-    path, (asked, said) = "model.num_kv_heads", reading.facts.get(GROUPED_HEADS, (False, ""))
+    path, (asked, said) = "model.num_kv_heads", reading.facts.get("grouped heads", (False, ""))
     if not asked and path in reading.settings:
         _, origin = reading.settings.pop(path)
         reading.give_up(origin, "without --group-query-attention it has no effect")
@@ -193,7 +162,7 @@ def _key_value_heads(reading: Reading) -> None:
 def _low_precision(reading: Reading, file: str, form: MegatronForm) -> None:
     """The precision of matrix products, with its recipe."""
     facts = {name: reading.facts[name] for name in COMBINED.values() if name in reading.facts}
-    eight, four = facts.pop(FP8_FORMAT, None), facts.pop(FP4_FORMAT, None)
+    eight, four = facts.pop("fp8 format", None), facts.pop("fp4 format", None)
     facts = {name: found for name, found in facts.items() if name.startswith(("fp8", "fp4"))}
     if four:
         _narrow(reading, "nvfp4", four[1], form)
@@ -214,7 +183,7 @@ def _eight_bits(
     reading: Reading, given: tuple[Any, str], facts: dict[str, tuple[Any, str]], file: str, form: MegatronForm
 ) -> None:
     kind, origin = given
-    recipe, where = facts.pop(FP8_RECIPE, ("delayed", f"{file} (Megatron's default)"))
+    recipe, where = facts.pop("fp8 recipe", ("delayed", f"{file} (Megatron's default)"))
     known = [one for recipes in FORMATS.values() for one in recipes]
     if kind not in FORMATS or recipe not in known:
         reading.give_up(origin, f"supported: {', '.join(FORMATS)}, with recipe {', '.join(known)}")
@@ -234,26 +203,26 @@ def _eight_bits(
         for name in (name for name in ("fp8 history", "fp8 margin", "fp8 algorithm") if name in facts):
             reading.give_up(facts[name][1], f"recipe {recipe} takes no scales from previous steps")
     _wide_layers(reading, facts, form)
-    if FP8_WEIGHTS in facts:
-        reading.give_up(facts[FP8_WEIGHTS][1], "weights stay in bf16, and are rounded to fp8 for each product")
-    if FP8_GRADIENTS in facts:
-        reading.give_up(facts[FP8_GRADIENTS][1], f"recipe {recipe} computes weight gradients in fp8, too")
-    if FP4_RECIPE in facts:
-        reading.give_up(facts[FP4_RECIPE][1], f"without {form.key('fp4-format')} it has no effect")
+    if "fp8 weights" in facts:
+        reading.give_up(facts["fp8 weights"][1], "weights stay in bf16, and are rounded to fp8 for each product")
+    if "fp8 weight gradients" in facts:
+        reading.give_up(facts["fp8 weight gradients"][1], f"recipe {recipe} computes weight gradients in fp8, too")
+    if "fp4 recipe" in facts:
+        reading.give_up(facts["fp4 recipe"][1], f"without {form.key('fp4-format')} it has no effect")
 
 
 def _delayed(reading: Reading, facts: dict[str, tuple[Any, str]], where: str) -> None:
     """How scales follow from previous steps."""
-    length, origin = facts.get(FP8_HISTORY, (1, where))
-    algorithm, why = facts.get(FP8_ALGORITHM, ("most_recent", where))
+    length, origin = facts.get("fp8 history", (1, where))
+    algorithm, why = facts.get("fp8 algorithm", ("most_recent", where))
     if algorithm not in ("most_recent", "max"):
         reading.give_up(why, "supported: most_recent, max")
     elif algorithm == "most_recent":  # of a history, however long
         length = 1
     origin = origin if why == origin else f"{why}; {origin}"
     reading.set("training.low_precision.amax_history", length, origin)
-    if FP8_MARGIN in facts:
-        reading.set("training.low_precision.margin", *facts[FP8_MARGIN])
+    if "fp8 margin" in facts:
+        reading.set("training.low_precision.margin", *facts["fp8 margin"])
 
 
 def _narrow(reading: Reading, precision: str, origin: str, form: MegatronForm) -> None:
@@ -275,7 +244,7 @@ def _wide_layers(reading: Reading, facts: dict[str, tuple[Any, str]], form: Mega
             reading.give_up(found[1], f"without {form.key('first-last-layers-bf16')} it has no effect")
         return
     first, last = (found[0] if found else 1 for found in ends)
-    origins = [facts[FP8_ENDS][1], *(found[1] for found in ends if found)]
+    origins = [facts["fp8 ends"][1], *(found[1] for found in ends if found)]
     for number, found in zip((first, last), ends, strict=True):
         if not isinstance(number, int) or not 0 <= number <= 1000:
             raise UserError(f"{found[1] if found else origins[0]}: must be a whole number of layers")
@@ -308,8 +277,8 @@ def _in_samples(reading: Reading) -> None:
         if name == "samples" and not steps:
             raise UserError(f"{where}: is less than one batch ({origin})")
         reading.set(path, max(1, steps), f"{where}; {origin}")
-    if DECAY_SAMPLES in reading.facts:
-        samples, where = reading.facts[DECAY_SAMPLES]
+    if "decay samples" in reading.facts:
+        samples, where = reading.facts["decay samples"]
         check_count(samples, where)
         if batch is None or samples // batch != reading.settings.get("training.steps", (None, ""))[0]:
             reading.give_up(where, "schedules always end at the last step")
@@ -320,12 +289,12 @@ def _in_samples(reading: Reading) -> None:
 
 def _share_of_the_decay(reading: Reading, batch: int | None) -> None:
     """Megatron's share of warm-up is one of the decay, not of the run."""
-    decay = reading.facts.get(DECAY_STEPS)
-    if decay is None and batch and DECAY_SAMPLES in reading.facts:
-        samples, where = reading.facts[DECAY_SAMPLES]
+    decay = reading.facts.get("decay steps")
+    if decay is None and batch and "decay samples" in reading.facts:
+        samples, where = reading.facts["decay samples"]
         decay = samples // batch, where
-    if decay and WARMUP_RATIO in reading.facts:
-        ratio, where = reading.facts.pop(WARMUP_RATIO)
+    if decay and "warmup_ratio" in reading.facts:
+        ratio, where = reading.facts.pop("warmup_ratio")
         reading.set("training.lr_schedule.warmup", round(ratio * decay[0]), f"{where}; {decay[1]}")
 
 
@@ -335,7 +304,7 @@ def _global_batch(reading: Reading) -> tuple[int | None, str]:
     if "training.global_batch" in settings:
         check_count(*settings["training.global_batch"])
         return settings["training.global_batch"]
-    micro, ranks = settings.get("training.micro_batch"), reading.facts.get(RANKS)
+    micro, ranks = settings.get("training.micro_batch"), reading.facts.get("ranks")
     if micro is None or ranks is None:
         return None, ""
     check_count(*micro)
@@ -344,8 +313,8 @@ def _global_batch(reading: Reading) -> tuple[int | None, str]:
 
 def recomputation(reading: Reading) -> None:
     """How many layers recompute everything."""
-    method, where = reading.facts.get(RECOMPUTE_METHOD, (None, ""))
-    layers, origin = reading.facts.get(RECOMPUTE_LAYERS, (None, ""))
+    method, where = reading.facts.get("recompute method", (None, ""))
+    layers, origin = reading.facts.get("recompute layers", (None, ""))
     path = "training.recompute"
     kind, said = reading.settings.get(path, ("none", ""))
     if kind != "full":

@@ -6,11 +6,22 @@ from typing import Any
 
 from meshwright.imports.claims import shown, value_at
 from meshwright.spec.errors import UserError
-from meshwright.spec.run import ResolvedRun
+from meshwright.spec.finetune import LoraSpec
+from meshwright.spec.run import Run
 
 
-def _always(resolved: ResolvedRun) -> bool:
+def _always(run: Run) -> bool:
     return True
+
+
+def pipelined(run: Run) -> bool:
+    """Whether a pipeline's schedule counts."""
+    return run.layout.pp > 1
+
+
+def lora(run: Run) -> bool:
+    """Whether settings of adapters count."""
+    return isinstance(run.finetune, LoraSpec)
 
 
 @dataclass(frozen=True)
@@ -22,11 +33,11 @@ class Names:
     """Our value -> the name that is written. Several values may share a name, which other keys tell apart."""
     also_read: Mapping[Any, Any] = field(default_factory=dict)
     """Further names -> our value."""
-    counts: Callable[[ResolvedRun], bool] = _always
+    counts: Callable[[Run], bool] = _always
     """Whether the setting has an effect in a run."""
 
     @classmethod
-    def same(cls, path: str, *values: str, counts: Callable[[ResolvedRun], bool] = _always) -> "Names":
+    def same(cls, path: str, *values: str, counts: Callable[[Run], bool] = _always) -> "Names":
         """The names are ours."""
         return cls(path, dict(zip(values, values, strict=True)), counts=counts)
 
@@ -47,7 +58,7 @@ class Names:
         """Why another value is refused."""
         return f"this export supports {', '.join(map(shown, self.written))}"
 
-    def refused(self, resolved: ResolvedRun) -> dict[str, str]:
+    def refused(self, run: Run) -> dict[str, str]:
         """The setting with the reason, if the run has a value without a name."""
-        lacks = self.counts(resolved) and value_at(resolved.run, self.path) not in self.written
+        lacks = self.counts(run) and value_at(run, self.path) not in self.written
         return {self.path: self.supported} if lacks else {}

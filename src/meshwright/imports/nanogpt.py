@@ -6,9 +6,9 @@ from typing import Any
 
 from meshwright.imports.claims import HasNot, NoEffect
 from meshwright.imports.constants import constant
-from meshwright.imports.facts import ACCUMULATION_OF_ALL, BETA1, BETA2, DECAY_STEPS, MIN_LR, RANKS
 from meshwright.imports.reading import Reading, Rule
 from meshwright.imports.rules import (
+    fact,
     if_any,
     no_effects,
     no_tracker,
@@ -125,17 +125,17 @@ RULES: Mapping[str, Rule] = {
     "dropout": unsupported("models have no dropout"),
     "bias": only(True, "GPT-2 always has biases"),
     "batch_size": "training.micro_batch",
-    "gradient_accumulation_steps": ACCUMULATION_OF_ALL,
+    "gradient_accumulation_steps": fact("accumulation of all ranks"),
     "learning_rate": "training.optimizer.lr",
     "weight_decay": "training.optimizer.weight_decay",
-    "beta1": BETA1,
-    "beta2": BETA2,
+    "beta1": fact("beta1"),
+    "beta2": fact("beta2"),
     "grad_clip": positive("training.clip"),
     "max_iters": "training.steps",
     "decay_lr": _decay,
     "warmup_iters": "training.lr_schedule.warmup",
-    "lr_decay_iters": DECAY_STEPS,
-    "min_lr": MIN_LR,
+    "lr_decay_iters": fact("decay steps"),
+    "min_lr": fact("min_lr"),
     "dtype": words("training.precision", {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}),
     "compile": when("training.compile", True),
     "out_dir": "run_dir",
@@ -250,7 +250,7 @@ def _vocabulary(reading: Reading, dataset: Any, default: str) -> None:
 
 def _check_accumulation(reading: Reading) -> None:
     """Raise `UserError` if the ranks do not divide the accumulation, as train.py does."""
-    ranks, origin = reading.facts.get(RANKS, (1, ""))
-    whole, said = reading.facts.get(ACCUMULATION_OF_ALL, (ranks, ""))
+    ranks, origin = reading.facts.get("ranks", (1, ""))
+    whole, said = reading.facts.get("accumulation of all ranks", (ranks, ""))
     if whole % ranks:
         raise UserError(f"{said}: nanoGPT needs a multiple of the number of ranks, but {origin}; give another --ranks")

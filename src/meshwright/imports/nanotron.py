@@ -4,24 +4,14 @@ from collections.abc import Mapping
 from typing import Any
 
 from meshwright.imports.claims import Always, Has, HasNot, NoEffect
-from meshwright.imports.facts import (
-    ACCUMULATION,
-    BETA1,
-    BETA2,
-    PIPELINE,
-    RANKS,
-    REPLICAS,
-    ZERO,
-    Fact,
-    check_count,
-    check_number,
-)
 from meshwright.imports.names import Names
-from meshwright.imports.reading import Reading, Rule, flat
+from meshwright.imports.reading import Reading, Rule, check_count, check_number, flat
 from meshwright.imports.rules import (
     above_zero,
+    apply,
     choice,
     degree,
+    fact,
     no_effects,
     only,
     positive,
@@ -31,17 +21,6 @@ from meshwright.imports.rules import (
 )
 from meshwright.spec.errors import UserError
 
-BIASES = Fact("whether attention has biases")
-EXCLUDED = Fact("whether names are excluded from weight decay")
-FALLS_FROM = Fact("first step of the decay")
-FALLS_OVER = Fact("steps of the decay")
-LOWEST = Fact("rate after the decay")
-MULTIPLE = Fact("what divides the padded vocabulary")
-SHAPE = Fact("shape of the decay")
-WARMUP_STYLE = Fact("shape of warm-up")
-WIDE = Fact("whether gradients accumulate in fp32")
-SAVES = Fact("interval of checkpoints")
-
 DTYPES = Names("training.precision", {"bf16": "bfloat16", "fp32": "float32"})
 OPTIMIZERS = Names("training.optimizer.name", {"adamw": "adamW"})
 SHAPES = {"linear": "linear", "cosine": "cosine"}
@@ -50,14 +29,14 @@ SIZE = "model.model_config."
 
 def _zero(reading: Reading, value: Any, origin: str) -> None:
     """Above 0 it shards the optimizer's state, whatever the number."""
-    reading.fact(ZERO, min(value, 1), origin)
+    reading.fact("zero", min(value, 1), origin)
 
 
 def _excluded(reading: Reading, value: Any, origin: str) -> None:
     if not value:
         reading.claim(origin, Has("training.optimizer.weight_decay", 0.0))
     else:
-        reading.fact(EXCLUDED, True, origin)
+        reading.fact("excluded", True, origin)
         if all("norm" in str(pattern) or "bias" in str(pattern) for pattern in value):
             reading.claim(origin, Always("norms and biases never decay"))
         else:
@@ -140,23 +119,23 @@ NO_EFFECT: Mapping[NoEffect, Mapping[str, str]] = {
 
 RULES: Mapping[str, Rule] = {
     "general.seed": "training.seed",
-    "parallelism.dp": REPLICAS,
+    "parallelism.dp": fact("replicas"),
     "parallelism.tp": degree("layout.tp"),
     "parallelism.pp": degree("layout.pp"),
     "parallelism.context_parallel_size": degree("layout.cp"),
     "parallelism.expert_parallel_size": degree("layout.ep"),
-    "parallelism.pp_engine": choice(PIPELINE, {"1f1b": "1f1b", "afab": "afab"}),
+    "parallelism.pp_engine": choice(fact("schedule"), {"1f1b": "1f1b", "afab": "afab"}),
     "parallelism.recompute_layer": when("training.recompute", "full", Has("training.recompute", "none")),
     "model.dtype": choice("training.precision", DTYPES.read),
     "model.init_method.std": "model.init_std",
-    "model.init_method.scaling_method": lambda reading, value, origin: reading.apply(
-        only("NUM_LAYERS", "weights are initialized as by NUM_LAYERS"), str(value).upper(), origin
+    "model.init_method.scaling_method": lambda reading, value, origin: apply(
+        only("NUM_LAYERS", "weights are initialized as by NUM_LAYERS"), reading, str(value).upper(), origin
     ),
     "model.init_method.use_mup": unsupported("muP is not supported"),
     "model.init_method.path": without(
         "export the checkpoint to Hugging Face's format, and set model.name to its folder"
     ),
-    "model.make_vocab_size_divisible_by": MULTIPLE,
+    "model.make_vocab_size_divisible_by": fact("multiple"),
     f"{SIZE}hidden_size": "model.hidden",
     f"{SIZE}intermediate_size": "model.ffn",
     f"{SIZE}num_hidden_layers": "model.num_layers",
@@ -167,7 +146,7 @@ RULES: Mapping[str, Rule] = {
     f"{SIZE}rms_norm_eps": "model.norm_eps",
     f"{SIZE}rope_theta": "model.rope_theta",
     f"{SIZE}tie_word_embeddings": "model.tied_embeddings",
-    f"{SIZE}attention_bias": when(BIASES, True, HasNot("model.family", "qwen2")),
+    f"{SIZE}attention_bias": when(fact("biases"), True, HasNot("model.family", "qwen2")),
     f"{SIZE}moe_config.*": without("set the experts under model"),
     f"{SIZE}z_loss_coefficient": without("z-loss is not supported"),
     "tokens.limit_val_batches": above_zero("training.evaluation.batches", Has("training.evaluation.batches", 0)),
@@ -187,27 +166,27 @@ RULES: Mapping[str, Rule] = {
     "tokens.sequence_length": "data.sequence_length",
     "tokens.train_steps": "training.steps",
     "tokens.micro_batch_size": "training.micro_batch",
-    "tokens.batch_accumulation_per_replica": ACCUMULATION,
+    "tokens.batch_accumulation_per_replica": fact("accumulation"),
     "tokens.val_check_interval": above_zero("training.evaluation.every", Has("training.evaluation.every", 0)),
     "optimizer.optimizer_factory.name": choice("training.optimizer.name", OPTIMIZERS.read),
-    **{f"{place}.adam_beta1": BETA1 for place in FACTORIES},
-    **{f"{place}.adam_beta2": BETA2 for place in FACTORIES},
+    **{f"{place}.adam_beta1": fact("beta1") for place in FACTORIES},
+    **{f"{place}.adam_beta2": fact("beta2") for place in FACTORIES},
     **{f"{place}.adam_eps": "training.optimizer.eps" for place in FACTORIES},
     "optimizer.zero_stage": _zero,
     "optimizer.weight_decay": "training.optimizer.weight_decay",
     "optimizer.weight_decay_exclude_named_params": _excluded,
     "optimizer.clip_grad": positive("training.clip"),
-    "optimizer.accumulate_grad_in_fp32": WIDE,
+    "optimizer.accumulate_grad_in_fp32": fact("wide"),
     "optimizer.learning_rate_scheduler.learning_rate": "training.optimizer.lr",
     "optimizer.learning_rate_scheduler.lr_warmup_steps": "training.lr_schedule.warmup",
-    "optimizer.learning_rate_scheduler.lr_warmup_style": WARMUP_STYLE,
-    "optimizer.learning_rate_scheduler.lr_decay_style": SHAPE,
-    "optimizer.learning_rate_scheduler.lr_decay_steps": FALLS_OVER,
-    "optimizer.learning_rate_scheduler.lr_decay_starting_step": FALLS_FROM,
-    "optimizer.learning_rate_scheduler.min_decay_lr": LOWEST,
+    "optimizer.learning_rate_scheduler.lr_warmup_style": fact("warmup style"),
+    "optimizer.learning_rate_scheduler.lr_decay_style": fact("shape"),
+    "optimizer.learning_rate_scheduler.lr_decay_steps": fact("falls over"),
+    "optimizer.learning_rate_scheduler.lr_decay_starting_step": fact("falls from"),
+    "optimizer.learning_rate_scheduler.min_decay_lr": fact("lowest"),
     "data_stages": _stages,
     "checkpoints.checkpoints_path": "run_dir",
-    "checkpoints.checkpoint_interval": SAVES,
+    "checkpoints.checkpoint_interval": fact("saves"),
     "checkpoints.resume_checkpoint_path": without("`meshwright train --resume` continues from the newest checkpoint"),
     **no_effects(NO_EFFECT),
 }
@@ -249,7 +228,7 @@ def read_nanotron(reading: Reading, values: Mapping[str, Any], file: str) -> Non
     _dtypes(reading, default)
     _rates(reading, default)
     _decay(reading)
-    saves, where = reading.facts.get(SAVES, (0, ""))
+    saves, where = reading.facts.get("saves", (0, ""))
     if where:
         reading.set("checkpoint.every", saves if saves < _steps(reading) else 0, where)
 
@@ -266,28 +245,28 @@ def _family(reading: Reading, file: str) -> tuple[str, str]:
     """The family that has these layers; Nanotron's Qwen2 without biases is a Llama."""
     if "model.sliding_window" in reading.settings:
         return "mistral", reading.settings["model.sliding_window"][1]
-    if BIASES in reading.facts:
-        return "qwen2", reading.facts[BIASES][1]
+    if "biases" in reading.facts:
+        return "qwen2", reading.facts["biases"][1]
     return "llama", f"{file} (layers without biases)"
 
 
 def _ranks(reading: Reading, default: str) -> None:
-    replicas, where = reading.facts.get(REPLICAS, (1, default))
+    replicas, where = reading.facts.get("replicas", (1, default))
     check_count(replicas, where)
     layout = [f"layout.{axis}" for axis in ("tp", "pp", "cp")]
     origins = [where, *(reading.settings[path][1] for path in layout if path in reading.settings)]
-    reading.fact(RANKS, replicas * reading.model_ranks(), "; ".join(origins))
-    name, where = reading.facts.get(PIPELINE, ("afab", default))
+    reading.fact("ranks", replicas * reading.model_ranks(), "; ".join(origins))
+    name, where = reading.facts.get("schedule", ("afab", default))
     if "layout.pp" in reading.settings:
         reading.set("layout.schedule", name, where)
-    elif PIPELINE in reading.facts:
+    elif "schedule" in reading.facts:
         reading.no_effect.append((where, NoEffect.OFF))
 
 
 def _vocabulary(reading: Reading) -> None:
     """The vocabulary, with the rows that Nanotron adds."""
     vocab, where = reading.settings.get("model.vocab", (None, ""))
-    multiple, origin = reading.facts.get(MULTIPLE, (1, ""))
+    multiple, origin = reading.facts.get("multiple", (1, ""))
     check_count(multiple, origin)
     multiple *= reading.value("layout.tp", 1)
     if isinstance(vocab, int) and vocab > 0 and vocab % multiple:
@@ -299,7 +278,7 @@ def _vocabulary(reading: Reading) -> None:
 
 def _dtypes(reading: Reading, default: str) -> None:
     """Without accumulation in fp32, everything has the model's dtype."""
-    wide, where = reading.facts.get(WIDE, (True, default))
+    wide, where = reading.facts.get("wide", (True, default))
     if reading.value("training.precision", "bf16") != "bf16" or wide is True:
         reading.claim(where, Has("training.reduce_dtype", "fp32"))
         return
@@ -314,18 +293,18 @@ def _rates(reading: Reading, default: str) -> None:
     check_number(peak, said)
     warmup, where = reading.settings.get("training.lr_schedule.warmup", (0, default))
     check_number(warmup, where)
-    style, origin = reading.facts.get(WARMUP_STYLE, ("linear", default))
+    style, origin = reading.facts.get("warmup style", ("linear", default))
     if style == "constant" and warmup:
         reading.settings["training.lr_schedule.warmup"] = 0, origin
-    elif not warmup and WARMUP_STYLE in reading.facts:
+    elif not warmup and "warmup style" in reading.facts:
         reading.no_effect.append((origin, NoEffect.OFF))
     elif style == "linear":
         reading.claim(origin, Always("warm-up is always linear"))
-    lowest, floor = reading.facts.get(LOWEST, (peak, default))
+    lowest, floor = reading.facts.get("lowest", (peak, default))
     check_number(lowest, floor)
-    shape, kind = reading.facts.get(SHAPE, ("linear", default))
-    over, length = reading.facts.get(FALLS_OVER, (steps - warmup, default))
-    start, begin = reading.facts.get(FALLS_FROM, (warmup, default))
+    shape, kind = reading.facts.get("shape", ("linear", default))
+    over, length = reading.facts.get("falls over", (steps - warmup, default))
+    start, begin = reading.facts.get("falls from", (warmup, default))
     check_number(over, length)
     check_number(start, begin)
     if lowest == peak:
@@ -351,5 +330,5 @@ def _rates(reading: Reading, default: str) -> None:
 def _decay(reading: Reading) -> None:
     """Nanotron decays norms and biases too, unless it is told names."""
     decay, where = reading.settings.get("training.optimizer.weight_decay", (0, ""))
-    if decay and EXCLUDED not in reading.facts:
+    if decay and "excluded" not in reading.facts:
         reading.notes.append(f"{where}: Nanotron also decays norms and biases; Meshwright does not")

@@ -4,11 +4,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from meshwright.imports.claims import Always, NoEffect
-from meshwright.imports.facts import ZERO
 from meshwright.imports.megatron import settle
-from meshwright.imports.megatron_combined import MEGATRON_FSDP, SHARDING, SWIGLU, MegatronForm
+from meshwright.imports.megatron_combined import MegatronForm
 from meshwright.imports.nemo_adapters import settle_adapters
-from meshwright.imports.nemo_keys import ACTIVATION, DISTRIBUTED_OPTIMIZER, FUSED_GELU, NAMES, RULES, STATES
+from meshwright.imports.nemo_keys import NAMES, RULES, STATES
 from meshwright.imports.nemo_precision import precision_rules, settle_formats
 from meshwright.imports.reading import Reading, flat
 
@@ -34,7 +33,7 @@ def read_nemo(reading: Reading, values: Mapping[str, Any], file: str) -> None:
     settle_adapters(reading, keys, file)
     _settle_sharding(reading)
     given = {flag for key, flag in STATES.items() if key in keys}
-    if SWIGLU in reading.facts:
+    if "swiglu" in reading.facts:
         given.add("swiglu")
     if "trainer" in values:
         _old_defaults(reading, keys, file)
@@ -56,22 +55,22 @@ def read_nemo(reading: Reading, values: Mapping[str, Any], file: str) -> None:
 
 def _settle_sharding(reading: Reading) -> None:
     """What data-parallel ranks share: `data_parallel_sharding_strategy` counts only for Megatron-FSDP."""
-    stages = [reading.facts[DISTRIBUTED_OPTIMIZER]] if DISTRIBUTED_OPTIMIZER in reading.facts else []
-    if SHARDING in reading.facts:
-        stage, where = reading.facts[SHARDING]
-        if MEGATRON_FSDP in reading.facts:
+    stages = [reading.facts["distributed optimizer"]] if "distributed optimizer" in reading.facts else []
+    if "sharding" in reading.facts:
+        stage, where = reading.facts["sharding"]
+        if "Megatron-FSDP" in reading.facts:
             stages.append((stage, f"{reading.facts['Megatron-FSDP'][1]}; {where}"))
         else:
             reading.no_effect.append((where, NoEffect.OFF))
     if stages:
-        reading.fact(ZERO, *max(stages, key=lambda found: found[0]))
+        reading.fact("zero", *max(stages, key=lambda found: found[0]))
 
 
 def _settle_gelu(reading: Reading) -> None:
     """The fused GELU is approximated; other activations do not have it."""
-    if FUSED_GELU not in reading.facts:
+    if "fused GELU" not in reading.facts:
         return
-    fused, origin = reading.facts[FUSED_GELU]
+    fused, origin = reading.facts["fused GELU"]
     if reading.value("model.family") != "gpt2":
         reading.no_effect.append((origin, NoEffect.OFF))
     elif fused:
@@ -129,7 +128,7 @@ def _is_plain(reading: Reading, keys: Mapping[str, Any], file: str) -> bool:
 
 def _check_activation(reading: Reading, keys: Mapping[str, Any], file: str) -> None:
     """Gated layers are GEGLU without SiLU, and SiLU without gates is none of ours."""
-    function, where = reading.facts.get(ACTIVATION, ("gelu", f"{file} (no model.activation_func: gelu)"))
+    function, where = reading.facts.get("activation", ("gelu", f"{file} (no model.activation_func: gelu)"))
     gated = keys.get("model.gated_linear_unit") is True
     if gated and function != "silu":
         reading.give_up(where, "gated layers are SwiGLU, not GEGLU")

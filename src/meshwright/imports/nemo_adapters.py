@@ -8,7 +8,7 @@ from typing import Any
 
 from meshwright.imports.claims import Has, NoEffect
 from meshwright.imports.reading import Reading, Rule
-from meshwright.imports.rules import no_effect, only, unsupported, without
+from meshwright.imports.rules import fact, no_effect, only, unsupported, without
 
 TARGETS: Mapping[str, tuple[str, ...]] = {
     "linear_qkv": ("q_proj", "k_proj", "v_proj"),
@@ -61,7 +61,7 @@ RULES: Mapping[str, Rule] = {
     "peft.alpha": "finetune.alpha",
     "peft.dropout": "finetune.dropout",
     "peft.dropout_position": only("pre", "dropout is applied before the adapters"),
-    "peft.target_modules": NAMES,
+    "peft.target_modules": fact(NAMES),
     "peft.lora_A_init_method": without("A starts as peft starts it (kaiming), B at zero"),
     "peft.lora_B_init_method": only("zero", "B starts at zero"),
     "peft.lora_dtype": without("adapters have the dtype of trained weights"),
@@ -72,7 +72,7 @@ RULES: Mapping[str, Rule] = {
     "model.peft.lora_tuning.adapter_dim": "finetune.rank",
     "model.peft.lora_tuning.alpha": "finetune.alpha",
     "model.peft.lora_tuning.adapter_dropout": "finetune.dropout",
-    "model.peft.lora_tuning.target_modules": NAMES,
+    "model.peft.lora_tuning.target_modules": fact(NAMES),
     "model.peft.lora_tuning.weight_tying": unsupported("every layer has adapters of its own"),
     "model.peft.restore_from_path": without("set finetune.start_from to a peft adapter"),
 }

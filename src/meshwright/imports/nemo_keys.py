@@ -4,37 +4,16 @@ from collections.abc import Mapping
 from typing import Any
 
 from meshwright.imports.claims import Has, HasNot, NoEffect
-from meshwright.imports.facts import (
-    BETA1,
-    BETA2,
-    DECAY_STEPS,
-    EPOCHS,
-    MIN_LR,
-    NODES,
-    RANKS_OF_A_NODE,
-    SAMPLES,
-    WARMUP_RATIO,
-    ZERO,
-    Fact,
-)
 from meshwright.imports.megatron import RULES as FLAGS
-from meshwright.imports.megatron_combined import (
-    BIASES,
-    INSTANCES,
-    MEGATRON_FSDP,
-    NORMALIZATION,
-    POSITIONS,
-    QK_NORM,
-    QKV_BIAS,
-    SWIGLU,
-)
 from meshwright.imports.nemo_adapters import RULES as ADAPTERS
 from meshwright.imports.nemo_precision import DTYPES, SECTION, named, reduced
 from meshwright.imports.reading import Reading, Rule
 from meshwright.imports.rules import (
     above_zero,
+    apply,
     choice,
     claims_value,
+    fact,
     if_any,
     listed,
     no_effects,
@@ -49,17 +28,13 @@ from meshwright.imports.rules import (
 )
 from meshwright.imports.schedules import schedule_choice
 
-ACTIVATION = Fact("activation function")
-DISTRIBUTED_OPTIMIZER = Fact("whether the optimizer's state is sharded")
-FUSED_GELU = Fact("whether GELU is fused with its bias")
-
 SCHEDULES = {"CosineAnnealing": "cosine", "WarmupAnnealing": "linear", "WarmupHoldPolicy": "constant"}
 
 
 def _activation(reading: Reading, value: Any, origin: str) -> None:
     """NeMo's word for the activation, which tells whether layers are gated."""
     if str(value).removeprefix("fast-") in ("swiglu", "silu"):
-        reading.fact(SWIGLU, True, origin)
+        reading.fact("swiglu", True, origin)
     elif str(value) in ("gelu", "openai-gelu"):
         reading.claim(origin, Has("model.family", "gpt2"))
     else:
@@ -70,22 +45,22 @@ def _function(reading: Reading, value: Any, origin: str) -> None:
     """The function of Megatron-Bridge; another key tells whether layers are gated."""
     word = "silu" if "silu" in str(value) else "gelu" if "gelu" in str(value) else ""
     if word:
-        reading.fact(ACTIVATION, word, origin)
+        reading.fact("activation", word, origin)
     else:
         reading.give_up(origin, "supported: silu, gelu")
 
 
 def _normalization(reading: Reading, value: Any, origin: str) -> None:
     norms = {"layernorm": "LayerNorm", "low_precision_layernorm": "LayerNorm", "rmsnorm": "RMSNorm"}
-    reading.fact(NORMALIZATION, norms.get(str(value).lower(), str(value)), origin)
+    reading.fact("normalization", norms.get(str(value).lower(), str(value)), origin)
 
 
 def _optimizer(reading: Reading, value: Any, origin: str) -> None:
     word = str(value)
     if word in ("distributed_fused_adam", "mcore_distributed_optim"):
-        reading.fact(ZERO, 1, origin)
+        reading.fact("zero", 1, origin)
     known = dict.fromkeys(("adam", "adamw", "fused_adam", "distributed_fused_adam", "mcore_distributed_optim"), "adamw")
-    reading.apply(words("training.optimizer.name", known | {"muon": "muon"}), value, origin)
+    apply(words("training.optimizer.name", known | {"muon": "muon"}), reading, value, origin)
 
 
 def _checked(reading: Reading, value: Any, origin: str) -> None:
@@ -98,7 +73,7 @@ def _checked(reading: Reading, value: Any, origin: str) -> None:
 
 def _prefix(reading: Reading, value: Any, origin: str) -> None:
     parts = value if isinstance(value, list) else [value]
-    reading.apply(FLAGS["data-path"], " ".join(str(part) for part in parts), origin)
+    apply(FLAGS["data-path"], reading, " ".join(str(part) for part in parts), origin)
 
 
 def _blend(reading: Reading, value: Any, origin: str) -> None:
@@ -185,14 +160,16 @@ RULES: Mapping[str, Rule] = {
     "model.vocab_size": "model.vocab",
     "model.seq_length": "data.sequence_length",
     "model.encoder_seq_length": "data.sequence_length",
-    "model.gated_linear_unit": when(SWIGLU, True, Has("model.family", "gpt2")),
+    "model.gated_linear_unit": when(fact("swiglu"), True, Has("model.family", "gpt2")),
     "model.activation": _activation,
     "model.activation_func": _function,
     "model.activation_func._target_": _function,
-    "model.add_bias_linear": BIASES,
-    "model.bias": BIASES,
-    "model.add_qkv_bias": if_any(QKV_BIAS, True, HasNot("model.family", "qwen2")),
-    "model.position_embedding_type": choice(POSITIONS, {"rope": "rope", "learned_absolute": "learned_absolute"}),
+    "model.add_bias_linear": fact("biases"),
+    "model.bias": fact("biases"),
+    "model.add_qkv_bias": if_any(fact("qkv bias"), True, HasNot("model.family", "qwen2")),
+    "model.position_embedding_type": choice(
+        fact("positions"), {"rope": "rope", "learned_absolute": "learned_absolute"}
+    ),
     "model.normalization": _normalization,
     "trainer.strategy.normalization": _normalization,
     "model.share_embeddings_and_output_weights": lambda reading, value, origin: reading.set(
@@ -200,7 +177,7 @@ RULES: Mapping[str, Rule] = {
     ),
     "model.rotary_percentage": only(1, "rope always rotates the whole head"),
     "model.rotary_percent": only(1, "rope always rotates the whole head"),
-    "model.qk_layernorm": if_any(QK_NORM, True, HasNot("model.family", "qwen3")),
+    "model.qk_layernorm": if_any(fact("qk norm"), True, HasNot("model.family", "qwen3")),
     "model.precision": named,
     "model.seed": "training.seed",
     "model.micro_batch_size": "training.micro_batch",
@@ -212,9 +189,9 @@ RULES: Mapping[str, Rule] = {
     "model.optim.eps": "training.optimizer.eps",
     "model.optim.sched.name": schedule_choice(SCHEDULES),
     "model.optim.sched.warmup_steps": "training.lr_schedule.warmup",
-    "model.optim.sched.warmup_ratio": WARMUP_RATIO,
+    "model.optim.sched.warmup_ratio": fact("warmup_ratio"),
     "model.optim.sched.constant_steps": unsupported("a cosine always decays until the last step"),
-    "model.optim.sched.min_lr": MIN_LR,
+    "model.optim.sched.min_lr": fact("min_lr"),
     "model.data.data_prefix": _prefix,
     "model.data.splits_string": FLAGS["split"],
     "model.data.seq_length": "data.sequence_length",
@@ -222,8 +199,8 @@ RULES: Mapping[str, Rule] = {
     "model.data.reset_position_ids": FLAGS["reset-position-ids"],
     "model.tokenizer.model": "data.tokenizer",
     "model.tokenizer.type": "data.tokenizer",
-    "trainer.devices": RANKS_OF_A_NODE,
-    "trainer.num_nodes": NODES,
+    "trainer.devices": fact("ranks of a node"),
+    "trainer.num_nodes": fact("nodes"),
     "trainer.precision": named,
     "trainer.max_steps": "training.steps",
     "trainer.gradient_clip_val": positive("training.clip"),
@@ -236,8 +213,8 @@ RULES: Mapping[str, Rule] = {
     "train.micro_batch_size": "training.micro_batch",
     "train.global_batch_size": "training.global_batch",
     "train.train_iters": "training.steps",
-    "train.train_samples": SAMPLES,
-    "train.num_epochs": EPOCHS,
+    "train.train_samples": fact("samples"),
+    "train.num_epochs": fact("epochs"),
     "train.rampup_batch_size": FLAGS["rampup-batch-size"],
     "train.eval_interval": FLAGS["eval-interval"],
     "train.eval_iters": "training.evaluation.batches",
@@ -245,24 +222,24 @@ RULES: Mapping[str, Rule] = {
     "validation.eval_iters": "training.evaluation.batches",
     "optimizer.optimizer": _optimizer,
     "optimizer.lr": "training.optimizer.lr",
-    "optimizer.min_lr": MIN_LR,
+    "optimizer.min_lr": fact("min_lr"),
     "optimizer.weight_decay": "training.optimizer.weight_decay",
-    "optimizer.adam_beta1": BETA1,
-    "optimizer.adam_beta2": BETA2,
+    "optimizer.adam_beta1": fact("beta1"),
+    "optimizer.adam_beta2": fact("beta2"),
     "optimizer.adam_eps": "training.optimizer.eps",
     "optimizer.clip_grad": positive("training.clip"),
     "optimizer.bf16": when("training.precision", "bf16"),
     "optimizer.fp16": when("training.precision", "fp16"),
-    "optimizer.use_distributed_optimizer": when(DISTRIBUTED_OPTIMIZER, 1, HasNot("layout.zero", 1)),
+    "optimizer.use_distributed_optimizer": when(fact("distributed optimizer"), 1, HasNot("layout.zero", 1)),
     "optimizer.use_precision_aware_optimizer": unsupported(
         "set training.optimizer.name=adamw_8bit for one byte per moment"
     ),
     "optimizer.optimizer_cpu_offload": unsupported("set layout.offload={optimizer: host}"),
     "scheduler.lr_decay_style": FLAGS["lr-decay-style"],
     "scheduler.lr_warmup_iters": "training.lr_schedule.warmup",
-    "scheduler.lr_warmup_fraction": WARMUP_RATIO,
-    "scheduler.lr_decay_iters": DECAY_STEPS,
-    "scheduler.max_steps": DECAY_STEPS,
+    "scheduler.lr_warmup_fraction": fact("warmup_ratio"),
+    "scheduler.lr_decay_iters": fact("decay steps"),
+    "scheduler.max_steps": fact("decay steps"),
     "scheduler.lr_wsd_decay_iters": "training.lr_schedule.decay",
     "scheduler.lr_warmup_samples": FLAGS["lr-warmup-samples"],
     "scheduler.lr_decay_samples": FLAGS["lr-decay-samples"],
@@ -271,13 +248,13 @@ RULES: Mapping[str, Rule] = {
     "scheduler.lr_warmup_init": only(0, "warm-up always starts at 0"),
     "scheduler.weight_decay_incr_style": only("constant", "weight decay is constant"),
     **{f"scheduler.{end}_weight_decay": claims_value("training.optimizer.weight_decay") for end in ("start", "end")},
-    "ddp.use_distributed_optimizer": when(DISTRIBUTED_OPTIMIZER, 1, HasNot("layout.zero", 1)),
+    "ddp.use_distributed_optimizer": when(fact("distributed optimizer"), 1, HasNot("layout.zero", 1)),
     **dict.fromkeys(
-        ("ddp.use_megatron_fsdp", "ddp.use_custom_fsdp"), when(MEGATRON_FSDP, True, HasNot("layout.zero", 3))
+        ("ddp.use_megatron_fsdp", "ddp.use_custom_fsdp"), when(fact("Megatron-FSDP"), True, HasNot("layout.zero", 3))
     ),
     "ddp.data_parallel_sharding_strategy": FLAGS["data-parallel-sharding-strategy"],
     "ddp.grad_reduce_in_fp32": reduced,
-    "ddp.num_distributed_optimizer_instances": INSTANCES,
+    "ddp.num_distributed_optimizer_instances": fact("instances"),
     "dataset.sequence_length": "data.sequence_length",
     "dataset.seq_length": "data.sequence_length",
     "dataset.random_seed": claims_value("training.seed"),
@@ -304,7 +281,7 @@ RULES: Mapping[str, Rule] = {
     "model.should_pad_vocab": unsupported("set model.vocab to the padded number of rows"),
     "model.fp16_lm_head": unsupported("the head computes in training.precision"),
     "model.attention_softmax_in_fp32": FLAGS["attention-softmax-in-fp32"],
-    "model.bias_gelu_fusion": FUSED_GELU,
+    "model.bias_gelu_fusion": fact("fused GELU"),
     **dict.fromkeys(
         [f"model.{dtype}{kind}" for dtype in DTYPES for kind in ("", ".*")], without("training.precision decides it")
     ),

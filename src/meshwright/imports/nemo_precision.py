@@ -4,13 +4,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from meshwright.imports.claims import Always, NoEffect
-from meshwright.imports.facts import Fact
-from meshwright.imports.megatron_combined import FP8_ENDS, FP8_FORMAT, FP8_GRADIENTS, FP8_RECIPE
 from meshwright.imports.reading import Reading, Rule
-from meshwright.imports.rules import fact, no_effect, only, unsupported, when, without
+from meshwright.imports.rules import apply, fact, no_effect, only, unsupported, when, without
 from meshwright.spec.errors import UserError
-
-OLD_FP8 = Fact("whether products are in fp8")
 
 PATH, REDUCED = "training.precision", "training.reduce_dtype"
 SECTION = "mixed_precision"
@@ -136,7 +132,7 @@ def _overruled(name: str, usual: Any) -> Rule:
 
 def _weight_gradients(reading: Reading, value: Any, origin: str) -> None:
     if value is False:
-        reading.fact(FP8_GRADIENTS, True, origin)
+        reading.fact("fp8 weight gradients", True, origin)
     else:
         reading.claim(origin, Always("fp8 layers compute weight gradients in fp8, too"))
 
@@ -144,9 +140,9 @@ def _weight_gradients(reading: Reading, value: Any, origin: str) -> None:
 def _old_format(reading: Reading, value: Any, origin: str) -> None:
     """NeMo's switch, beside which two others name the format; Megatron-Bridge names it here."""
     if value is True:
-        reading.fact(OLD_FP8, True, origin)
+        reading.fact("old fp8", True, origin)
     else:
-        reading.apply(_stated("fp8 format", None), value, origin)
+        apply(_stated("fp8 format", None), reading, value, origin)
 
 
 SECTION_RULES: Mapping[str, Rule] = {
@@ -195,19 +191,19 @@ def settle_formats(reading: Reading, values: Mapping[str, Any], file: str) -> No
     """What the keys of the precision state together: NeMo's format, the section's defaults, layers in bf16."""
     kinds = {kind: reading.facts[f"old {kind}"] for kind in OLD_KINDS if f"old {kind}" in reading.facts}
     on = next((kind for kind, (value, _) in kinds.items() if value is True), "")
-    if OLD_FP8 not in reading.facts:
+    if "old fp8" not in reading.facts:
         reading.no_effect += [(where, NoEffect.OFF) for _, where in kinds.values()]
     elif on:
-        told = "; ".join([reading.facts[OLD_FP8][1], *(where for _, where in kinds.values())])
-        reading.fact(FP8_FORMAT, on, told)
+        told = "; ".join([reading.facts["old fp8"][1], *(where for _, where in kinds.values())])
+        reading.fact("fp8 format", on, told)
     else:
-        reading.give_up(reading.facts[OLD_FP8][1], "neither model.fp8_e4m3 nor model.fp8_hybrid is true")
+        reading.give_up(reading.facts["old fp8"][1], "neither model.fp8_e4m3 nor model.fp8_hybrid is true")
     in_section = any(key.startswith(f"{SECTION}.") for key in values)
     said = f"{file} (Megatron-Bridge's default)"
-    if in_section and FP8_FORMAT in reading.facts and FP8_RECIPE not in reading.facts:
-        reading.fact(FP8_RECIPE, "tensorwise", said)
+    if in_section and "fp8 format" in reading.facts and "fp8 recipe" not in reading.facts:
+        reading.fact("fp8 recipe", "tensorwise", said)
     for name in ("fp8 first", "fp8 last"):
-        if FP8_ENDS not in reading.facts:
+        if "fp8 ends" not in reading.facts:
             reading.facts.pop(name, None)
         elif in_section and name not in reading.facts:
             reading.fact(name, 0, said)

@@ -13,12 +13,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from meshwright.imports.claims import Claim, NoEffect
-from meshwright.imports.facts import RANKS, SHARD, Fact, check_count
 from meshwright.spec.errors import UserError
-from meshwright.spec.run import ResolvedRun, Run
+from meshwright.spec.run import Run
 
 SHOWN = 200
 """Characters of a value that an origin shows."""
+COUNTS = ("ranks", "nodes", "ranks of a node", "accumulation", "accumulation of all ranks", "shard")
+COUNTS += ("dp_shard_size", "dp_replicate_size", "replicate", "instances")
+NUMBERS = ("beta1", "beta2", "warmup_ratio", "min_lr", "decay steps", "samples", "epochs", "decay_ratio")
+"""Facts that enter computations."""
 NARROW = {
     "training.master_dtype": "bf16",
     "training.optimizer.state_dtype": "bf16",
@@ -26,34 +29,8 @@ NARROW = {
 }
 """Settings of weights and moments that have no copy in fp32."""
 
-Reader = Callable[["Reading", Any, str], None]
-"""A function of (reading, value, origin)."""
-
-
-def _not_written(resolved: ResolvedRun) -> None:
-    return None
-
-
-@dataclass(frozen=True)
-class Form:
-    """A rule with its inverse."""
-
-    read: Reader
-    write: Callable[[ResolvedRun], Any] = _not_written
-    """The key's value for a run; None where the key is left out."""
-    about: str = ""
-    """The setting, or what else of a recipe the key is about."""
-    note: str = ""
-    """What its values mean, where that is not the setting's own value."""
-    even_auto: bool = False
-    """Whether it knows what `auto` means, so that no other file has to give the value."""
-
-    def __call__(self, reading: "Reading", value: Any, origin: str) -> None:
-        self.read(reading, value, origin)
-
-
-Rule = str | Fact | Form | Reader
-"""The rule for a key: the path of our setting or the fact that gets the value; or what else is done with it."""
+Rule = str | Callable[["Reading", Any, str], None]
+"""The rule for a key: the path of our setting, which gets the value; or a function of (reading, value, origin)."""
 
 
 @contextmanager
@@ -73,14 +50,10 @@ class Reading:
 
     settings: dict[str, tuple[Any, str]] = field(default_factory=dict)
     """Path of a setting of ours -> (value, its origin)."""
-    facts: dict[Fact, tuple[Any, str]] = field(default_factory=dict)
+    facts: dict[str, tuple[Any, str]] = field(default_factory=dict)
     """Facts that become settings only in combination: ranks, accumulation, epochs, a kind of sharding."""
     defaults: dict[str, tuple[Any, str]] = field(default_factory=dict)
     """The same, used if no file gives them."""
-    fact_defaults: dict[Fact, tuple[Any, str]] = field(default_factory=dict)
-    """The same of facts."""
-    intervals: set[str] = field(default_factory=set)
-    """Settings of which a value as long as the run means after the last step only."""
     without: list[tuple[str, str]] = field(default_factory=list)
     """(key and value, why it has no counterpart)"""
     notes: list[str] = field(default_factory=list)
@@ -100,16 +73,20 @@ class Reading:
         """Record a setting; if files disagree, the first one wins and the other value is reported."""
         self._note(self.settings, path, value, origin)
 
-    def fact(self, fact: Fact, value: Any, origin: str) -> None:
+    def fact(self, name: str, value: Any, origin: str) -> None:
         """Note a fact, by the same rule."""
-        if fact.check:
-            fact.check(value, origin)
-        self._note(self.facts, fact, value, origin)
+        if name in COUNTS:
+            check_count(value, origin)
+        elif name in NUMBERS:
+            check_number(value, origin)
+        elif name == "zero" and value not in (0, 1, 2, 3):
+            raise UserError(f"{origin}: a ZeRO stage must be 0, 1, 2 or 3")
+        self._note(self.facts, name, value, origin)
 
-    def _note(self, known: dict[Any, tuple[Any, str]], name: str | Fact, value: Any, origin: str) -> None:
+    def _note(self, known: dict[str, tuple[Any, str]], name: str, value: Any, origin: str) -> None:
         before, where = known.get(name, (value, ""))
         if before != value:
-            self.give_up(origin, f"{where} sets {name.what if isinstance(name, Fact) else name}={before}")
+            self.give_up(origin, f"{where} sets {name}={before}")
         elif origin not in where:
             known[name] = value, f"{where}; {origin}" if where else origin
 
@@ -128,16 +105,9 @@ class Reading:
         """A setting's value."""
         return self.settings.get(path, (default, ""))[0]
 
-    def known(self, fact: Fact, default: Any = None) -> Any:
+    def known(self, name: str, default: Any = None) -> Any:
         """A fact's value."""
-        return self.facts.get(fact, (default, ""))[0]
-
-    def get(self, about: str | Fact) -> tuple[Any, str]:
-        """The value and the origin of a setting or fact, given or by default; None without an origin if there is
-        neither."""
-        if isinstance(about, Fact):
-            return self.facts.get(about) or self.fact_defaults.get(about) or (None, "")
-        return self.settings.get(about) or self.defaults.get(about) or (None, "")
+        return self.facts.get(name, (default, ""))[0]
 
     def default(self, path: str, value: Any, origin: str) -> None:
         """Record a default of the other system, if it differs from a recipe's."""
@@ -159,8 +129,8 @@ class Reading:
 
     def replicate(self, copies: int, origin: str) -> None:
         """Shard over the ranks that are left for each of several copies, where the number of ranks is known."""
-        if copies > 1 and (ranks := self.known(RANKS)):
-            self.fact(SHARD, max(1, ranks // (self.model_ranks() * copies)), origin)
+        if copies > 1 and (ranks := self.known("ranks")):
+            self.fact("shard", max(1, ranks // (self.model_ranks() * copies)), origin)
 
     def in_bf16(self, origin: str) -> None:
         """Keep weights and moments in bf16, rounded to the nearest."""
@@ -189,23 +159,16 @@ class Reading:
                 continue
             origin = self.read(file, key, value)
             rule = rules.get(key) or of_section(rules, key)
-            if value == "auto" and rule is not None and not (isinstance(rule, Form) and rule.even_auto):
+            if value == "auto" and rule is not None and not isinstance(rule, EvenAuto):
                 self.notes.append(f"{origin}: taken from another file, or the recipe's default")
             elif rule is None:
                 self.unknown.append(origin)
                 self.give_up(origin, "unknown, or without a counterpart")
+            elif isinstance(rule, str):
+                self.set(rule, value, origin)
             else:
                 with refusing(f"{origin}: this value is not allowed"):
-                    self.apply(rule, value, origin)
-
-    def apply(self, rule: Rule, value: Any, origin: str) -> None:
-        """Apply a rule to a value."""
-        if isinstance(rule, str):
-            self.set(rule, value, origin)
-        elif isinstance(rule, Fact):
-            self.fact(rule, value, origin)
-        else:
-            rule(self, value, origin)
+                    rule(self, value, origin)
 
     def read(self, file: str, key: str, value: Any) -> str:
         """The origin of a key, which has been read."""
@@ -242,6 +205,28 @@ def of_section(rules: Mapping[str, Rule], key: str) -> Rule | None:
 def _names(text: str, origin: str) -> bool:
     """Whether a text names a key with its value."""
     return re.search(rf"(?:^|[\s(;]){re.escape(origin)}(?=$|[\s;:,)])", text, flags=re.MULTILINE) is not None
+
+
+@dataclass(frozen=True)
+class EvenAuto:
+    """A rule that knows what `auto` means, so that no other file has to give the value."""
+
+    rule: Callable[[Reading, Any, str], None]
+
+    def __call__(self, reading: Reading, value: Any, origin: str) -> None:
+        self.rule(reading, value, origin)
+
+
+def check_count(value: Any, origin: str) -> None:
+    """Raise `UserError` if a value is not a whole number above 0."""
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 < value < 2**53:
+        raise UserError(f"{origin}: must be a whole number, at least 1")
+
+
+def check_number(value: Any, origin: str) -> None:
+    """Raise `UserError` if a value is not a finite number."""
+    if not isinstance(value, int | float) or isinstance(value, bool) or not abs(value) < 2**53:
+        raise UserError(f"{origin}: must be a number")
 
 
 def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -9,24 +9,10 @@ from typing import Any
 from meshwright.imports.claims import Has, NoEffect
 from meshwright.imports.deepspeed_schedules import settle_what_no_file_gives
 from meshwright.imports.experts import settle_balance
-from meshwright.imports.facts import (
-    ACCUMULATION,
-    ACCUMULATION_OF_ALL,
-    DECAY_STEPS,
-    EPOCHS,
-    MIN_LR,
-    RANKS,
-    SAMPLES,
-    SHARD,
-    WARMUP_RATIO,
-    ZERO,
-    check_count,
-    check_number,
-)
 from meshwright.imports.hf_schedules import settle_shares
 from meshwright.imports.llama_factory import name_sources
 from meshwright.imports.llama_factory_v1 import name_v1_sources
-from meshwright.imports.reading import Reading
+from meshwright.imports.reading import Reading, check_count, check_number
 from meshwright.imports.schedules import settle_lost_schedule
 from meshwright.imports.systems import read_files
 from meshwright.spec.document import write_yaml
@@ -53,7 +39,7 @@ def import_files(
     """
     reading = Reading()
     if ranks is not None:
-        reading.fact(RANKS, ranks, f"--ranks {ranks}")
+        reading.fact("ranks", ranks, f"--ranks {ranks}")
     if model is not None:
         reading.set("model.name", model, f"--model {model}")
     read_files(reading, paths)
@@ -75,7 +61,7 @@ def _finish(reading: Reading) -> None:
     """Settings that follow from several facts."""
     name_sources(reading)
     name_v1_sources(reading)
-    ranks, origin = reading.facts.get(RANKS, (None, ""))
+    ranks, origin = reading.facts.get("ranks", (None, ""))
     settings = reading.settings
     for path in COUNTED & settings.keys():
         check_count(*settings[path])
@@ -83,7 +69,7 @@ def _finish(reading: Reading) -> None:
         check_number(*settings["training.optimizer.lr"])
     degrees = [settings.get(f"layout.{axis}", (1, ""))[0] for axis in ("tp", "pp", "cp")]
     split = degrees[0] * degrees[1] * degrees[2]
-    stage, why = reading.facts.get(ZERO, (0, origin))
+    stage, why = reading.facts.get("zero", (0, origin))
     if ranks is None and stage:
         reading.give_up(why, "the number of ranks is unknown; give --ranks N")
     elif ranks is not None:
@@ -93,7 +79,7 @@ def _finish(reading: Reading) -> None:
     replicas = (ranks or split) // split
     if replicas == 1:
         reading.claim(origin, Has("layout.dp_shard", 1), Has("layout.dp_replicate", 1))
-        if "layout.zero" not in settings and ZERO in reading.facts:
+        if "layout.zero" not in settings and "zero" in reading.facts:
             reading.no_effect.append((why, NoEffect.ALONE))
     _batch(reading, replicas)
     betas = {name: reading.facts.get(name) for name in ("beta1", "beta2")}
@@ -101,27 +87,27 @@ def _finish(reading: Reading) -> None:
         values = [found[0] if found else default for found, default in zip(betas.values(), (0.9, 0.95), strict=True)]
         reading.set("training.optimizer.betas", values, "; ".join(found[1] for found in betas.values() if found))
     steps = settings.get("training.steps", (None, ""))[0]
-    if WARMUP_RATIO in reading.facts:
-        ratio, origin = reading.facts[WARMUP_RATIO]
+    if "warmup_ratio" in reading.facts:
+        ratio, origin = reading.facts["warmup_ratio"]
         if steps:
             reading.set("training.lr_schedule.warmup", int(ratio * steps), origin)
         else:
             reading.give_up(origin, "the number of steps is unknown; set training.lr_schedule.warmup")
-    if MIN_LR in reading.facts:
-        _floor(reading, *reading.facts[MIN_LR])
-    if DECAY_STEPS in reading.facts:
-        length, origin = reading.facts[DECAY_STEPS]
+    if "min_lr" in reading.facts:
+        _floor(reading, *reading.facts["min_lr"])
+    if "decay steps" in reading.facts:
+        length, origin = reading.facts["decay steps"]
         if length == steps:
             reading.claim(origin, Has("training.steps", steps))
         else:
             reading.give_up(origin, "schedules always end at the last step")
-    if SAMPLES in reading.facts:
-        reading.give_up(reading.facts[SAMPLES][1], "set training.steps to the samples divided by the global batch")
-    if EPOCHS in reading.facts and steps:
-        if (origin := reading.facts[EPOCHS][1]) in reading.seen:
+    if "samples" in reading.facts:
+        reading.give_up(reading.facts["samples"][1], "set training.steps to the samples divided by the global batch")
+    if "epochs" in reading.facts and steps:
+        if (origin := reading.facts["epochs"][1]) in reading.seen:
             reading.no_effect.append((origin, NoEffect.OVERRULED))
-    elif EPOCHS in reading.facts:
-        reading.give_up(reading.facts[EPOCHS][1], "runs have a number of steps; set training.steps")
+    elif "epochs" in reading.facts:
+        reading.give_up(reading.facts["epochs"][1], "runs have a number of steps; set training.steps")
 
 
 def _floor(reading: Reading, floor: float, origin: str) -> None:
@@ -150,9 +136,9 @@ def _check_warmup(reading: Reading) -> None:
 
 
 def _data_parallel(reading: Reading, replicas: int, stage: int, origin: str) -> None:
-    shard = reading.known(SHARD) or replicas
+    shard = reading.known("shard") or replicas
     if stage and replicas % shard:
-        where = reading.facts[SHARD][1]
+        where = reading.facts["shard"][1]
         raise UserError(f"{where}: {shard} does not divide {replicas} data-parallel ranks; give another --ranks")
     if replicas == 1:
         if (
@@ -163,7 +149,7 @@ def _data_parallel(reading: Reading, replicas: int, stage: int, origin: str) -> 
     if not stage:
         reading.set("layout.dp_replicate", replicas, origin)
         return
-    where = reading.facts.get(SHARD, (0, ""))[1]
+    where = reading.facts.get("shard", (0, ""))[1]
     reading.set("layout.dp_shard", shard, f"{origin}; {where}" if where else origin)
     reading.set("layout.zero", stage, origin)
     if shard < replicas:
@@ -174,9 +160,9 @@ def _batch(reading: Reading, replicas: int) -> None:
     """The global batch from micro batch, accumulation and ranks, if no file gives it."""
     settings = reading.settings
     micro, origin = settings.get("training.micro_batch", (None, ""))
-    accumulation, why = reading.facts.get(ACCUMULATION, (None, ""))
-    if ACCUMULATION_OF_ALL in reading.facts:
-        whole, why = reading.facts[ACCUMULATION_OF_ALL]
+    accumulation, why = reading.facts.get("accumulation", (None, ""))
+    if "accumulation of all ranks" in reading.facts:
+        whole, why = reading.facts["accumulation of all ranks"]
         if whole % replicas:
             reading.give_up(why, f"{replicas} data-parallel ranks do not divide {whole} microbatches")
             return

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from meshwright.imports.reading import Reading, Rule
+from meshwright.imports.rules import apply
 from meshwright.spec.training import LrScheduleSpec
 
 NAME = "training.lr_schedule.name"
@@ -26,7 +27,7 @@ def schedule_choice(known: Mapping[str, str], supported: str = "") -> Rule:
 def schedule_words(known: Mapping[str, str]) -> Rule:
     """The schedule by a table of words, which may be in capitals."""
     by_word = schedule_choice(known, ", ".join(sorted(known)))
-    return lambda reading, value, origin: reading.apply(by_word, str(value).lower().replace("-", "_"), origin)
+    return lambda reading, value, origin: apply(by_word, reading, str(value).lower().replace("-", "_"), origin)
 
 
 def lose_schedule(reading: Reading, origin: str, why: str) -> None:

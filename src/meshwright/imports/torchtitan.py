@@ -4,27 +4,16 @@ from collections.abc import Mapping
 from typing import Any
 
 from meshwright.imports.claims import Has, HasNot, NoEffect
-from meshwright.imports.facts import ACCUMULATION, PIPELINE, RANKS, REPLICATE, SHARD, ZERO, check_count
-from meshwright.imports.reading import Reading, flat
+from meshwright.imports.reading import Reading, check_count, flat
 from meshwright.imports.titan_python import read_titan_python
 from meshwright.imports.torchtitan_keys import (
-    ALL_SHARD,
     ASSETS,
-    COMPUTE,
-    DATA_SET,
-    DECAY_END,
-    DECAY_RATIO,
     DEFAULTS,
     DTYPES,
-    FLAVOR,
     FLAVORS,
     IN_HF,
     MICROBATCHES,
-    MODEL,
-    ROPE_FACTOR,
     RULES,
-    SAVE_INTERVAL,
-    SAVES,
     SCALED,
     TOKENS,
     WARMUP,
@@ -53,8 +42,8 @@ def read_torchtitan_python(reading: Reading, text: str, file: str, package: str 
     found = _without_what_is_off(reading, found, file)
     last = ("dataset.table",)  # names are looked up in it
     _take(reading, dict(sorted(found.items(), key=lambda pair: pair[0] in last)), file)
-    if DATA_SET in reading.facts and "dataset.table" not in found:
-        _data(reading, *reading.facts[DATA_SET])
+    if "data set" in reading.facts and "dataset.table" not in found:
+        _data(reading, *reading.facts["data set"])
     reading.default("data.separate_documents", True, f"{file} (torchtitan masks attention between documents)")
 
 
@@ -70,7 +59,7 @@ def _in_microbatches(reading: Reading, found: Mapping[str, Any], file: str) -> d
     check_count(micro, f"{file}: {name}={micro}")
     reading.set("training.micro_batch", micro, f"{file}: {name}={micro}")
     if found.get("training.global_batch_size", -1) == -1:  # else the accumulation follows from it
-        reading.fact(ACCUMULATION, max(1, local // micro), f"{file}: {key}={local}")
+        reading.fact("accumulation", max(1, local // micro), f"{file}: {key}={local}")
     return {other: value for other, value in rest.items() if other != key}
 
 
@@ -85,7 +74,7 @@ def _in_tokens(reading: Reading, found: Mapping[str, Any], file: str) -> None:
     if where and not pipelined:
         reading.no_effect.append((where, NoEffect.OFF))
     elif where and "training.global_batch_tokens" not in reading.settings:
-        reading.fact(ACCUMULATION, many, where)
+        reading.fact("accumulation", many, where)
     if found.keys().isdisjoint(BUDGET):
         return
     tokens, origin = reading.facts.get(TOKENS, (16384, f"{default}: num_tokens_per_microbatch_per_dp_rank=16384"))
@@ -114,22 +103,22 @@ def _take(reading: Reading, found: Mapping[str, Any], file: str) -> None:
     _model(reading)
     _decay(reading)
     _ranks(reading, file)
-    compute, origin = reading.facts.get(COMPUTE, ("bfloat16", f"{file} (torchtitan's default)"))
+    compute, origin = reading.facts.get("compute", ("bfloat16", f"{file} (torchtitan's default)"))
     if "training.precision" not in reading.settings:
         if str(compute) not in DTYPES:
             raise UserError(f"{origin}: must be one of {', '.join(DTYPES)}")
         reading.set("training.precision", DTYPES[str(compute)], origin)
     steps = reading.settings.get("training.steps", (DEFAULTS["training.steps"], ""))[0]
-    saves, where = reading.facts.get(SAVES, (None, ""))
+    saves, where = reading.facts.get("saves", (None, ""))
     if saves is True:
-        every, said = reading.facts.get(SAVE_INTERVAL, (500, f"{file} (torchtitan's default)"))
+        every, said = reading.facts.get("save interval", (500, f"{file} (torchtitan's default)"))
         reading.set("checkpoint.every", every if every < steps else 0, f"{said}; {where}")
     else:
         reading.claim(where, Has("checkpoint.every", 0))
-        if SAVE_INTERVAL in reading.facts:
-            reading.no_effect.append((reading.facts[SAVE_INTERVAL][1], NoEffect.OFF))
-    if PIPELINE in reading.facts and "layout.pp" in reading.settings:
-        reading.set("layout.schedule", *reading.facts[PIPELINE])
+        if "save interval" in reading.facts:
+            reading.no_effect.append((reading.facts["save interval"][1], NoEffect.OFF))
+    if "schedule" in reading.facts and "layout.pp" in reading.settings:
+        reading.set("layout.schedule", *reading.facts["schedule"])
 
 
 SWITCHED = {"validation": "enable", "fault_tolerance": "enable", "memory_estimation": "enable"}
@@ -160,7 +149,7 @@ def _start(reading: Reading) -> None:
             reading.claim(where, HasNot("model.weights", "pretrained"))
         return
     place = reading.settings.pop("checkpoint.start_from", None) or assets
-    if reading.known(SAVES) is not True:
+    if reading.known("saves") is not True:
         reading.give_up(where, "torchtitan loads weights only with checkpoint.enable")
     elif place is None:
         reading.give_up(where, "the folder of the weights is not given; set model.name to it")
@@ -173,18 +162,18 @@ def _start(reading: Reading) -> None:
 
 
 def _model(reading: Reading) -> None:
-    name, origin = reading.facts.get(MODEL, (None, ""))
-    flavor, why = reading.facts.get(FLAVOR, ("", ""))
+    name, origin = reading.facts.get("model", (None, ""))
+    flavor, why = reading.facts.get("flavor", ("", ""))
     found = FLAVORS.get((str(name).lower(), str(flavor).lower()))
     named = "; ".join(part for part in (origin, why) if part)
     if named and reading.value("model.weights") == "pretrained":
         reading.give_up(named, "its sizes are in the directory's config.json")
     elif found and "model.name" not in reading.settings:
         reading.set("model.name", found, named)
-        factor, said = reading.facts.get(ROPE_FACTOR, (8.0, why))
+        factor, said = reading.facts.get("rope factor", (8.0, why))
         if str(flavor) in SCALED and factor != 32.0:
             reading.set("model.rope_scaling", {"factor": factor}, f"{said}: torchtitan's factor is {factor}")
-        elif ROPE_FACTOR in reading.facts:
+        elif "rope factor" in reading.facts:
             reading.claim(said, Has("model.rope_scaling", None))
     elif found:
         reading.claim(origin, Has("model.name", found))
@@ -202,13 +191,13 @@ def _decay(reading: Reading) -> None:
         reading.settings["training.lr_schedule.name"] = "constant", origin
         return
     steps = reading.settings.get("training.steps", (DEFAULTS["training.steps"], ""))[0]
-    end, where = reading.facts.get(DECAY_END, (steps, ""))
+    end, where = reading.facts.get("decay end", (steps, ""))
     check_count(end, where)
     if not steps - 1 <= end <= steps:
         reading.give_up(where, "schedules always end at the last step")
-    if DECAY_RATIO not in reading.facts:
+    if "decay_ratio" not in reading.facts:
         return
-    ratio, origin = reading.facts[DECAY_RATIO]
+    ratio, origin = reading.facts["decay_ratio"]
     kind = reading.settings.get("training.lr_schedule.name", ("linear", ""))[0]
     if kind == "linear":
         reading.settings.pop("training.lr_schedule.name", None)
@@ -220,18 +209,18 @@ def _decay(reading: Reading) -> None:
 
 def _ranks(reading: Reading, file: str) -> None:
     """Of how many ranks: where every degree is given, their product; FSDP is over all that no other axis takes."""
-    replicate, origin = reading.facts.get(REPLICATE, (1, ""))
-    shard, where = reading.facts.get(SHARD, (None, f"{file} (torchtitan's default: data_parallel_shard_degree=-1)"))
+    replicate, origin = reading.facts.get("replicate", (1, ""))
+    shard, where = reading.facts.get("shard", (None, f"{file} (torchtitan's default: data_parallel_shard_degree=-1)"))
     if shard is None:  # all that are left
         reading.replicate(replicate, origin)
     else:
         reading.fact(
-            RANKS, replicate * shard * reading.model_ranks(), "; ".join(part for part in (origin, where) if part)
+            "ranks", replicate * shard * reading.model_ranks(), "; ".join(part for part in (origin, where) if part)
         )
-    if (shard is None or shard > 1) and ZERO not in reading.facts:
+    if (shard is None or shard > 1) and "zero" not in reading.facts:
         stages = reading.settings.get("layout.pp", (1, ""))[0]  # in a pipeline, weights stay gathered by default
-        reading.fact(ZERO, 2 if stages > 1 else 3, reading.facts.get(ALL_SHARD, (None, where))[1])
+        reading.fact("zero", 2 if stages > 1 else 3, reading.facts.get("all shard", (None, where))[1])
     elif shard == 1 and "layout.cp" in reading.settings:  # FSDP is over the ranks that share a sequence, too
-        reading.facts.setdefault(ZERO, (3, reading.settings["layout.cp"][1]))
-    elif shard == 1 and ZERO in reading.facts:
-        del reading.facts[ZERO]  # nothing is sharded that could be gathered
+        reading.facts.setdefault("zero", (3, reading.settings["layout.cp"][1]))
+    elif shard == 1 and "zero" in reading.facts:
+        del reading.facts["zero"]  # nothing is sharded that could be gathered

@@ -5,13 +5,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from meshwright.imports.claims import Always, Has, NoEffect
-from meshwright.imports.facts import BETA1, BETA2, PIPELINE, SHARD, ZERO, Fact, check_count
 from meshwright.imports.names import Names, pipelined
-from meshwright.imports.reading import Reading, Rule
+from meshwright.imports.reading import Reading, Rule, check_count
 from meshwright.imports.rules import (
     above_zero,
     choice,
     claims,
+    fact,
     no_effect,
     no_effects,
     no_tracker,
@@ -26,18 +26,6 @@ from meshwright.imports.rules import (
 )
 from meshwright.imports.schedules import schedule_words
 from meshwright.imports.titan_python import CALLED
-
-COMPUTE = Fact("dtype of computation")
-DATA_SET = Fact("name of the data set")
-SAVES = Fact("whether checkpoints are saved")
-SAVE_INTERVAL = Fact("interval of checkpoints")
-ALL_SHARD = Fact("whether FSDP is over all ranks that are left")
-DECAY_END = Fact("steps of the schedule")
-DECAY_RATIO = Fact("share of the steps in which the rate decays")
-FLAVOR = Fact("the model's size")
-MODEL = Fact("the model's name")
-ROPE_FACTOR = Fact("factor of rope's scaling")
-DATA_PATH = Fact("path of the data set")
 
 FLAVORS = {
     ("llama3", "8b"): "llama-3.1-8b",
@@ -96,7 +84,7 @@ FUSED = {"wkv": ("wk", "wv"), "wqkv": ("wq", "wk", "wv")}
 def _degree(name: str) -> Rule:
     def rule(reading: Reading, value: Any, origin: str) -> None:
         if value == -1 and name == "shard":
-            return reading.fact(ALL_SHARD, True, origin)
+            return reading.fact("all shard", True, origin)
         check_count(value, origin)
         if "." not in name:
             return reading.fact(name, value, origin)
@@ -108,7 +96,7 @@ def _degree(name: str) -> Rule:
 def _pipeline(reading: Reading, value: Any, origin: str) -> None:
     word = str(value).lower()
     if word in BY_WORD:
-        reading.fact(PIPELINE, BY_WORD[word], origin)
+        reading.fact("schedule", BY_WORD[word], origin)
     else:
         reading.give_up(origin, f"supported: {', '.join(BY_WORD)}")
 
@@ -122,7 +110,7 @@ def _data(reading: Reading, value: Any, origin: str) -> None:
 
 
 def _table(reading: Reading, value: Any, origin: str) -> None:
-    name, where = reading.facts.get(DATA_SET, (next(iter(value)), origin))
+    name, where = reading.facts.get("data set", (next(iter(value)), origin))
     if name in value:
         reading.set("data.sources", [value[name]], f"{where.partition(': ')[0]}: DATASETS['{name}']")
     else:
@@ -155,7 +143,7 @@ def _resharded(reading: Reading, value: Any, origin: str) -> None:
     if value == "default":
         reading.claim(origin, Always("weights are gathered again as torchtitan does by default"))
     else:
-        reading.fact(ZERO, 2 if value == "never" else 3, origin)
+        reading.fact("zero", 2 if value == "never" else 3, origin)
 
 
 def _validated(reading: Reading, value: Any, origin: str) -> None:
@@ -172,7 +160,7 @@ def _shuffled(reading: Reading, value: Any, origin: str) -> None:
 def _named_data(reading: Reading, value: Any, origin: str) -> None:
     """A data set of torchtitan's table, by its name or as `DATASETS['name']`."""
     found = re.fullmatch(r"DATASETS\[['\"](.*)['\"]\]", str(value))
-    reading.fact(DATA_SET, found[1] if found else value, origin)
+    reading.fact("data set", found[1] if found else value, origin)
 
 
 NO_EFFECT: Mapping[NoEffect, Mapping[str, str]] = {
@@ -219,13 +207,13 @@ ASSETS, IN_HF, TOKENS, MICROBATCHES = "assets", "starts from Hugging Face", "mic
 ALL_KEPT = Has("checkpoint.keep_last", None)
 PYTHON: Mapping[str, Rule] = {
     "dump_folder": "run_dir",
-    "hf_assets_path": ASSETS,
+    "hf_assets_path": fact(ASSETS),
     "loss": one_of(("CrossEntropyLoss.Config", "cross_entropy_loss"), "the loss is always cross-entropy"),
     "tokenizer.*": no_effect(NoEffect.TOKENIZER),
     "model.attn_backend": one_of(
         ("flex", "flex_flash", "varlen"), "attention is masked between documents only with flex or varlen"
     ),
-    "model.scaling_factor": ROPE_FACTOR,
+    "model.scaling_factor": fact("rope factor"),
     "optimizer.undecayed": claims(Always("norms and biases never decay")),
     "dataset.dataset": _named_data,
     "dataset.dataset.()": choice(
@@ -233,7 +221,7 @@ PYTHON: Mapping[str, Rule] = {
     ),
     "dataset.dataset.dataset": _named_data,
     "dataset.dataset.num_packing_bins": without("samples are packed best-fit, over all documents"),
-    "dataset.dataset_path": DATA_PATH,
+    "dataset.dataset_path": fact("data path"),
     "dataset.table": _table,
     "dataset.infinite": only(True, "data is always repeated"),
     "dataset.repeat": only(True, "data is always repeated"),
@@ -241,14 +229,14 @@ PYTHON: Mapping[str, Rule] = {
     "dataset.seed": without("training.seed also shuffles the data"),
     "training.dtype": words("training.master_dtype", {"bfloat16": "bf16", "float32": "fp32"}),
     "training.max_context_length": "data.sequence_length",
-    "training.num_tokens_per_microbatch_per_dp_rank": TOKENS,
+    "training.num_tokens_per_microbatch_per_dp_rank": fact(TOKENS),
     "training.num_tokens_per_train_step": above_zero(
         "training.global_batch_tokens", Always("every rank's microbatch is one of the step's")
     ),
-    "lr_scheduler.total_steps": DECAY_END,
+    "lr_scheduler.total_steps": fact("decay end"),
     "parallelism.module_fqns_per_model_part": _stages,
-    "parallelism.num_pp_microbatches": MICROBATCHES,
-    "checkpoint.initial_load_in_hf": IN_HF,
+    "parallelism.num_pp_microbatches": fact(MICROBATCHES),
+    "checkpoint.initial_load_in_hf": fact(IN_HF),
     "checkpoint.initial_load_model_only": only(True, "checkpoint.start_from loads only weights"),
     "debug.seed": "training.seed",
     "debug.deterministic": when("training.deterministic", True),
@@ -259,21 +247,21 @@ PYTHON: Mapping[str, Rule] = {
 RULES: Mapping[str, Rule] = {
     **PYTHON,
     "job.dump_folder": "run_dir",
-    "model.name": MODEL,
-    "model.flavor": FLAVOR,
+    "model.name": fact("model"),
+    "model.flavor": fact("flavor"),
     "model.norm_type": only("rmsnorm", "these models have RMSNorm"),
     "model.tokenizer_path": "data.tokenizer",
-    "model.hf_assets_path": ASSETS,
+    "model.hf_assets_path": fact(ASSETS),
     "model.converters": _converters,
     "optimizer.name": words("training.optimizer.name", {"adamw": "adamw", "adam": "adamw"}),
     "optimizer.lr": "training.optimizer.lr",
     "optimizer.eps": "training.optimizer.eps",
-    "optimizer.beta1": BETA1,
-    "optimizer.beta2": BETA2,
+    "optimizer.beta1": fact("beta1"),
+    "optimizer.beta2": fact("beta2"),
     "optimizer.weight_decay": "training.optimizer.weight_decay",
     "lr_scheduler.warmup_steps": "training.lr_schedule.warmup",
     "lr_scheduler.decay_type": schedule_words({"linear": "linear", "cosine": "cosine"}),
-    "lr_scheduler.decay_ratio": DECAY_RATIO,
+    "lr_scheduler.decay_ratio": fact("decay_ratio"),
     "lr_scheduler.lr_min": "training.lr_schedule.final",
     "lr_scheduler.min_lr_factor": "training.lr_schedule.final",
     "training.local_batch_size": "training.micro_batch",
@@ -291,12 +279,12 @@ RULES: Mapping[str, Rule] = {
     "training.deterministic": when("training.deterministic", True),
     "training.compile": when("training.compile", True),
     "compile.enable": when("training.compile", True),
-    "training.mixed_precision_param": COMPUTE,
+    "training.mixed_precision_param": fact("compute"),
     "training.mixed_precision_reduce": words("training.reduce_dtype", DTYPES),
     "training.enable_cpu_offload": when("layout.offload", "cpu", Has("layout.offload", "none")),
     **{f"{part}.{key}": _degree(path) for part in ("training", "parallelism") for key, path in DEGREES.items()},
-    **{f"{part}.data_parallel_shard_degree": _degree(SHARD) for part in ("training", "parallelism")},
-    "training.data_parallel_degree": _degree(SHARD),
+    **{f"{part}.data_parallel_shard_degree": _degree("shard") for part in ("training", "parallelism")},
+    "training.data_parallel_degree": _degree("shard"),
     "experimental.pipeline_parallel_degree": _degree("layout.pp"),
     "experimental.context_parallel_degree": _degree("layout.cp"),
     "experimental.pipeline_parallel_schedule": _pipeline,
@@ -312,9 +300,9 @@ RULES: Mapping[str, Rule] = {
     "parallelism.context_parallel_rotate_method": choice(
         "layout.cp_method", {"allgather": "all_gather", "alltoall": "ring"}
     ),
-    "checkpoint.enable": SAVES,
-    "checkpoint.enable_checkpoint": SAVES,
-    "checkpoint.interval": SAVE_INTERVAL,
+    "checkpoint.enable": fact("saves"),
+    "checkpoint.enable_checkpoint": fact("saves"),
+    "checkpoint.interval": fact("save interval"),
     "checkpoint.interval_type": only("steps", "intervals are in steps"),
     "checkpoint.keep_latest_k": above_zero("checkpoint.keep_last", ALL_KEPT),
     "checkpoint.async_mode": lambda reading, value, origin: reading.set(

@@ -4,11 +4,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from meshwright.imports.claims import Always, Has, NoEffect
-from meshwright.imports.facts import check_count
-from meshwright.imports.reading import Reading, Rule
+from meshwright.imports.reading import Reading, Rule, check_count
 from meshwright.imports.rules import (
     choice,
     claims_value,
+    fact,
     listed,
     no_effects,
     only,
@@ -51,7 +51,7 @@ RULES: Mapping[str, Rule] = {
     "model_name_or_path": "model.name",
     "model_revision": without("the newest version of the model is read"),
     **dict.fromkeys(("torch_dtype", "dtype"), without("set training.master_dtype; by default weights are in fp32")),
-    "use_peft": PEFT,
+    "use_peft": fact(PEFT),
     "lora_r": "finetune.rank",
     "lora_alpha": "finetune.alpha",
     "lora_dropout": "finetune.dropout",
@@ -63,9 +63,9 @@ RULES: Mapping[str, Rule] = {
     "load_in_8bit": when("finetune.base", "int8"),
     "use_bnb_nested_quant": "finetune.double_quantization",
     "bnb_4bit_quant_type": only("nf4", "four bits are nf4"),
-    "dataset_name": DATA,
-    "dataset_config": SUBSET,
-    "dataset_train_split": SPLIT,
+    "dataset_name": fact(DATA),
+    "dataset_config": fact(SUBSET),
+    "dataset_train_split": fact(SPLIT),
     "dataset_test_split": without("evaluation data is a fraction of the training data; set data.held_out"),
     **dict.fromkeys(("max_length", "max_seq_length"), _length),
     "packing": _packing,
