@@ -4,10 +4,11 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from meshwright.engines.engine import refused_axes
-from meshwright.engines.megatron_lm import LATER, split_of
+from meshwright.engines.megatron_lm import LATER
 from meshwright.engines.settings import Rule, without
-from meshwright.engines.written import YamlEngine, rounded, stated, tokenizer_of, whole
+from meshwright.engines.written import YamlEngine, rounded, stated, tokenizer_of, whole, written
 from meshwright.imports.automodel_keys import PIPELINES, SCHEDULES
+from meshwright.imports.megatron import RULES as FLAGS
 from meshwright.imports.names import Names, lora
 from meshwright.spec.finetune import LoraSpec
 from meshwright.spec.precision import BF16, FP32
@@ -166,7 +167,7 @@ def _data(resolved: ResolvedRun) -> dict[str, Any]:
                 "_target_": f"{DATASETS}.llm.megatron_dataset.MegatronPretraining",
                 "paths": pairs if weights[0] is not None else paths,
                 "seq_length": data.sequence_length,
-                "split": split_of(data.held_out),
+                **written(FLAGS, ["split"], resolved),
                 "splits_to_build": "train",
                 "tokenizer": tokenizer,
             },
