@@ -146,11 +146,6 @@ def stated(values: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in values.items() if value is not None}
 
 
-def whole(number: float) -> float:
-    """The number, as an integer where it is one."""
-    return int(number) if number == int(number) else number
-
-
 def rounded(number: float) -> float:
     """The number without the last digits of a product of decimal fractions."""
     return float(f"{number:.12g}")

@@ -140,6 +140,13 @@ def above_zero(path: str, otherwise: Claim) -> Rule:
     )
 
 
+def whole(path: str) -> Rule:
+    """The setting gets a number, which is written as an integer where it is one."""
+    return both(
+        path, lambda get: int(number) if (number := get(path)) is not None and number == int(number) else number
+    )
+
+
 def listed(path: str) -> Rule:
     """The setting gets a list, which a text alone is one item of."""
     return both(
@@ -163,10 +170,13 @@ def degree(path: str, also: Mapping[str, Any] | None = None) -> Rule:
 
 def unless_none(path: str) -> Rule:
     """The setting gets the value, unless it is the text "None", which some systems read as Python does."""
-    return lambda reading, value, origin: (
-        reading.claim(origin, Always("as if it were not there"))
-        if value in ("None", "none")
-        else reading.set(path, value, origin)
+    return both(
+        lambda reading, value, origin: (
+            reading.claim(origin, Always("as if it were not there"))
+            if value in ("None", "none")
+            else reading.set(path, value, origin)
+        ),
+        lambda get: get(path),
     )
 
 
