@@ -10,6 +10,7 @@ from meshwright.engines.engine import Engine, InexpressibleError
 from meshwright.engines.settings import Fate, Rule, Setting, as_in_a_recipe, leaves, rule_of, said, settings_of, without
 from meshwright.families.resolve import SIZES, pretrained_directory, resolve_model, starting_weights
 from meshwright.imports.claims import value_at
+from meshwright.imports.reading import Get
 from meshwright.imports.reading import Rule as ReadingRule
 from meshwright.imports.recipe import import_files
 from meshwright.imports.rules import write
@@ -119,6 +120,12 @@ class YamlEngine(WrittenEngine):
 
 def written(rules: Mapping[str, ReadingRule], keys: Iterable[str], resolved: ResolvedRun) -> dict[str, Any]:
     """Keys with the values that the run has for them, by the rules with which they are read."""
+    get = values_of(resolved)
+    return stated({key: write(rules[key], get) for key in keys})
+
+
+def values_of(resolved: ResolvedRun) -> Get:
+    """Every setting's value, automatic ones resolved, and the model's sizes."""
     run = decided(resolved)
 
     def get(path: str) -> Any:
@@ -126,7 +133,7 @@ def written(rules: Mapping[str, ReadingRule], keys: Iterable[str], resolved: Res
         sizes = section == "model" and name in SIZES
         return value_at(resolved.model, name) if sizes else value_at(run, path)
 
-    return stated({key: write(rules[key], get) for key in keys})
+    return get
 
 
 def nested(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -181,8 +181,8 @@ def unless_none(path: str) -> Rule:
 
 
 def tracker(name: str) -> Rule:
-    """Adds a tracker, whatever the value."""
-    return both(lambda reading, value, origin: reading.track(name, origin), lambda get: name in get("trackers"))
+    """Adds a tracker, whatever the value; left out without it."""
+    return both(lambda reading, value, origin: reading.track(name, origin), lambda get: name in get("trackers") or None)
 
 
 def no_tracker(name: str) -> Claim:
@@ -191,9 +191,9 @@ def no_tracker(name: str) -> Claim:
 
 
 def always(rule: Rule, result: Any) -> Rule:
-    """What the rule does with `result`, whatever the value."""
+    """What the rule does with `result`, whatever the value; left out where it is not so."""
     return Form(lambda reading, value, origin: apply(rule, reading, result, origin),
-                lambda get: write(rule, get) == result, even_auto=True)  # fmt: skip
+                lambda get: write(rule, get) == result or None, even_auto=True)  # fmt: skip
 
 
 def when(rule: Rule, result: Any, off: Claim | None = None) -> Rule:
@@ -248,14 +248,15 @@ def words(path: str, known: Mapping[str, Any]) -> Rule:
 
 
 def inverse(rule: Rule, known: Mapping[Any, Any]) -> Callable[[Get], Any]:
-    """The first name that a table has for a value, which fails for a value without one."""
+    """The first name that a table has for a value. Writing raises `UserError` for a value without a name."""
 
     def written(get: Get) -> Any:
         value = write(rule, get)
         for theirs, ours in known.items():
             if ours == value:
                 return theirs
-        raise UserError(f"{shown(value)}: this export supports {', '.join(map(shown, known.values()))}")
+        setting = f"{rule}=" if isinstance(rule, str) else ""
+        raise UserError(f"{setting}{shown(value)}: this export supports {', '.join(map(shown, known.values()))}")
 
     return written
 
