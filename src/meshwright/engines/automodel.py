@@ -4,11 +4,13 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from meshwright.engines.engine import refused_axes
-from meshwright.engines.megatron_lm import LATER, split_of
+from meshwright.engines.megatron_lm import LATER
 from meshwright.engines.settings import Rule, without
-from meshwright.engines.written import YamlEngine, rounded, stated, tokenizer_of, whole
-from meshwright.imports.automodel_keys import PIPELINES, SCHEDULES
+from meshwright.engines.written import YamlEngine, stated, tokenizer_of, written
+from meshwright.imports.automodel_keys import PIPELINES, RULES, SCHEDULES
+from meshwright.imports.megatron import RULES as FLAGS
 from meshwright.imports.names import Names, lora
+from meshwright.imports.rules import dotted
 from meshwright.spec.finetune import LoraSpec
 from meshwright.spec.precision import BF16, FP32
 from meshwright.spec.run import ResolvedRun
@@ -21,6 +23,16 @@ BASES = Names.same("finetune.base", "plain", counts=lora)
 HISTORY = Names("data.chat.train_on", {"assistant": None, "last": True})
 """Whether a conversation's earlier answers are masked."""
 RECOMPUTES = Names("training.recompute", {"none": False, "selective": "selective", "full": "full"})
+KEYS = dotted({
+    "": "seed",
+    "step_scheduler": "global_batch_size max_steps",
+    "compile": "enabled mode",
+    "clip_grad_norm": "max_norm",
+    "optimizer": "lr betas eps weight_decay",
+    "lr_scheduler": "lr_decay_style lr_warmup_steps lr_decay_steps max_lr min_lr",
+    "checkpoint": "checkpoint_dir",
+})  # fmt: skip
+ADAPTER = dotted({"peft": "match_all_linear dim alpha dropout use_dora"})
 UNDECAYED = {"pattern": "norm|bias", "wd_mult": 0.0}
 
 
@@ -63,42 +75,31 @@ class AutoModelConfig(YamlEngine):
     def config(self, resolved: ResolvedRun) -> dict[str, Any]:
         """The recipe under its names."""
         run, training, steps = resolved.run, resolved.run.training, resolved.run.training.steps
-        pretrained = run.model.weights != "random"
-        named = {"pretrained_model_name_or_path": run.model.name}
-        whole = {"config": {"_target_": "transformers.AutoConfig.from_pretrained", **named}}
+        pretrained, schedule = run.model.weights != "random", training.lr_schedule
+        microbatches = resolved.accumulation if run.layout.pp > 1 else 1
+        keys = [*KEYS, *(ADAPTER if isinstance(run.finetune, LoraSpec) else [])]
         return {
             "recipe": "TrainFinetuneRecipeForNextTokenPrediction",
-            "seed": training.seed,
-            "step_scheduler": {
-                "global_batch_size": resolved.global_batch,
-                "local_batch_size": resolved.micro_batch * (resolved.accumulation if run.layout.pp > 1 else 1),
-                "max_steps": steps,
-                "num_epochs": None,
-                "ckpt_every_steps": run.checkpoint.every or steps,
-                "save_checkpoint_every_epoch": False,
-                "val_every_steps": training.evaluation.every or None,
-            },
-            "model": {
-                "_target_": f"{AUTO}.from_pretrained" if pretrained else f"{AUTO}.from_config",
-                **(named if pretrained else whole),
-                "torch_dtype": "bfloat16" if training.master_dtype == BF16.name else "float32",
-            },
-            "peft": _adapters(resolved),
-            "compile": {"enabled": training.compile, "mode": training.compile_mode},
-            "clip_grad_norm": {"max_norm": training.clip},
+            "step_scheduler": {"num_epochs": None, "val_every_steps": training.evaluation.every or None},
+            **written(RULES, keys, resolved),
+            "step_scheduler.local_batch_size": resolved.micro_batch * microbatches,
+            "step_scheduler.ckpt_every_steps": run.checkpoint.every or steps,
+            "step_scheduler.save_checkpoint_every_epoch": False,
+            "model._target_": f"{AUTO}.from_pretrained" if pretrained else f"{AUTO}.from_config",
+            "model.config._target_": None if pretrained else "transformers.AutoConfig.from_pretrained",
+            f"model.{'' if pretrained else 'config.'}pretrained_model_name_or_path": run.model.name,
+            "model.torch_dtype": "bfloat16" if training.master_dtype == BF16.name else "float32",
+            **_adapters(run.finetune),
             "distributed": _distributed(resolved),
-            "loss_fn": {"_target_": "nemo_automodel.components.loss.masked_ce.MaskedCrossEntropy"},
+            "loss_fn._target_": "nemo_automodel.components.loss.masked_ce.MaskedCrossEntropy",
             **_data(resolved),
-            "optimizer": {
-                "_target_": OPTIMIZERS.write(training.optimizer.name),
-                "lr": training.optimizer.lr,
-                "betas": list(training.optimizer.betas),
-                "eps": training.optimizer.eps,
-                "weight_decay": training.optimizer.weight_decay,
-                "param_group_overrides": [UNDECAYED],
-            },
-            "lr_scheduler": _rates(resolved),
-            "checkpoint": {"enabled": True, "checkpoint_dir": run.run_dir, "model_save_format": "safetensors"},
+            "optimizer._target_": OPTIMIZERS.write(training.optimizer.name),
+            "optimizer.param_group_overrides": [UNDECAYED],
+            "lr_scheduler.wsd_decay_steps": schedule.decay_steps(steps) if schedule.name == "wsd" else None,
+            "lr_scheduler.lr_wsd_decay_style": "linear" if schedule.name == "wsd" else None,
+            "lr_scheduler.init_lr": 0.0,
+            "checkpoint.enabled": True,
+            "checkpoint.model_save_format": "safetensors",
             "wandb": {"project": "meshwright", "name": run.run_dir} if "wandb" in run.trackers else None,
         }
 
@@ -166,7 +167,7 @@ def _data(resolved: ResolvedRun) -> dict[str, Any]:
                 "_target_": f"{DATASETS}.llm.megatron_dataset.MegatronPretraining",
                 "paths": pairs if weights[0] is not None else paths,
                 "seq_length": data.sequence_length,
-                "split": split_of(data.held_out),
+                **written(FLAGS, ["split"], resolved),
                 "splits_to_build": "train",
                 "tokenizer": tokenizer,
             },
@@ -189,33 +190,11 @@ def _data(resolved: ResolvedRun) -> dict[str, Any]:
     }
 
 
-def _rates(resolved: ResolvedRun) -> dict[str, Any]:
-    training = resolved.run.training
-    schedule, steps, lr = training.lr_schedule, training.steps, training.optimizer.lr
-    wsd = {"wsd_decay_steps": schedule.decay_steps(steps), "lr_wsd_decay_style": "linear"}
-    return {
-        "lr_decay_style": SCHEDULES.write(schedule.name),
-        **(wsd if schedule.name == "wsd" else {}),
-        "lr_warmup_steps": schedule.warmup_steps(steps),
-        "lr_decay_steps": steps,
-        "init_lr": 0.0,
-        "max_lr": lr,
-        "min_lr": rounded(lr * schedule.final),
-    }
-
-
-def _adapters(resolved: ResolvedRun) -> dict[str, Any] | None:
-    finetune = resolved.run.finetune
+def _adapters(finetune: Any) -> dict[str, Any]:
     if not isinstance(finetune, LoraSpec):
-        return None
-    every = finetune.targets == "all-linear"
+        return {}
     return {
-        "_target_": "nemo_automodel.components._peft.lora.PeftConfig",
-        "target_modules": [] if every else list(finetune.targets),
-        "match_all_linear": every,
-        "dim": finetune.rank,
-        "alpha": whole(finetune.alpha),
-        "dropout": finetune.dropout,
-        "dropout_position": "pre",
-        "use_dora": finetune.dora,
+        "peft._target_": "nemo_automodel.components._peft.lora.PeftConfig",
+        "peft.target_modules": [] if finetune.targets == "all-linear" else list(finetune.targets),
+        "peft.dropout_position": "pre",
     }

@@ -6,10 +6,12 @@ from typing import Any, ClassVar
 
 from meshwright.engines.engine import refused_axes
 from meshwright.engines.megatron_lm import LATER
-from meshwright.engines.settings import RULES, Fate, Rule, without
-from meshwright.engines.written import YamlEngine, rounded, tokenizer_of, whole
-from meshwright.imports.foundry import PRECISIONS, SCHEDULES, TRAINED
+from meshwright.engines.settings import RULES as SETTINGS
+from meshwright.engines.settings import Fate, Rule, without
+from meshwright.engines.written import YamlEngine, rounded, tokenizer_of, written
+from meshwright.imports.foundry import PRECISIONS, RULES, SCHEDULES, TRAINED
 from meshwright.imports.names import Names, lora
+from meshwright.imports.rules import dotted
 from meshwright.spec.finetune import LoraSpec
 from meshwright.spec.precision import BF16
 from meshwright.spec.run import ResolvedRun, Run
@@ -24,6 +26,17 @@ DETECTED = ("auto", "messages", "prompt_completion")
 """Formats of records that LLM-Foundry tells from their columns."""
 LOADERS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet"}
 """By a file's ending, the builder of `datasets` that reads it."""
+KEYS = dotted({
+    "": "seed max_seq_len global_train_batch_size device_train_microbatch_size accumulate_train_batch_on_tokens "
+    "precision save_num_checkpoints_to_keep",
+    "model": "pretrained_model_name_or_path",
+    "tokenizer": "name kwargs.model_max_length",
+    "train_loader": "drop_last dataset.max_seq_len dataset.decoder_only_format",
+    "optimizer": "lr betas eps",
+    "scheduler": "name",
+})  # fmt: skip
+ADAPTER = dotted({"model.peft_config": "r lora_alpha lora_dropout target_modules use_dora use_rslora modules_to_save"})
+CLIPPING = dotted({"algorithms.gradient_clipping": "clipping_type clipping_threshold"})
 UNDECAYED = r"norm|bias|(^|\.)ln_"
 """A pattern of the names of parameters that do not decay here; `re.search` reads it."""
 
@@ -31,7 +44,7 @@ UNDECAYED = r"norm|bias|(^|\.)ln_"
 def _recompute(value: Any, resolved: ResolvedRun) -> tuple[Fate, str]:
     if not resolved.run.layout.zero_stage:
         return "left_out", "LLM-Foundry recomputes only under FSDP: the same losses, more memory"
-    return RULES["training.recompute"](value, resolved)
+    return SETTINGS["training.recompute"](value, resolved)
 
 
 class LlmFoundryConfig(YamlEngine):
@@ -81,28 +94,30 @@ class LlmFoundryConfig(YamlEngine):
 
     def config(self, resolved: ResolvedRun) -> dict[str, Any]:
         """The recipe under its names."""
-        run, training, length = resolved.run, resolved.run.training, resolved.run.data.sequence_length
-        clipped = {"gradient_clipping": {"clipping_type": "norm", "clipping_threshold": training.clip}}
+        run, training = resolved.run, resolved.run.training
+        schedule, optimizer, steps = training.lr_schedule, training.optimizer, training.steps
+        adapters = isinstance(run.finetune, LoraSpec)
+        keys = [*KEYS, *(ADAPTER if adapters else [])]
+        keys += CLIPPING if training.clip else []
+        keys += [] if schedule.name == "constant" else ["scheduler.alpha_f"]
         return {
             "run_name": Path(run.run_dir).name,
-            "seed": training.seed,
-            "max_seq_len": length,
-            "max_duration": f"{training.steps}ba",
-            "global_train_batch_size": resolved.global_batch,
-            "device_train_microbatch_size": resolved.micro_batch,
-            "accumulate_train_batch_on_tokens": True,
-            "precision": PRECISIONS.write(training.precision),
-            "model": _model(resolved),
-            "tokenizer": {"name": tokenizer_of(resolved), "kwargs": {"model_max_length": length}},
-            "train_loader": _loader(resolved),
-            "optimizer": _optimizer(resolved),
-            "scheduler": _rates(resolved),
-            "algorithms": clipped if training.clip else None,
+            "max_duration": f"{steps}ba",
+            **written(RULES, keys, resolved),
+            "model.name": "hf_causal_lm",
+            **({"model.peft_config.peft_type": "LORA", "model.peft_config.task_type": "CAUSAL_LM"} if adapters else {}),
+            "model.pretrained": run.model.weights != "random",
+            "model.master_weights_dtype": "bf16" if training.master_dtype == BF16.name else "fp32",
+            **_loader(resolved),
+            "optimizer.name": OPTIMIZERS.write(optimizer.name),
+            # decoupled_adamw multiplies weights by the decay itself, not by the decay times the learning rate
+            "optimizer.weight_decay": rounded(optimizer.weight_decay * optimizer.lr),
+            "optimizer.param_groups": [{"param_str_match": UNDECAYED, "weight_decay": 0.0}],
+            "scheduler.t_warmup": f"{schedule.warmup_steps(steps)}ba",
             "fsdp_config": _sharding(resolved),
             "compile_config": {"mode": training.compile_mode} if training.compile else None,
             "save_folder": run.run_dir,
-            "save_interval": f"{run.checkpoint.every or training.steps}ba",
-            "save_num_checkpoints_to_keep": run.checkpoint.keep_last,
+            "save_interval": f"{run.checkpoint.every or steps}ba",
             "loggers": {name: _logger(name, run) for name in run.trackers} or None,
         }
 
@@ -129,75 +144,25 @@ def _logger(name: str, run: Run) -> dict[str, Any]:
     return {"project": "meshwright"} if name == "wandb" else {"log_dir": f"{run.run_dir}/{name}"}
 
 
-def _model(resolved: ResolvedRun) -> dict[str, Any]:
-    run, finetune = resolved.run, resolved.run.finetune
-    found: dict[str, Any] = {
-        "name": "hf_causal_lm",
-        "pretrained_model_name_or_path": run.model.name,
-        "pretrained": run.model.weights != "random",
-        "master_weights_dtype": "bf16" if run.training.master_dtype == BF16.name else "fp32",
-    }
-    if isinstance(finetune, LoraSpec):
-        every = finetune.targets == "all-linear"
-        found["peft_config"] = {
-            "peft_type": "LORA",
-            "task_type": "CAUSAL_LM",
-            "r": finetune.rank,
-            "lora_alpha": whole(finetune.alpha),
-            "lora_dropout": finetune.dropout,
-            "target_modules": "all-linear" if every else list(finetune.targets),
-            "use_dora": finetune.dora,
-            "use_rslora": finetune.rslora,
-            **({"modules_to_save": list(finetune.train)} if finetune.train else {}),
-        }
-    return found
-
-
 def _loader(resolved: ResolvedRun) -> dict[str, Any]:
     data = resolved.run.data
     source, (responses, prompts) = data.sources[0], TRAINED.write(data.chat.train_on)
     remote = source.path.startswith("hub:")
     options = {"name": source.subset} if remote else {"data_files": source.path}
     loader = LOADERS.get(Path(source.path).suffix, "json")
-    return {
-        "name": "finetuning",
-        "dataset": {
-            "hf_name": source.path.removeprefix("hub:") if remote else loader,
-            **({"hf_kwargs": options} if any(options.values()) else {}),
-            "split": source.split,
-            "max_seq_len": data.sequence_length,
-            "decoder_only_format": True,
-            "target_responses": responses,
-            "target_prompts": prompts,
-            "shuffle": SHUFFLED.write(data.order),
-            **PACKED.write(data.packing),
-        },
-        "drop_last": True,
-        "num_workers": 0,
+    dataset = {
+        "hf_name": source.path.removeprefix("hub:") if remote else loader,
+        **({"hf_kwargs": options} if any(options.values()) else {}),
+        "split": source.split,
+        "target_responses": responses,
+        "target_prompts": prompts,
+        "shuffle": SHUFFLED.write(data.order),
+        **PACKED.write(data.packing),
     }
-
-
-def _optimizer(resolved: ResolvedRun) -> dict[str, Any]:
-    """decoupled_adamw multiplies weights by the decay itself, not by the decay times the learning rate."""
-    optimizer = resolved.run.training.optimizer
     return {
-        "name": OPTIMIZERS.write(optimizer.name),
-        "lr": optimizer.lr,
-        "betas": list(optimizer.betas),
-        "eps": optimizer.eps,
-        "weight_decay": rounded(optimizer.weight_decay * optimizer.lr),
-        "param_groups": [{"param_str_match": UNDECAYED, "weight_decay": 0.0}],
-    }
-
-
-def _rates(resolved: ResolvedRun) -> dict[str, Any]:
-    training = resolved.run.training
-    schedule = training.lr_schedule
-    flat = schedule.name == "constant"
-    return {
-        "name": SCHEDULES.write(schedule.name),
-        "t_warmup": f"{schedule.warmup_steps(training.steps)}ba",
-        **({} if flat else {"alpha_f": schedule.final}),
+        "train_loader.name": "finetuning",
+        "train_loader.num_workers": 0,
+        **{f"train_loader.dataset.{key}": value for key, value in dataset.items()},
     }
 
 

@@ -3,13 +3,15 @@
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from meshwright.engines.megatron_lm import LATER, PIPELINES, SHARDED, megatron_cannot, split_of
-from meshwright.engines.written import WrittenEngine, rounded, tokenizer_of
+from meshwright.engines.megatron_lm import LATER, PIPELINES, SHARDED, megatron_cannot
+from meshwright.engines.written import WrittenEngine, nested, written
 from meshwright.imports.megatron import OPTIMIZERS, SCHEDULES
 from meshwright.imports.names import Names
+from meshwright.imports.nemo_keys import RULES
+from meshwright.imports.rules import dotted
 from meshwright.spec.document import write_yaml
 from meshwright.spec.precision import BF16, FP16, FP32
-from meshwright.spec.run import ResolvedRun
+from meshwright.spec.run import ResolvedRun, Run
 
 CONFIGS = "megatron.bridge.training.config"
 TARGETS = {
@@ -41,6 +43,22 @@ MIXED = Names("training.precision", {
 """`mixed_precision` by our precision."""
 
 
+KEYS = dotted({
+    "model": "num_layers hidden_size ffn_hidden_size num_attention_heads num_query_groups kv_channels seq_length "
+    "vocab_size layernorm_epsilon rotary_base init_method_std deterministic_mode tensor_model_parallel_size "
+    "pipeline_model_parallel_size context_parallel_size expert_model_parallel_size",
+    "train": "micro_batch_size global_batch_size train_iters",
+    "validation": "eval_interval eval_iters",
+    "optimizer": "lr min_lr weight_decay adam_beta1 adam_beta2 adam_eps clip_grad",
+    "scheduler": "lr_decay_iters lr_warmup_iters",
+    "dataset": "seq_length random_seed split reset_position_ids reset_attention_mask eod_mask_loss",
+    "tokenizer": "tokenizer_model",
+    "checkpoint": "save save_interval most_recent_k",
+    "rng": "seed",
+})  # fmt: skip
+EXPERTS = dotted({"model": "num_moe_experts moe_router_topk moe_ffn_hidden_size moe_aux_loss_coeff"})
+
+
 class MegatronBridgeConfig(WrittenEngine):
     """Megatron-Bridge's configuration: `ConfigContainer.from_yaml(FILE)`, then `pretrain`."""
 
@@ -69,119 +87,63 @@ class MegatronBridgeConfig(WrittenEngine):
 
     def text(self, resolved: ResolvedRun) -> str:
         """The YAML."""
-        made = {"model": {**_sizes(resolved), **_degrees(resolved)}, **_sections(resolved)}
-        found = {part: {"_target_": TARGETS[part], **values} for part, values in made.items()}
-        mixed = {"mixed_precision": MIXED.write(resolved.run.training.precision)}
-        return write_yaml({"_target_": f"{CONFIGS}.ConfigContainer", **found, **mixed})
+        run, training, layout, model = resolved.run, resolved.run.training, resolved.run.layout, resolved.model
+        schedule, sharded, ways = training.lr_schedule, SHARDED.get(layout.zero_stage), layout.virtual_stages
+        wsd, replicas = schedule.name == "wsd", layout.dp_replicate if layout.zero_stage else 1
+        logs = {name: name in run.trackers or None for name in ("tensorboard", "wandb")}
+        return write_yaml(nested({
+            "_target_": f"{CONFIGS}.ConfigContainer",
+            **{f"{part}._target_": target for part, target in TARGETS.items()},
+            **written(RULES, [*KEYS, *(EXPERTS if model.num_experts else [])], resolved),
+            **{f"model.{key}": value for key, value in _model(resolved).items()},
+            "model.virtual_pipeline_model_parallel_size": ways if layout.pp > 1 and ways > 1 else None,
+            "dataset.blend": _blend(run),
+            "optimizer.optimizer": OPTIMIZERS.write(training.optimizer.name),
+            "scheduler.lr_decay_style": SCHEDULES.write(schedule.name),
+            "scheduler.lr_wsd_decay_style": "linear" if wsd else None,
+            "scheduler.lr_wsd_decay_iters": schedule.decay_steps(training.steps) if wsd else None,
+            **{f"{part}.use_distributed_optimizer": layout.zero_stage > 0 for part in ("optimizer", "ddp")},
+            "ddp.grad_reduce_in_fp32": True,
+            "ddp.num_distributed_optimizer_instances": replicas if replicas > 1 else None,
+            "ddp.use_megatron_fsdp": sharded and True,
+            "ddp.data_parallel_sharding_strategy": sharded,
+            "logger.log_interval": 1,
+            "logger.tensorboard_dir": logs["tensorboard"] and f"{run.run_dir}/tensorboard",
+            "logger.wandb_project": logs["wandb"] and "meshwright",
+            "logger.wandb_exp_name": logs["wandb"] and run.run_dir,
+            "tokenizer.tokenizer_type": "HuggingFaceTokenizer",
+            "checkpoint.ckpt_format": "fsdp_dtensor" if sharded else "torch_dist",
+        }) | {"mixed_precision": MIXED.write(training.precision)})  # fmt: skip
 
 
-def _sizes(resolved: ResolvedRun) -> dict[str, Any]:
-    model = resolved.model
-    found: dict[str, Any] = {
-        "num_layers": model.num_layers,
-        "hidden_size": model.hidden,
-        "ffn_hidden_size": model.ffn,
-        "num_attention_heads": model.num_heads,
-        "num_query_groups": model.num_kv_heads,
-        "kv_channels": model.head_dim,
-        "seq_length": resolved.run.data.sequence_length,
-        "vocab_size": model.vocab,
+def _model(resolved: ResolvedRun) -> dict[str, Any]:
+    """What sizes do not tell of the model, and what is recomputed."""
+    model, kinds = resolved.model, set(resolved.recompute)
+    full = kinds == {"full"}
+    return {
         "should_pad_vocab": False,
         "gated_linear_unit": True,
         "activation_func": {"_target_": "torch.nn.functional.silu", "_call_": False},
         "normalization": "RMSNorm",
-        "layernorm_epsilon": model.norm_eps,
         "add_bias_linear": False,
         "add_qkv_bias": model.qkv_bias,
         "qk_layernorm": model.qk_norm,
         "position_embedding_type": "rope",
-        "rotary_base": model.rope_theta,
         "share_embeddings_and_output_weights": model.tied_embeddings,
-        "init_method_std": model.init_std,
         "hidden_dropout": 0.0,
         "attention_dropout": 0.0,
-        "deterministic_mode": resolved.run.training.deterministic,
+        "rope_scaling": True if model.rope_scaling else None,
+        "rope_scaling_factor": model.rope_scaling and model.rope_scaling.factor,
+        "sequence_parallel": resolved.run.layout.tp > 1,
+        "recompute_granularity": kinds.pop() if kinds in ({"full"}, {"selective"}) else None,
+        "recompute_method": "uniform" if full else None,
+        "recompute_num_layers": 1 if full else None,
     }
-    if model.rope_scaling is not None:
-        found |= {"rope_scaling": True, "rope_scaling_factor": model.rope_scaling.factor}
-    if model.num_experts:
-        found |= {"num_moe_experts": model.num_experts, "moe_router_topk": model.experts_per_token}
-        found |= {"moe_ffn_hidden_size": model.expert_ffn, "moe_aux_loss_coeff": model.balance_loss}
-    return found
 
 
-def _degrees(resolved: ResolvedRun) -> dict[str, Any]:
-    layout, kinds = resolved.run.layout, set(resolved.recompute)
-    found: dict[str, Any] = {
-        "tensor_model_parallel_size": layout.tp,
-        "sequence_parallel": layout.tp > 1,
-        "pipeline_model_parallel_size": layout.pp,
-        "context_parallel_size": layout.cp,
-        "expert_model_parallel_size": layout.ep,
-    }
-    if layout.pp > 1 and layout.virtual_stages > 1:
-        found["virtual_pipeline_model_parallel_size"] = layout.virtual_stages
-    if kinds == {"full"}:
-        found |= {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
-    elif kinds == {"selective"}:
-        found["recompute_granularity"] = "selective"
-    return found
-
-
-def _sections(resolved: ResolvedRun) -> dict[str, dict[str, Any]]:
-    run, training, layout = resolved.run, resolved.run.training, resolved.run.layout
-    optimizer, schedule, steps = training.optimizer, training.lr_schedule, training.steps
-    wsd = {"lr_wsd_decay_style": "linear", "lr_wsd_decay_iters": schedule.decay_steps(steps)}
-    data, weights = run.data, [source.weight for source in run.data.sources]
-    sharded = layout.zero_stage > 0
-    fsdp = {"use_megatron_fsdp": True, "data_parallel_sharding_strategy": SHARDED.get(layout.zero_stage)}
-    replicas = layout.dp_replicate if sharded else 1
-    return {
-        "train": {"micro_batch_size": resolved.micro_batch, "global_batch_size": resolved.global_batch,
-                  "train_iters": steps},
-        "validation": {"eval_interval": training.evaluation.every or steps, "eval_iters": training.evaluation.batches},
-        "optimizer": {
-            "optimizer": OPTIMIZERS.write(optimizer.name),
-            "lr": optimizer.lr,
-            "min_lr": rounded(optimizer.lr * schedule.final),
-            "weight_decay": optimizer.weight_decay,
-            "adam_beta1": optimizer.betas[0],
-            "adam_beta2": optimizer.betas[1],
-            "adam_eps": optimizer.eps,
-            "clip_grad": training.clip or 0.0,
-            "use_distributed_optimizer": sharded,
-        },
-        "scheduler": {
-            "lr_decay_style": SCHEDULES.write(schedule.name),
-            **(wsd if schedule.name == "wsd" else {}),
-            "lr_decay_iters": steps,
-            "lr_warmup_iters": schedule.warmup_steps(steps),
-        },
-        "ddp": {
-            "use_distributed_optimizer": sharded,
-            "grad_reduce_in_fp32": True,
-            **({"num_distributed_optimizer_instances": replicas} if replicas > 1 else {}),
-            **(fsdp if layout.zero_stage in SHARDED else {}),
-        },
-        "dataset": {
-            "seq_length": data.sequence_length,
-            "random_seed": training.seed,
-            "blend": [[source.path.removesuffix(".bin") for source in data.sources],
-                      weights if weights[0] is not None else None],
-            "split": split_of(data.held_out),
-            **dict.fromkeys(("reset_position_ids", "reset_attention_mask", "eod_mask_loss"), data.separate_documents),
-        },
-        "logger": {
-            "log_interval": 1,
-            **({"tensorboard_dir": f"{run.run_dir}/tensorboard"} if "tensorboard" in run.trackers else {}),
-            **({"wandb_project": "meshwright", "wandb_exp_name": run.run_dir} if "wandb" in run.trackers else {}),
-        },
-        "tokenizer": {"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": tokenizer_of(resolved)},
-        "checkpoint": {
-            "save": run.run_dir,
-            "save_interval": run.checkpoint.every or steps,
-            "most_recent_k": run.checkpoint.keep_last,
-            "ckpt_format": "fsdp_dtensor" if layout.zero_stage in SHARDED else "torch_dist",
-        },
-        "rng": {"seed": training.seed},
-    }  # fmt: skip
+def _blend(run: Run) -> list[Any]:
+    weights = [source.weight for source in run.data.sources]
+    return [
+        [source.path.removesuffix(".bin") for source in run.data.sources],
+        weights if weights[0] is not None else None,
+    ]

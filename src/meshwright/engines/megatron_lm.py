@@ -1,11 +1,11 @@
 """Export as Megatron-LM's flags: a script that starts `pretrain_gpt.py`."""
 
 import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, ClassVar, assert_never
 
-from meshwright.engines.written import WrittenEngine, rounded, tokenizer_of
-from meshwright.imports.megatron import OPTIMIZERS, SCHEDULES
+from meshwright.engines.written import WrittenEngine, tokenizer_of, written
+from meshwright.imports.megatron import OPTIMIZERS, RULES, SCHEDULES
 from meshwright.imports.names import Names, pipelined
 from meshwright.spec.model import ModelSpec
 from meshwright.spec.precision import BF16, FP16, FP32
@@ -17,8 +17,20 @@ FAMILIES = ("gpt2", "llama", "qwen2", "qwen3", "mixtral")
 SHARDED = {2: "optim_grads", 3: "optim_grads_params"}
 """ZeRO's stage -> what Megatron-FSDP shards."""
 LATER = "the learning rate starts at 0: every step uses the rate of Meshwright's previous step"
-Flags = Iterator[tuple[str, Any]]
-"""(flag, value); True for a flag without one."""
+Flags = dict[str, Any]
+"""Flag -> value: True for a flag without one, False or None where it is left out."""
+SIZES = (
+    "num-layers hidden-size ffn-hidden-size num-attention-heads max-position-embeddings norm-epsilon init-method-std "
+    "padded-vocab-size untie-embeddings-and-output-weights"
+)
+EXPERTS = "num-experts moe-router-topk moe-ffn-hidden-size moe-aux-loss-coeff"
+DATA = "seq-length split tokenizer-model reset-position-ids reset-attention-mask eod-mask-loss"
+TRAINING = (
+    "micro-batch-size global-batch-size train-iters optimizer lr min-lr lr-decay-iters lr-warmup-iters weight-decay "
+    "adam-beta1 adam-beta2 adam-eps clip-grad bf16 fp16 seed deterministic-mode"
+)
+LAYOUT = "tensor-model-parallel-size pipeline-model-parallel-size context-parallel-size"
+SAVING = "save save-interval eval-interval eval-iters"
 
 
 def megatron_cannot(resolved: ResolvedRun, where: str) -> dict[str, str]:
@@ -79,7 +91,10 @@ class MegatronLmFlags(WrittenEngine):
             lines += ["export CUDA_DEVICE_MAX_CONNECTIONS=1"]
         lines += [f"{start} pretrain_gpt.py \\"]
         for section in (_model, _data, _training, _layout, _saving):
-            lines += [f"    {_flag(name, value)} \\" for name, value in section(resolved)]
+            flags = section(resolved).items()
+            lines += [
+                f"    {_flag(name, value)} \\" for name, value in flags if value is not None and value is not False
+            ]
         return "\n".join(lines)[:-2] + "\n"
 
 
@@ -92,34 +107,23 @@ def _flag(name: str, value: Any) -> str:
 
 def _model(resolved: ResolvedRun) -> Flags:
     model = resolved.model
-    yield "use-mcore-models", True
-    yield "num-layers", model.num_layers
-    yield "hidden-size", model.hidden
-    yield "ffn-hidden-size", model.ffn
-    yield "num-attention-heads", model.num_heads
-    if model.head_dim * model.num_heads != model.hidden:
-        yield "kv-channels", model.head_dim
-    if model.num_kv_heads != model.num_heads:
-        yield from (("group-query-attention", True), ("num-query-groups", model.num_kv_heads))
-    yield "max-position-embeddings", model.max_positions
-    yield from _positions(model)
-    if model.rope_scaling is not None:
-        yield from (("use-rope-scaling", True), ("rope-scaling-factor", model.rope_scaling.factor))
-    yield "normalization", NORMS[model.norm]
-    yield "norm-epsilon", model.norm_eps
-    yield from _feed_forward(model)
-    if model.qkv_bias and model.family != "gpt2":
-        yield "add-qkv-bias", True
-    if model.qk_norm:
-        yield "qk-layernorm", True
-    if not model.tied_embeddings:
-        yield "untie-embeddings-and-output-weights", True
-    if model.num_experts:
-        yield from (("num-experts", model.num_experts), ("moe-router-topk", model.experts_per_token))
-        yield from (("moe-ffn-hidden-size", model.expert_ffn), ("moe-aux-loss-coeff", model.balance_loss))
-    yield "init-method-std", model.init_std
-    yield from (("hidden-dropout", 0.0), ("attention-dropout", 0.0))
-    yield "padded-vocab-size", model.vocab
+    grouped, scaling = model.num_kv_heads != model.num_heads, model.rope_scaling
+    return {
+        "use-mcore-models": True,
+        **written(RULES, [*SIZES.split(), *(EXPERTS.split() if model.num_experts else [])], resolved),
+        "kv-channels": model.head_dim if model.head_dim * model.num_heads != model.hidden else None,
+        "group-query-attention": grouped,
+        "num-query-groups": model.num_kv_heads if grouped else None,
+        **_positions(model),
+        "use-rope-scaling": scaling is not None,
+        "rope-scaling-factor": scaling and scaling.factor,
+        "normalization": NORMS[model.norm],
+        **_feed_forward(model),
+        "add-qkv-bias": model.qkv_bias and model.family != "gpt2",
+        "qk-layernorm": model.qk_norm,
+        "hidden-dropout": 0.0,
+        "attention-dropout": 0.0,
+    }
 
 
 NORMS = {"rmsnorm": "RMSNorm", "layernorm": "LayerNorm"}
@@ -128,9 +132,9 @@ NORMS = {"rmsnorm": "RMSNorm", "layernorm": "LayerNorm"}
 def _positions(model: ModelSpec) -> Flags:
     match model.positions:
         case "rope":
-            yield from (("position-embedding-type", "rope"), ("rotary-base", int(model.rope_theta)))
+            return {"position-embedding-type": "rope", "rotary-base": int(model.rope_theta)}
         case "learned":
-            yield "position-embedding-type", "learned_absolute"
+            return {"position-embedding-type": "learned_absolute"}
         case other:
             assert_never(other)
 
@@ -138,87 +142,62 @@ def _positions(model: ModelSpec) -> Flags:
 def _feed_forward(model: ModelSpec) -> Flags:
     match model.activation:
         case "silu":
-            yield from (("swiglu", True), ("disable-bias-linear", True))
+            return {"swiglu": True, "disable-bias-linear": True}
         case "gelu_tanh":
-            yield "openai-gelu", True
+            return {"openai-gelu": True}
         case other:
             assert_never(other)
 
 
 def _data(resolved: ResolvedRun) -> Flags:
-    data = resolved.run.data
-    yield "seq-length", data.sequence_length
-    prefixes = [source.path.removesuffix(".bin") for source in data.sources]
-    weights = [source.weight for source in data.sources]
-    mixed = [word for pair in zip(weights, prefixes, strict=True) for word in pair]
-    yield "data-path", mixed if weights[0] is not None else prefixes
-    yield "split", split_of(data.held_out)
-    yield from (("tokenizer-type", "HuggingFaceTokenizer"), ("tokenizer-model", tokenizer_of(resolved) or "?"))
-    if data.separate_documents:
-        yield from ((name, True) for name in ("reset-position-ids", "reset-attention-mask", "eod-mask-loss"))
-
-
-def split_of(held_out: float) -> str:
-    """The shares of training, validation and test."""
-    return f"{round(100 * (1 - held_out), 6):g},{round(100 * held_out, 6):g},0"
+    sources = resolved.run.data.sources
+    mixed = [
+        word for source in sources for word in (source.weight, source.path.removesuffix(".bin")) if word is not None
+    ]
+    return {"data-path": mixed, "tokenizer-type": "HuggingFaceTokenizer", **written(RULES, DATA.split(), resolved)}
 
 
 def _training(resolved: ResolvedRun) -> Flags:
     training = resolved.run.training
-    optimizer, schedule = training.optimizer, training.lr_schedule
-    yield from (("micro-batch-size", resolved.micro_batch), ("global-batch-size", resolved.global_batch))
-    yield "train-iters", training.steps
-    yield "optimizer", OPTIMIZERS.write(optimizer.name)
-    yield from (("lr", optimizer.lr), ("min-lr", rounded(optimizer.lr * schedule.final)))
-    yield "lr-decay-style", SCHEDULES.write(schedule.name)
-    if schedule.name == "wsd":
-        yield from (("lr-wsd-decay-style", "linear"), ("lr-wsd-decay-iters", schedule.decay_steps(training.steps)))
-    yield from (("lr-decay-iters", training.steps), ("lr-warmup-iters", schedule.warmup_steps(training.steps)))
-    yield "weight-decay", optimizer.weight_decay
-    yield from (("adam-beta1", optimizer.betas[0]), ("adam-beta2", optimizer.betas[1]), ("adam-eps", optimizer.eps))
-    yield "clip-grad", training.clip or 0.0
-    if (precision := PRECISIONS.write(training.precision)) != FP32.name:
-        yield precision, True
-        yield (
-            ("grad-reduce-in-bf16" if training.reduce_dtype == BF16.name else "accumulate-allreduce-grads-in-fp32"),
-            True,
-        )
-    yield "seed", training.seed
-    if training.deterministic:
-        yield "deterministic-mode", True
-    kinds = set(resolved.recompute)
-    if kinds == {"full"}:
-        yield from (("recompute-granularity", "full"), ("recompute-method", "uniform"), ("recompute-num-layers", 1))
-    elif kinds == {"selective"}:
-        yield "recompute-granularity", "selective"
+    schedule, kinds, narrow = training.lr_schedule, set(resolved.recompute), training.reduce_dtype == BF16.name
+    mixed, wsd, full = training.precision != FP32.name, schedule.name == "wsd", kinds == {"full"}
+    return {
+        **written(RULES, TRAINING.split(), resolved),
+        "lr-decay-style": SCHEDULES.write(schedule.name),
+        "lr-wsd-decay-style": "linear" if wsd else None,
+        "lr-wsd-decay-iters": schedule.decay_steps(training.steps) if wsd else None,
+        "grad-reduce-in-bf16": mixed and narrow,
+        "accumulate-allreduce-grads-in-fp32": mixed and not narrow,
+        "recompute-granularity": kinds.pop() if kinds in ({"full"}, {"selective"}) else None,
+        "recompute-method": "uniform" if full else None,
+        "recompute-num-layers": 1 if full else None,
+    }
 
 
 def _layout(resolved: ResolvedRun) -> Flags:
-    layout = resolved.run.layout
-    yield "tensor-model-parallel-size", layout.tp
-    if layout.tp > 1:
-        yield "sequence-parallel", True
-    yield "pipeline-model-parallel-size", layout.pp
-    if layout.pp > 1 and layout.virtual_stages > 1:
-        yield "num-virtual-stages-per-pipeline-rank", layout.virtual_stages
-    yield "context-parallel-size", layout.cp
-    if layout.ep > 1:
-        yield "expert-model-parallel-size", layout.ep
-    if layout.zero_stage:
-        yield "use-distributed-optimizer", True
-    if layout.zero_stage in SHARDED:
-        yield from (("use-megatron-fsdp", True), ("data-parallel-sharding-strategy", SHARDED[layout.zero_stage]))
-        yield "ckpt-format", "fsdp_dtensor"
-    if layout.zero_stage and layout.dp_replicate > 1:
-        yield "num-distributed-optimizer-instances", layout.dp_replicate
+    layout, ways = resolved.run.layout, resolved.run.layout.virtual_stages
+    sharded = SHARDED.get(layout.zero_stage)
+    return {
+        **written(RULES, LAYOUT.split(), resolved),
+        "sequence-parallel": layout.tp > 1,
+        "num-virtual-stages-per-pipeline-rank": ways if layout.pp > 1 and ways > 1 else None,
+        "expert-model-parallel-size": layout.ep if layout.ep > 1 else None,
+        "use-distributed-optimizer": layout.zero_stage > 0,
+        "use-megatron-fsdp": sharded is not None,
+        "data-parallel-sharding-strategy": sharded,
+        "ckpt-format": sharded and "fsdp_dtensor",
+        "num-distributed-optimizer-instances": layout.dp_replicate
+        if layout.zero_stage and layout.dp_replicate > 1
+        else None,
+    }
 
 
 def _saving(resolved: ResolvedRun) -> Flags:
-    run, steps = resolved.run, resolved.run.training.steps
-    yield from (("save", run.run_dir), ("save-interval", run.checkpoint.every or steps))
-    yield "eval-interval", run.training.evaluation.every or steps
-    yield from (("eval-iters", run.training.evaluation.batches), ("log-interval", 1))
-    if "tensorboard" in run.trackers:
-        yield "tensorboard-dir", f"{run.run_dir}/tensorboard"
-    if "wandb" in run.trackers:
-        yield from (("wandb-project", "meshwright"), ("wandb-exp-name", run.run_dir))
+    run, names = resolved.run, "wandb" in resolved.run.trackers
+    return {
+        **written(RULES, SAVING.split(), resolved),
+        "log-interval": 1,
+        "tensorboard-dir": f"{run.run_dir}/tensorboard" if "tensorboard" in run.trackers else None,
+        "wandb-project": "meshwright" if names else None,
+        "wandb-exp-name": run.run_dir if names else None,
+    }

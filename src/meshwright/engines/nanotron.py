@@ -7,9 +7,10 @@ from typing import Any, ClassVar
 from meshwright.engines.engine import refused_axes
 from meshwright.engines.megatron_lm import LATER
 from meshwright.engines.settings import Rule, without
-from meshwright.engines.written import YamlEngine, rounded, stated, tokenizer_of
+from meshwright.engines.written import YamlEngine, rounded, stated, tokenizer_of, written
 from meshwright.imports.names import Names, pipelined
-from meshwright.imports.nanotron import DTYPES, OPTIMIZERS
+from meshwright.imports.nanotron import DTYPES, OPTIMIZERS, RULES, SIZE
+from meshwright.imports.rules import dotted
 from meshwright.spec.precision import BF16, FP32
 from meshwright.spec.run import ResolvedRun
 
@@ -18,6 +19,18 @@ STYLES = Names(
     "training.lr_schedule.name", {"cosine": "cosine", "linear": "linear", "wsd": "linear", "constant": "linear"}
 )
 PIPELINES = Names.same("layout.schedule", "1f1b", "afab", counts=pipelined)
+KEYS = dotted({
+    "general": "seed",
+    "parallelism": "dp tp pp recompute_layer",
+    "model": "dtype init_method.std",
+    "model.model_config": "hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads "
+    "vocab_size max_position_embeddings rms_norm_eps rope_theta tie_word_embeddings hidden_act",
+    "tokenizer": "tokenizer_name_or_path",
+    "tokens": "sequence_length train_steps micro_batch_size batch_accumulation_per_replica",
+    "optimizer.optimizer_factory": "name adam_beta1 adam_beta2 adam_eps",
+    "optimizer": "weight_decay",
+    "checkpoints": "checkpoints_path",
+})  # fmt: skip
 UNDECAYED = [".*norm.*", ".*bias"]
 """Patterns of the names of parameters that do not decay here; `re.match` reads them."""
 
@@ -65,9 +78,8 @@ class NanotronConfig(YamlEngine):
 
     def config(self, resolved: ResolvedRun) -> dict[str, Any]:
         """The recipe under its names."""
-        run, training = resolved.run, resolved.run.training
-        optimizer, steps, layout = training.optimizer, training.steps, run.layout
-        source, seed = run.data.sources[0], training.seed
+        run, training, model = resolved.run, resolved.run.training, resolved.model
+        source, decay = run.data.sources[0], training.optimizer.weight_decay
         dataset = {
             "hf_dataset_or_datasets": source.path.removeprefix("hub:"),
             "hf_dataset_config_name": source.subset,
@@ -76,50 +88,29 @@ class NanotronConfig(YamlEngine):
         }
         wide = FP32.name in (training.precision, training.reduce_dtype)
         return {
-            "general": {"project": "meshwright", "run": Path(run.run_dir).name, "seed": seed},
-            "parallelism": {
-                "dp": layout.data_parallel,
-                "tp": layout.tp,
-                "pp": layout.pp,
-                "pp_engine": PIPELINES.write(layout.schedule) if layout.pp > 1 else "1f1b",
-                "tp_mode": "REDUCE_SCATTER",
-                "recompute_layer": set(resolved.recompute) == {"full"},
-            },
-            "model": {
-                "dtype": DTYPES.write(training.precision),
-                "init_method": {"std": resolved.model.init_std, "scaling_method": "NUM_LAYERS"},
-                "make_vocab_size_divisible_by": 1,
-                "model_config": _sizes(resolved),
-            },
-            "tokenizer": {"tokenizer_name_or_path": tokenizer_of(resolved)},
-            "tokens": {
-                "sequence_length": run.data.sequence_length,
-                "train_steps": steps,
-                "micro_batch_size": resolved.micro_batch,
-                "batch_accumulation_per_replica": resolved.accumulation,
-            },
-            "optimizer": {
-                "optimizer_factory": {
-                    "name": OPTIMIZERS.write(optimizer.name),
-                    "adam_beta1": optimizer.betas[0],
-                    "adam_beta2": optimizer.betas[1],
-                    "adam_eps": optimizer.eps,
-                    "torch_adam_is_fused": True,
-                },
-                "zero_stage": layout.zero_stage,
-                "weight_decay": optimizer.weight_decay,
-                "weight_decay_exclude_named_params": UNDECAYED if optimizer.weight_decay else [],
-                "clip_grad": training.clip,
-                "accumulate_grad_in_fp32": training.precision == BF16.name and wide,
-                "learning_rate_scheduler": _rates(resolved),
-            },
+            "general": {"project": "meshwright", "run": Path(run.run_dir).name},
+            "optimizer": {"clip_grad": training.clip},
+            **written(RULES, KEYS, resolved),
+            "parallelism.pp_engine": PIPELINES.write(run.layout.schedule) if run.layout.pp > 1 else "1f1b",
+            "parallelism.tp_mode": "REDUCE_SCATTER",
+            "model.init_method.scaling_method": "NUM_LAYERS",
+            "model.make_vocab_size_divisible_by": 1,
+            f"{SIZE}is_qwen2_config" if model.qkv_bias else f"{SIZE}is_llama_config": True,
+            f"{SIZE}attention_bias": True if model.qkv_bias else None,
+            f"{SIZE}rope_interleaved": False,
+            f"{SIZE}z_loss_enabled": False,
+            "optimizer.optimizer_factory.torch_adam_is_fused": True,
+            "optimizer.zero_stage": run.layout.zero_stage,
+            "optimizer.weight_decay_exclude_named_params": UNDECAYED if decay else [],
+            "optimizer.accumulate_grad_in_fp32": training.precision == BF16.name and wide,
+            "optimizer.learning_rate_scheduler": _rates(resolved),
             "data_stages": [{
                 "name": "training",
                 "start_training_step": 1,
-                "data": {"dataset": stated(dataset), "seed": seed},
+                "data": {"dataset": stated(dataset), "seed": training.seed},
             }],
-            "checkpoints": {"checkpoints_path": run.run_dir, "checkpoint_interval": run.checkpoint.every or steps},
-            "logging": {"iteration_step_info_interval": 1},
+            "checkpoints.checkpoint_interval": run.checkpoint.every or training.steps,
+            "logging.iteration_step_info_interval": 1,
         }  # fmt: skip
 
 
@@ -139,27 +130,6 @@ def _other_models(resolved: ResolvedRun) -> dict[str, str]:
 def _names_data_set(source: Any, base_dir: Path) -> bool:
     remote = source.path.startswith("hub:")
     return source.split == "train" and (remote or (base_dir / source.path).is_dir())
-
-
-def _sizes(resolved: ResolvedRun) -> dict[str, Any]:
-    model = resolved.model
-    biased = {"is_qwen2_config": True, "attention_bias": True} if model.qkv_bias else {"is_llama_config": True}
-    return {
-        **biased,
-        "hidden_size": model.hidden,
-        "intermediate_size": model.ffn,
-        "num_hidden_layers": model.num_layers,
-        "num_attention_heads": model.num_heads,
-        "num_key_value_heads": model.num_kv_heads,
-        "vocab_size": model.vocab,
-        "max_position_embeddings": model.max_positions,
-        "rms_norm_eps": model.norm_eps,
-        "rope_theta": model.rope_theta,
-        "rope_interleaved": False,
-        "tie_word_embeddings": model.tied_embeddings,
-        "hidden_act": "silu",
-        "z_loss_enabled": False,
-    }
 
 
 def _rates(resolved: ResolvedRun) -> dict[str, Any]:

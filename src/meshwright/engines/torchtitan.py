@@ -5,16 +5,17 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
-from meshwright.engines.written import WrittenEngine, tokenizer_of
+from meshwright.engines.written import WrittenEngine, nested, tokenizer_of, written
 from meshwright.families.registry import PRESETS
 from meshwright.families.resolve import pretrained_directory, resolve_model
 from meshwright.imports.names import Names
-from meshwright.imports.torchtitan_keys import FLAVORS, PIPELINES, SCALED
+from meshwright.imports.rules import dotted
+from meshwright.imports.torchtitan_keys import FLAVORS, PIPELINES, RULES, SCALED
 from meshwright.spec.precision import BF16, FP32
 from meshwright.spec.run import ResolvedRun
 
 PRECISIONS = Names("training.precision", {FP32.name: "float32", BF16.name: "bfloat16"})
-REDUCED = Names("training.reduce_dtype", {FP32.name: "float32"})
+REDUCED = Names.same("training.reduce_dtype", FP32.name)
 """torchtitan always reduces gradients in fp32."""
 OPTIMIZERS = Names("training.optimizer.name", {"adamw": "AdamW"})
 DECAYS = Names(
@@ -26,6 +27,15 @@ SIZES = {
     **{f"{part}b": f"{part}B" for part in ("0.6", "1.7", "4", "14", "32")},
 }
 """Flavors as torchtitan writes them."""
+KEYS = dotted({
+    "lr_scheduler": "warmup_steps",
+    "training": "global_batch_size seq_len steps enable_cpu_offload dtype mixed_precision_reduce",
+    "parallelism": "data_parallel_replicate_degree data_parallel_shard_degree tensor_parallel_degree "
+    "pipeline_parallel_degree context_parallel_degree expert_parallel_degree",
+    "compile": "enable",
+    "metrics": "enable_tensorboard enable_wandb",
+    "debug": "seed deterministic",
+})  # fmt: skip
 READERS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet", ".arrow": "arrow"}
 """The ending of a file -> the builder of `datasets` that reads it."""
 IMPORTS = """\
@@ -122,7 +132,7 @@ def _config(resolved: ResolvedRun) -> dict[str, Any]:
     pretrained = run.model.weights == "pretrained" and directory is not None
     vocab = _Code("decoder_vocab_size(model_spec)")
     loss = _Call("CrossEntropyLoss.Config", {"global_vocab_size": vocab})
-    steps, pipelined = training.steps, run.layout.pp > 1
+    steps, pipelined, sections = training.steps, run.layout.pp > 1, nested(written(RULES, KEYS, resolved))
     rates = {"total_steps": steps - 1 if steps > 1 else None}  # one earlier, so that the last step has the last rate
     falls = {"wsd": schedule.decay_steps(steps) / max(1, steps - 1)}
     return {
@@ -132,25 +142,20 @@ def _config(resolved: ResolvedRun) -> dict[str, Any]:
         "loss": _Call("ChunkedLossWrapper.Config", {"loss_fn": loss}),
         "optimizer": _Call("OptimizersContainer.Config", {"param_groups": _groups(resolved)}),
         "lr_scheduler": _Call("LRSchedulersContainer.Config", {
-            "warmup_steps": schedule.warmup_steps(steps),
+            **sections["lr_scheduler"],
             **rates,
             "decay_ratio": falls.get(schedule.name),
             "decay_type": DECAYS.write(schedule.name),
             "min_lr_factor": 1.0 if schedule.name == "constant" else schedule.final,
         }),
         "training": _Call("TrainingConfig", {
+            **sections["training"],
             "local_batch_size": resolved.micro_batch * (resolved.accumulation if pipelined else 1),
-            "global_batch_size": resolved.global_batch,
-            "seq_len": run.data.sequence_length,
             "max_norm": training.clip or math.inf,
-            "steps": steps,
-            "enable_cpu_offload": run.layout.offload == "cpu",
             "disable_cuda_graphs": pipelined,
-            "dtype": "bfloat16" if training.master_dtype == BF16.name else "float32",
             "mixed_precision_param": PRECISIONS.write(training.precision),
-            "mixed_precision_reduce": REDUCED.write(training.reduce_dtype),
         }),
-        "parallelism": _Call("ParallelismConfig", _degrees(resolved)),
+        "parallelism": _Call("ParallelismConfig", sections["parallelism"] | _stages(resolved)),
         "checkpoint": _Call("CheckpointManager.Config", {
             "enable": True,
             "interval": run.checkpoint.every or steps,
@@ -161,30 +166,18 @@ def _config(resolved: ResolvedRun) -> dict[str, Any]:
                if pretrained else {}),
         }),
         "activation_checkpoint": _recomputation(resolved),
-        "compile": _Call("CompileConfig", {"enable": training.compile}),
+        "compile": _Call("CompileConfig", sections["compile"]),
         "dataloader": _Call("HuggingFaceTextDataLoader.Config", {"dataset": "corpus"}),
-        "metrics": _Call("MetricsProcessor.Config", {
-            "log_freq": 1,
-            "enable_tensorboard": "tensorboard" in run.trackers,
-            "enable_wandb": "wandb" in run.trackers,
-        }),
+        "metrics": _Call("MetricsProcessor.Config", {"log_freq": 1, **sections["metrics"]}),
         "validator": _Call("Validator.Config", {"enable": False}),
-        "debug": _Call("DebugConfig", {"seed": training.seed, "deterministic": training.deterministic}),
+        "debug": _Call("DebugConfig", sections["debug"]),
     }  # fmt: skip
 
 
-def _degrees(resolved: ResolvedRun) -> dict[str, Any]:
-    layout, pipelined = resolved.run.layout, resolved.run.layout.pp > 1
-    found: dict[str, Any] = {
-        "data_parallel_replicate_degree": layout.dp_replicate,
-        "data_parallel_shard_degree": layout.dp_shard,
-        "fsdp_reshard_after_forward": "never" if layout.zero_stage == 2 else "always",
-        "tensor_parallel_degree": layout.tp,
-        "pipeline_parallel_degree": layout.pp,
-        "context_parallel_degree": layout.cp,
-        "expert_parallel_degree": layout.ep,
-    }
-    if pipelined:
+def _stages(resolved: ResolvedRun) -> dict[str, Any]:
+    layout = resolved.run.layout
+    found: dict[str, Any] = {"fsdp_reshard_after_forward": "never" if layout.zero_stage == 2 else "always"}
+    if layout.pp > 1:
         found["pipeline_parallel_schedule"] = PIPELINES.write(layout.schedule)
         found["pipeline_parallel_microbatch_size"] = resolved.micro_batch
         found["module_fqns_per_model_part"] = list(_parts(resolved))

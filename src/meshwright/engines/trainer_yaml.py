@@ -5,28 +5,20 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
-from meshwright.engines.megatron_lm import LATER
-from meshwright.engines.written import YamlEngine, stated, whole
+from meshwright.engines.megatron_lm import LATER, PRECISIONS
+from meshwright.engines.written import YamlEngine, stated, written
+from meshwright.imports.axolotl import RULES as AXOLOTL_RULES
 from meshwright.imports.axolotl_data import FORMATS, VERBATIM
-from meshwright.imports.hf_arguments import OPTIMIZERS as READ
+from meshwright.imports.hf_arguments import RULES as HF_RULES
 from meshwright.imports.llama_factory import RECORDS, TABLE, TEMPLATES
+from meshwright.imports.llama_factory import RULES as FACTORY_RULES
 from meshwright.imports.names import Names, lora
 from meshwright.spec.finetune import FullSpec, LoraSpec
-from meshwright.spec.precision import BF16, FP16, FP32
 from meshwright.spec.run import ResolvedRun
-from meshwright.spec.training import TrainingSpec
 
-OPTIMIZERS = Names(
-    "training.optimizer.name",
-    {"adamw": "adamw_torch", "adamw_8bit": "adamw_bnb_8bit", "paged_adamw": "paged_adamw_32bit"},
-)
-assert all(READ[theirs] == ours for ours, theirs in OPTIMIZERS.written.items())
+OPTIMIZERS = Names.same("training.optimizer.name", "adamw", "adamw_8bit", "paged_adamw")
 SCHEDULES = Names(
     "training.lr_schedule.name", {"linear": "linear", "cosine": "cosine", "constant": "constant_with_warmup"}
-)
-PRECISIONS = Names(
-    "training.precision",
-    {kind: {BF16.name: kind == BF16.name, FP16.name: kind == FP16.name} for kind in (BF16.name, FP16.name, FP32.name)},
 )
 TYPES = Names(
     "data.sources.format",
@@ -54,24 +46,34 @@ BASES = Names(
     counts=lora,
 )
 """axolotl's keys."""
-TRAINED = Names(
-    "data.chat.train_on", {"assistant": {}, "all": {"train_on_prompt": True}, "last": {"mask_history": True}}
-)
-ORDERS = Names("data.order", {"shuffled": {}, "given": {"disable_shuffling": True}})
+TRAINED = Names.same("data.chat.train_on", "assistant", "all", "last")
+ORDERS = Names.same("data.order", "shuffled", "given")
 PACKED = Names("data.packing", {"best_fit": True, "padded": False})
 
 
-def _optimization(training: TrainingSpec) -> dict[str, Any]:
-    """The settings of optimizer and clipping that both name as the Trainer does."""
-    optimizer = training.optimizer
-    return {
-        "learning_rate": optimizer.lr,
-        "weight_decay": optimizer.weight_decay,
-        "adam_beta1": optimizer.betas[0],
-        "adam_beta2": optimizer.betas[1],
-        "adam_epsilon": optimizer.eps,
-        "max_grad_norm": training.clip or 0.0,
-    }
+TRAINER = (
+    "gradient_accumulation_steps max_steps learning_rate weight_decay adam_beta1 adam_beta2 adam_epsilon max_grad_norm "
+    "warmup_steps bf16 fp16 seed save_total_limit output_dir"
+)
+"""Keys that both name as the Trainer does."""
+
+
+def _given(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The values that switch something on."""
+    return {key: value for key, value in values.items() if value}
+
+
+AXOLOTL = "base_model sequence_len micro_batch_size optimizer lora_r lora_alpha lora_dropout"
+AXOLOTL_GIVEN = "lora_target_linear lora_modules_to_save peft_use_dora peft_use_rslora torch_compile"
+FACTORY = (
+    "model_name_or_path cutoff_len per_device_train_batch_size optim pref_beta dpo_label_smoothing lora_rank "
+    "lora_alpha lora_dropout"
+)
+FACTORY_GIVEN = (
+    "train_from_scratch train_on_prompt mask_history disable_shuffling use_dora use_rslora torch_compile "
+    "full_determinism"
+)
+"""Keys that are written only where they are true."""
 
 
 class AxolotlConfig(YamlEngine):
@@ -103,41 +105,28 @@ class AxolotlConfig(YamlEngine):
         """The recipe under axolotl's names."""
         run, training, data = resolved.run, resolved.run.training, resolved.run.data
         schedule = training.lr_schedule
+        adapter = run.finetune if isinstance(run.finetune, LoraSpec) else None
+        # axolotl refuses bitsandbytes' 8-bit AdamW under FSDP2, and names torchao's
+        torchao = run.layout.zero_stage and training.optimizer.name == "adamw_8bit"
         return {
-            "base_model": run.model.name,
+            **written(AXOLOTL_RULES, AXOLOTL.split(), resolved),
+            **_given(written(AXOLOTL_RULES, AXOLOTL_GIVEN.split(), resolved)),
+            **written(HF_RULES, TRAINER.split(), resolved),
             "datasets": [_axolotl_dataset(source) for source in data.sources],
             "chat_template": data.chat.template if data.chat.template != "auto" else None,
             "val_set_size": data.held_out,
-            "sequence_len": data.sequence_length,
             "sample_packing": PACKED.write(data.packing),
-            **_axolotl_adapter(resolved),
-            "micro_batch_size": resolved.micro_batch,
-            "gradient_accumulation_steps": resolved.accumulation,
-            "max_steps": training.steps,
-            "optimizer": _axolotl_optimizer(resolved),
-            **_optimization(training),
+            **(BASES.write(adapter.base) if adapter else {}),
+            "lora_target_modules": list(adapter.targets) if adapter and adapter.targets != "all-linear" else None,
+            **({"optimizer": "adamw_torch_8bit"} if torchao else {}),
             "cosine_min_lr_ratio": schedule.final if schedule.name == "cosine" and schedule.final else None,
             "lr_scheduler": SCHEDULES.write(schedule.name),
-            "warmup_steps": schedule.warmup_steps(training.steps),
-            **PRECISIONS.write(training.precision),
             "gradient_checkpointing": set(resolved.recompute) == {"full"},
-            "torch_compile": training.compile or None,
-            "seed": training.seed,
             "save_steps": run.checkpoint.every,
-            "save_total_limit": run.checkpoint.keep_last,
             "eval_steps": training.evaluation.every,
             "wandb_project": Path(run.run_dir).name if "wandb" in run.trackers else None,
             **(SHARDED if run.layout.zero_stage == 3 else {}),
-            "output_dir": run.run_dir,
         }
-
-
-def _axolotl_optimizer(resolved: ResolvedRun) -> str:
-    """axolotl refuses bitsandbytes' 8-bit AdamW under FSDP2, and names torchao's."""
-    name = resolved.run.training.optimizer.name
-    if name == "adamw_8bit" and resolved.run.layout.zero_stage:
-        return "adamw_torch_8bit"
-    return OPTIMIZERS.write(name)
 
 
 def _axolotl_dataset(source: Any) -> dict[str, Any]:
@@ -145,24 +134,6 @@ def _axolotl_dataset(source: Any) -> dict[str, Any]:
     found = {"path": source.path.removeprefix("hub:"), "type": TYPES.write(source.format)}
     found |= {} if remote else {"ds_type": "json"}
     return stated(found | {"split": source.split if source.split != "train" else None, "name": source.subset})
-
-
-def _axolotl_adapter(resolved: ResolvedRun) -> dict[str, Any]:
-    finetune = resolved.run.finetune
-    if not isinstance(finetune, LoraSpec):
-        return {}
-    linear = finetune.targets == "all-linear"
-    return {
-        **BASES.write(finetune.base),
-        "lora_r": finetune.rank,
-        "lora_alpha": whole(finetune.alpha),
-        "lora_dropout": finetune.dropout,
-        "lora_target_linear": True if linear else None,
-        "lora_target_modules": None if linear else list(finetune.targets),
-        "lora_modules_to_save": list(finetune.train) or None,
-        "peft_use_dora": finetune.dora or None,
-        "peft_use_rslora": finetune.rslora or None,
-    }
 
 
 class LlamaFactoryConfig(YamlEngine):
@@ -209,38 +180,22 @@ class LlamaFactoryConfig(YamlEngine):
         texts = all(source.format == "text" for source in data.sources)
         packed = data.packing == "concatenated" or (PACKED.write(data.packing) and not texts)
         return {
-            "model_name_or_path": run.model.name,
-            "train_from_scratch": True if run.model.weights == "random" else None,
+            **written(FACTORY_RULES, FACTORY.split(), resolved),
+            **_given(written(FACTORY_RULES, FACTORY_GIVEN.split(), resolved)),
+            **written(HF_RULES, TRAINER.split(), resolved),
             "stage": "dpo" if preference else "pt" if texts else "sft",
             "do_train": True,
             **_method(resolved),
-            "pref_beta": preference.beta if preference else None,
-            "dpo_label_smoothing": preference.label_smoothing if preference else None,
             "dataset": ",".join(_named(resolved)),
             "dataset_dir": ".",
             "template": TEMPLATE.get(data.chat.template),
-            "cutoff_len": data.sequence_length,
             "packing": packed,
             "neat_packing": True if packed and data.separate_documents and not texts else None,
             "val_size": data.held_out,
-            **TRAINED.write(data.chat.train_on),
-            **ORDERS.write(data.order),
-            "per_device_train_batch_size": resolved.micro_batch,
-            "gradient_accumulation_steps": resolved.accumulation,
-            "max_steps": training.steps,
-            "optim": OPTIMIZERS.write(training.optimizer.name),
-            **_optimization(training),
             "lr_scheduler_type": SCHEDULES.write(schedule.name),
-            "warmup_steps": schedule.warmup_steps(training.steps),
-            **PRECISIONS.write(training.precision),
             "disable_gradient_checkpointing": set(resolved.recompute) != {"full"},
-            "torch_compile": training.compile or None,
-            "full_determinism": training.deterministic or None,
-            "seed": training.seed,
             "save_steps": run.checkpoint.every or training.steps,
-            "save_total_limit": run.checkpoint.keep_last,
             "logging_steps": 1,
-            "output_dir": run.run_dir,
             "report_to": list(run.trackers) or "none",
         }
 
@@ -273,13 +228,8 @@ def _method(resolved: ResolvedRun) -> dict[str, Any]:
     return {
         "finetuning_type": "lora",
         "adapter_name_or_path": finetune.start_from,
-        "lora_rank": finetune.rank,
-        "lora_alpha": whole(finetune.alpha),
-        "lora_dropout": finetune.dropout,
         "lora_target": "all" if every else ",".join(finetune.targets),
         "additional_target": ",".join(finetune.train) or None,
-        "use_dora": finetune.dora or None,
-        "use_rslora": finetune.rslora or None,
         "loraplus_lr_ratio": finetune.b_lr_ratio if finetune.b_lr_ratio != 1 else None,
         "quantization_bit": BITS.write(finetune.base),
         "double_quantization": finetune.double_quantization if finetune.base == "nf4" else None,

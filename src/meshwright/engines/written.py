@@ -2,14 +2,18 @@
 
 import tempfile
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
 from meshwright.engines.engine import Engine, InexpressibleError
 from meshwright.engines.settings import Fate, Rule, Setting, as_in_a_recipe, leaves, rule_of, said, settings_of, without
 from meshwright.families.resolve import SIZES, pretrained_directory, resolve_model, starting_weights
+from meshwright.imports.claims import value_at
+from meshwright.imports.reading import Get
+from meshwright.imports.reading import Rule as ReadingRule
 from meshwright.imports.recipe import import_files
+from meshwright.imports.rules import write
 from meshwright.spec.document import write_yaml
 from meshwright.spec.errors import UserError
 from meshwright.spec.layout import LayoutSpec
@@ -107,21 +111,46 @@ class YamlEngine(WrittenEngine):
 
     def text(self, resolved: ResolvedRun) -> str:
         """The file."""
-        return write_yaml(stated(self.config(resolved)))
+        return write_yaml(nested(self.config(resolved)))
 
     @abstractmethod
     def config(self, resolved: ResolvedRun) -> dict[str, Any]:
-        """The file's keys and values; a key whose value is None is left out."""
+        """The file's keys, which may be dotted, and values; a key whose value is None is left out."""
+
+
+def written(rules: Mapping[str, ReadingRule], keys: Iterable[str], resolved: ResolvedRun) -> dict[str, Any]:
+    """Keys with the values that the run has for them, by the rules with which they are read."""
+    get = values_of(resolved)
+    return stated({key: write(rules[key], get) for key in keys})
+
+
+def values_of(resolved: ResolvedRun) -> Get:
+    """Every setting's value, automatic ones resolved, and the model's sizes."""
+    run = decided(resolved)
+
+    def get(path: str) -> Any:
+        section, _, name = path.partition(".")
+        sizes = section == "model" and name in SIZES
+        return value_at(resolved.model, name) if sizes else value_at(run, path)
+
+    return get
+
+
+def nested(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Dotted keys as sections in sections; those whose value is None are left out."""
+    top: dict[str, Any] = {}
+    for key, value in stated(values).items():
+        section = top
+        *outer, last = key.split(".")
+        for part in outer:
+            section = section.setdefault(part, {})
+        section[last] = value
+    return top
 
 
 def stated(values: Mapping[str, Any]) -> dict[str, Any]:
     """The values that are not None."""
     return {key: value for key, value in values.items() if value is not None}
-
-
-def whole(number: float) -> float:
-    """The number, as an integer where it is one."""
-    return int(number) if number == int(number) else number
 
 
 def rounded(number: float) -> float:

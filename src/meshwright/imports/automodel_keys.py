@@ -22,6 +22,7 @@ from meshwright.imports.rules import (
     unless_none,
     unsupported,
     when,
+    whole,
     without,
 )
 from meshwright.imports.schedules import schedule_choice
@@ -267,7 +268,7 @@ RULES: Mapping[str, Rule] = {
     "peft.target_modules": _targets,
     "peft.match_all_linear": when("finetune.targets", "all-linear"),
     "peft.dim": "finetune.rank",
-    "peft.alpha": "finetune.alpha",
+    "peft.alpha": whole("finetune.alpha"),
     "peft.dropout": "finetune.dropout",
     "peft.dropout_position": fact("dropout position"),
     "peft.use_dora": when("finetune.dora", True),

@@ -28,6 +28,7 @@ from meshwright.imports.rules import (
     tracker,
     unsupported,
     when,
+    whole,
     without,
     words,
 )
@@ -195,7 +196,7 @@ RULES: Mapping[str, Rule] = {
     "load_in_4bit": when("finetune.base", "nf4"),
     "load_in_8bit": if_any("finetune.base", "int8"),
     "lora_r": "finetune.rank",
-    "lora_alpha": "finetune.alpha",
+    "lora_alpha": whole("finetune.alpha"),
     "lora_dropout": "finetune.dropout",
     "lora_target_modules": _targets,
     "lora_target_linear": when("finetune.targets", "all-linear"),

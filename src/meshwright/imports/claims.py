@@ -88,7 +88,7 @@ class Always:
 Claim = Has | HasNot | Always
 
 
-def value_at(run: Run, path: str) -> Any:
+def value_at(run: Spec, path: str) -> Any:
     """A setting's value, with lists for tuples; None where the recipe lacks the section.
 
     `layout.offload` may be a word for a whole section, which `layout.tiers` is.

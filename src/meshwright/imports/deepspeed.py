@@ -22,7 +22,7 @@ from meshwright.imports.deepspeed_schedules import (
     settle_optimizer,
     settle_schedule,
 )
-from meshwright.imports.reading import EvenAuto, Reading, Rule, check_count, check_number, flat
+from meshwright.imports.reading import Form, Reading, Rule, check_count, check_number, flat
 from meshwright.imports.rules import (
     fact,
     listed,
@@ -192,7 +192,7 @@ KEYS: Mapping[str, Rule] = {
     "scheduler.params.warmup_num_steps": "training.lr_schedule.warmup",
     "scheduler.params.total_num_steps": "training.steps",
     "scheduler.params.warmup_max_lr": keep_rate(PEAK),
-    "scheduler.params.warmup_min_lr": EvenAuto(keep_least),
+    "scheduler.params.warmup_min_lr": Form(keep_least, even_auto=True),
     "scheduler.params.warmup_type": only("linear", "warm-up is always linear"),
     "scheduler.params.last_batch_iteration": only(-1, "a new run starts at its first step"),
     "scheduler.params.warmup_min_ratio": only(0, "warm-up always starts at 0"),

@@ -12,6 +12,7 @@ from meshwright.imports.rules import (
     above_zero,
     always,
     apply,
+    both,
     choice,
     claims_value,
     fact,
@@ -22,6 +23,7 @@ from meshwright.imports.rules import (
     tracker,
     unsupported,
     when,
+    whole,
     without,
     words,
 )
@@ -190,9 +192,9 @@ RULES: Mapping[str, Rule] = {
         choice("finetune.method", {"LORA": "lora"}), reading, str(value).upper(), origin
     ),
     "model.peft_config.r": "finetune.rank",
-    "model.peft_config.lora_alpha": "finetune.alpha",
+    "model.peft_config.lora_alpha": whole("finetune.alpha"),
     "model.peft_config.lora_dropout": "finetune.dropout",
-    "model.peft_config.target_modules": _targets,
+    "model.peft_config.target_modules": both(_targets, lambda get: get("finetune.targets")),
     "model.peft_config.modules_to_save": listed("finetune.train"),
     "model.peft_config.use_dora": when("finetune.dora", True),
     "model.peft_config.use_rslora": when("finetune.rslora", True),

@@ -19,7 +19,18 @@ from meshwright.imports.hf_schedules import (
     strategy,
 )
 from meshwright.imports.reading import Reading, Rule
-from meshwright.imports.rules import above_zero, fact, no_effects, only, positive, unsupported, when, without, words
+from meshwright.imports.rules import (
+    above_zero,
+    both,
+    fact,
+    no_effects,
+    only,
+    positive,
+    unsupported,
+    when,
+    without,
+    words,
+)
 from meshwright.imports.trl_arguments import RULES as TRL_RULES
 from meshwright.imports.trl_arguments import settle_trl
 
@@ -94,7 +105,7 @@ def _precision(name: str) -> Rule:
             )
         reading.set("training.precision", name, origin)
 
-    return rule
+    return both(rule, lambda get: get("training.precision") == name)
 
 
 def _settle_fsdp(reading: Reading, values: Mapping[str, Any], file: str) -> None:
@@ -157,7 +168,7 @@ RULES: Mapping[str, Rule] = {
     "optim": words("training.optimizer.name", OPTIMIZERS),
     "lr_scheduler_type": keep_type,
     "lr_scheduler_kwargs": keep_options,
-    "warmup_steps": _warmup,
+    "warmup_steps": both(_warmup, lambda get: get("training.lr_schedule.warmup")),
     "warmup_ratio": fact("warmup_ratio"),
     "max_steps": above_zero("training.steps", Always("the epochs count")),
     "num_train_epochs": fact("epochs"),

@@ -10,7 +10,7 @@ from meshwright.imports.hf_arguments import RULES as HF_RULES
 from meshwright.imports.hf_arguments import deepspeed_first, take_defaults, take_length
 from meshwright.imports.hf_schedules import settle_intervals
 from meshwright.imports.reading import Reading, Rule, check_count, check_number
-from meshwright.imports.rules import choice, dotted, fact, no_effects, one_of, only, unsupported, when, without
+from meshwright.imports.rules import choice, dotted, fact, no_effects, one_of, only, unsupported, when, whole, without
 from meshwright.spec.errors import UserError
 
 MARKS = ("finetuning_type", "cutoff_len", "dataset_dir", "stage")
@@ -170,7 +170,7 @@ RULES: Mapping[str, Rule] = {
     "finetuning_type": _method,
     "freeze_trainable_layers": _frozen,
     "lora_rank": "finetune.rank",
-    "lora_alpha": "finetune.alpha",
+    "lora_alpha": whole("finetune.alpha"),
     "lora_dropout": "finetune.dropout",
     "lora_target": _targets,
     "additional_target": lambda reading, value, origin: reading.set("finetune.train", _listed(value), origin),

@@ -8,9 +8,10 @@ from meshwright.imports.claims import Has, NoEffect
 from meshwright.imports.megatron_combined import LISTS, SWITCHES, MegatronForm, combine, model_defaults
 from meshwright.imports.megatron_combined import RULES as COMBINED_RULES
 from meshwright.imports.names import Names
-from meshwright.imports.reading import Reading, Rule, check_count, check_number
+from meshwright.imports.reading import Get, Reading, Rule, check_count, check_number
 from meshwright.imports.rules import (
     always,
+    both,
     choice,
     claims,
     claims_value,
@@ -121,6 +122,12 @@ def _split(reading: Reading, value: Any, origin: str) -> None:
     reading.set("data.held_out", round(sum(shares[1:]) / sum(shares), 6), origin)
 
 
+def _shares(get: Get) -> str:
+    """The shares of training, validation and test."""
+    held_out = get("data.held_out")
+    return f"{round(100 * (1 - held_out), 6):g},{round(100 * held_out, 6):g},0"
+
+
 def _virtual(reading: Reading, value: Any, origin: str) -> None:
     check_count(value, origin)
     if value > 1:
@@ -136,7 +143,7 @@ def _last_step(path: str) -> Rule:
         steps = reading.settings.get("training.steps", (None, ""))[0]
         reading.set(path, 0 if steps == value else value, origin)
 
-    return rule
+    return both(rule, lambda get: get(path) or get("training.steps"))
 
 
 RULES: Mapping[str, Rule] = {
@@ -217,7 +224,7 @@ RULES: Mapping[str, Rule] = {
     ),
     **dict.fromkeys(("train-data-path", "valid-data-path", "test-data-path"), without("set data.sources and held_out")),
     "data-path": _data,
-    "split": _split,
+    "split": both(_split, _shares),
     "tokenizer-model": "data.tokenizer",
     "save": "run_dir",
     "save-interval": _last_step("checkpoint.every"),

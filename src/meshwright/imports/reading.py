@@ -31,6 +31,22 @@ NARROW = {
 
 Rule = str | Callable[["Reading", Any, str], None]
 """The rule for a key: the path of our setting, which gets the value; or a function of (reading, value, origin)."""
+Get = Callable[[str], Any]
+"""The value of a setting, by its path, in the run for which a file is written."""
+
+
+@dataclass(frozen=True)
+class Form:
+    """A rule with its inverse, or one that also knows other words."""
+
+    rule: Callable[["Reading", Any, str], None]
+    write: Callable[[Get], Any] | None = None
+    """The key's value for a run."""
+    even_auto: bool = False
+    """Whether it knows what `auto` means, so that no other file has to give the value."""
+
+    def __call__(self, reading: "Reading", value: Any, origin: str) -> None:
+        self.rule(reading, value, origin)
 
 
 @contextmanager
@@ -159,7 +175,7 @@ class Reading:
                 continue
             origin = self.read(file, key, value)
             rule = rules.get(key) or of_section(rules, key)
-            if value == "auto" and rule is not None and not isinstance(rule, EvenAuto):
+            if value == "auto" and rule is not None and not (isinstance(rule, Form) and rule.even_auto):
                 self.notes.append(f"{origin}: taken from another file, or the recipe's default")
             elif rule is None:
                 self.unknown.append(origin)
@@ -205,16 +221,6 @@ def of_section(rules: Mapping[str, Rule], key: str) -> Rule | None:
 def _names(text: str, origin: str) -> bool:
     """Whether a text names a key with its value."""
     return re.search(rf"(?:^|[\s(;]){re.escape(origin)}(?=$|[\s;:,)])", text, flags=re.MULTILINE) is not None
-
-
-@dataclass(frozen=True)
-class EvenAuto:
-    """A rule that knows what `auto` means, so that no other file has to give the value."""
-
-    rule: Callable[[Reading, Any, str], None]
-
-    def __call__(self, reading: Reading, value: Any, origin: str) -> None:
-        self.rule(reading, value, origin)
 
 
 def check_count(value: Any, origin: str) -> None:

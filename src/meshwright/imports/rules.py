@@ -1,10 +1,26 @@
-"""Rules for keys: what a key of another system does to a `Reading`."""
+"""Rules for keys: what a key of another system does to a `Reading`, and its value in a file that is written.
 
-from collections.abc import Collection, Mapping
+The path of a setting, and most of these rules, have an inverse; so a key is stated once for both directions.
+"""
+
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
-from meshwright.imports.claims import Always, Claim, Has, HasNot, NoEffect
-from meshwright.imports.reading import EvenAuto, Reading, Rule, check_count
+from meshwright.imports.claims import Always, Claim, Has, HasNot, NoEffect, shown
+from meshwright.imports.reading import Form, Get, Reading, Rule, check_count
+from meshwright.spec.errors import UserError
+
+FACTS: Mapping[str, Callable[[Get], Any]] = {
+    "accumulation": lambda get: (
+        get("training.global_batch") // (get("training.micro_batch") * get("layout.data_parallel"))
+    ),
+    "beta1": lambda get: get("training.optimizer.betas")[0],
+    "beta2": lambda get: get("training.optimizer.betas")[1],
+    "decay steps": lambda get: get("training.steps"),
+    "min_lr": lambda get: float(f"{get('training.optimizer.lr') * get('training.lr_schedule.final'):.12g}"),
+    "replicas": lambda get: get("layout.data_parallel"),
+}
+"""A fact's value in a run, where every system means the same by it."""
 
 
 def apply(rule: Rule, reading: Reading, value: Any, origin: str) -> None:
@@ -15,9 +31,23 @@ def apply(rule: Rule, reading: Reading, value: Any, origin: str) -> None:
         rule(reading, value, origin)
 
 
+def write(rule: Rule, get: Get) -> Any:
+    """The value of a rule's key in a run."""
+    if isinstance(rule, str):
+        return get(rule)
+    assert isinstance(rule, Form), "a function alone has no inverse"
+    assert rule.write, "the rule has no inverse"
+    return rule.write(get)
+
+
+def both(rule: Rule, inverse: Callable[[Get], Any]) -> Form:
+    """A rule with another inverse."""
+    return Form(lambda reading, value, origin: apply(rule, reading, value, origin), inverse)
+
+
 def fact(name: str) -> Rule:
     """Keeps the value as a fact."""
-    return lambda reading, value, origin: reading.fact(name, value, origin)
+    return Form(lambda reading, value, origin: reading.fact(name, value, origin), FACTS.get(name))
 
 
 def claims(claim: Claim) -> Rule:
@@ -27,12 +57,12 @@ def claims(claim: Claim) -> Rule:
 
 def claims_value(path: str) -> Rule:
     """Claims that the setting has this value, which another key sets."""
-    return lambda reading, value, origin: reading.claim(origin, Has(path, value))
+    return Form(lambda reading, value, origin: reading.claim(origin, Has(path, value)), lambda get: get(path))
 
 
 def no_effect(reason: NoEffect) -> Rule:
     """No value of the key has an effect on training."""
-    return EvenAuto(lambda reading, value, origin: reading.no_effect.append((origin, reason)))
+    return Form(lambda reading, value, origin: reading.no_effect.append((origin, reason)), even_auto=True)
 
 
 def no_effects(keys: Mapping[NoEffect, Mapping[str, str]]) -> dict[str, Rule]:
@@ -47,7 +77,7 @@ def no_effects(keys: Mapping[NoEffect, Mapping[str, str]]) -> dict[str, Rule]:
 
 def without(reason: str) -> Rule:
     """No counterpart, whatever the value."""
-    return EvenAuto(lambda reading, value, origin: reading.give_up(origin, reason))
+    return Form(lambda reading, value, origin: reading.give_up(origin, reason), even_auto=True)
 
 
 def unsupported(reason: str) -> Rule:
@@ -59,7 +89,7 @@ def unsupported(reason: str) -> Rule:
         else:
             reading.claim(origin, Always("it is off, as in every recipe"))
 
-    return EvenAuto(rule)
+    return Form(rule, even_auto=True)
 
 
 OFF = ("none", "None", "no", "off", "disabled", "disable")
@@ -74,7 +104,7 @@ def only(expected: Any, reason: str) -> Rule:
         else:
             reading.give_up(origin, reason)
 
-    return rule
+    return Form(rule, lambda get: expected)
 
 
 def one_of(expected: Collection[Any], reason: str) -> Rule:
@@ -94,19 +124,35 @@ def sections(rules: Mapping[str, Rule]) -> dict[str, Rule]:
 
 def positive(path: str) -> Rule:
     """The setting gets the value if it is above 0, else null."""
-    return lambda reading, value, origin: reading.set(path, value if value and value > 0 else None, origin)
+    return both(
+        lambda reading, value, origin: reading.set(path, value if value and value > 0 else None, origin),
+        lambda get: get(path) or 0.0,
+    )
 
 
 def above_zero(path: str, otherwise: Claim) -> Rule:
     """The setting gets the value if it is above 0; otherwise the key says what `otherwise` claims."""
-    return lambda reading, value, origin: (
-        reading.set(path, value, origin) if value > 0 else reading.claim(origin, otherwise)
+    return both(
+        lambda reading, value, origin: (
+            reading.set(path, value, origin) if value > 0 else reading.claim(origin, otherwise)
+        ),
+        lambda get: get(path),
+    )
+
+
+def whole(path: str) -> Rule:
+    """The setting gets a number, which is written as an integer where it is one."""
+    return both(
+        path, lambda get: int(number) if (number := get(path)) is not None and number == int(number) else number
     )
 
 
 def listed(path: str) -> Rule:
     """The setting gets a list, which a text alone is one item of."""
-    return lambda reading, value, origin: reading.set(path, [value] if isinstance(value, str) else list(value), origin)
+    return both(
+        lambda reading, value, origin: reading.set(path, [value] if isinstance(value, str) else list(value), origin),
+        lambda get: get(path) or None,
+    )
 
 
 def degree(path: str, also: Mapping[str, Any] | None = None) -> Rule:
@@ -119,21 +165,24 @@ def degree(path: str, also: Mapping[str, Any] | None = None) -> Rule:
         else:
             reading.claim(origin, Has(path, 1))
 
-    return rule
+    return both(rule, lambda get: get(path))
 
 
 def unless_none(path: str) -> Rule:
     """The setting gets the value, unless it is the text "None", which some systems read as Python does."""
-    return lambda reading, value, origin: (
-        reading.claim(origin, Always("as if it were not there"))
-        if value in ("None", "none")
-        else reading.set(path, value, origin)
+    return both(
+        lambda reading, value, origin: (
+            reading.claim(origin, Always("as if it were not there"))
+            if value in ("None", "none")
+            else reading.set(path, value, origin)
+        ),
+        lambda get: get(path),
     )
 
 
 def tracker(name: str) -> Rule:
-    """Adds a tracker, whatever the value."""
-    return lambda reading, value, origin: reading.track(name, origin)
+    """Adds a tracker, whatever the value; left out without it."""
+    return both(lambda reading, value, origin: reading.track(name, origin), lambda get: name in get("trackers") or None)
 
 
 def no_tracker(name: str) -> Claim:
@@ -142,8 +191,9 @@ def no_tracker(name: str) -> Claim:
 
 
 def always(rule: Rule, result: Any) -> Rule:
-    """What the rule does with `result`, whatever the value."""
-    return EvenAuto(lambda reading, value, origin: apply(rule, reading, result, origin))
+    """What the rule does with `result`, whatever the value; left out where it is not so."""
+    return Form(lambda reading, value, origin: apply(rule, reading, result, origin),
+                lambda get: write(rule, get) == result or None, even_auto=True)  # fmt: skip
 
 
 def when(rule: Rule, result: Any, off: Claim | None = None) -> Rule:
@@ -159,14 +209,15 @@ def when(rule: Rule, result: Any, off: Claim | None = None) -> Rule:
         else:
             reading.give_up(origin, "supported: true, false")
 
-    return chosen
+    return both(chosen, lambda get: write(rule, get) == result)
 
 
 def if_any(rule: Rule, result: Any, off: Claim | None = None) -> Rule:
     """What the rule does with `result`, unless the value is false, 0 or empty, which claims `off` as in `when`."""
     claim = off or _without(rule, result)
-    return lambda reading, value, origin: (
-        apply(rule, reading, result, origin) if value else reading.claim(origin, claim)
+    return both(
+        lambda reading, value, origin: apply(rule, reading, result, origin) if value else reading.claim(origin, claim),
+        lambda get: write(rule, get) == result,
     )
 
 
@@ -184,13 +235,30 @@ def choice(rule: Rule, known: Mapping[Any, Any], supported: str = "") -> Rule:
         else:
             reading.give_up(origin, f"supported: {supported or ', '.join(known)}")
 
-    return chosen
+    return both(chosen, inverse(rule, known))
 
 
 def words(path: str, known: Mapping[str, Any]) -> Rule:
     """The setting by a table of words, which may be in capitals; other words have no counterpart."""
     by_word = choice(path, known, ", ".join(sorted(known)))
-    return lambda reading, value, origin: apply(by_word, reading, str(value).lower().replace("-", "_"), origin)
+    return both(
+        lambda reading, value, origin: apply(by_word, reading, str(value).lower().replace("-", "_"), origin),
+        inverse(path, known),
+    )
+
+
+def inverse(rule: Rule, known: Mapping[Any, Any]) -> Callable[[Get], Any]:
+    """The first name that a table has for a value. Writing raises `UserError` for a value without a name."""
+
+    def written(get: Get) -> Any:
+        value = write(rule, get)
+        for theirs, ours in known.items():
+            if ours == value:
+                return theirs
+        setting = f"{rule}=" if isinstance(rule, str) else ""
+        raise UserError(f"{setting}{shown(value)}: this export supports {', '.join(map(shown, known.values()))}")
+
+    return written
 
 
 def dotted(sections: Mapping[str, str]) -> list[str]:

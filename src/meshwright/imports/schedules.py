@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from meshwright.imports.reading import Reading, Rule
-from meshwright.imports.rules import apply
+from meshwright.imports.rules import apply, both, inverse
 from meshwright.spec.training import LrScheduleSpec
 
 NAME = "training.lr_schedule.name"
@@ -21,13 +21,16 @@ def schedule_choice(known: Mapping[str, str], supported: str = "") -> Rule:
         else:
             lose_schedule(reading, origin, f"supported: {supported or ', '.join(known)}")
 
-    return rule
+    return both(rule, inverse(NAME, known))
 
 
 def schedule_words(known: Mapping[str, str]) -> Rule:
     """The schedule by a table of words, which may be in capitals."""
     by_word = schedule_choice(known, ", ".join(sorted(known)))
-    return lambda reading, value, origin: apply(by_word, reading, str(value).lower().replace("-", "_"), origin)
+    return both(
+        lambda reading, value, origin: apply(by_word, reading, str(value).lower().replace("-", "_"), origin),
+        inverse(NAME, known),
+    )
 
 
 def lose_schedule(reading: Reading, origin: str, why: str) -> None:

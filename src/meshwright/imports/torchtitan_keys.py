@@ -9,6 +9,7 @@ from meshwright.imports.names import Names, pipelined
 from meshwright.imports.reading import Reading, Rule, check_count
 from meshwright.imports.rules import (
     above_zero,
+    both,
     choice,
     claims,
     fact,
@@ -90,7 +91,7 @@ def _degree(name: str) -> Rule:
             return reading.fact(name, value, origin)
         return reading.set(name, value, origin) if value > 1 else reading.claim(origin, Has(name, 1))
 
-    return rule
+    return both(rule, lambda get: get(name if "." in name else f"layout.dp_{name}"))
 
 
 def _pipeline(reading: Reading, value: Any, origin: str) -> None:
