@@ -16,7 +16,8 @@ from typing import Any
 
 from meshwright.spec.checkpoint import CheckpointSpec
 from meshwright.spec.errors import UserError
-from meshwright.storage.durable import regular, sync_folder, write_durably
+from meshwright.spec.files import regular
+from meshwright.storage.durable import sync_folder, write_durably
 from meshwright.storage.sync import sync
 
 MANIFEST = "manifest.json"
@@ -137,7 +138,7 @@ def prune(root: Path, spec: CheckpointSpec) -> None:
 def held_out_loss(checkpoint: Path) -> float | None:
     """The held-out loss measured right before the checkpoint; None if there is none or it cannot be read."""
     try:
-        loss = json.loads((checkpoint / TRAINER).read_text())[HELD_OUT_LOSS]
+        loss = json.loads(regular(checkpoint / TRAINER).read_text())[HELD_OUT_LOSS]
     except (OSError, ValueError, KeyError, TypeError):
         return None
     return loss if isinstance(loss, float) and math.isfinite(loss) else None
@@ -148,9 +149,9 @@ def read_manifest(checkpoint: Path) -> dict[str, Any]:
 
     Raises `CheckpointError` if it is missing, damaged, or of another step than the folder's name.
     """
-    path = checkpoint / MANIFEST
+    path = regular(checkpoint / MANIFEST)
     try:
-        manifest = json.loads(regular(path).read_bytes())
+        manifest = json.loads(path.read_bytes())
     except FileNotFoundError:
         raise CheckpointError(f"{path}: missing, so this checkpoint is incomplete") from None
     except (ValueError, RecursionError):
@@ -178,7 +179,7 @@ def read_manifest(checkpoint: Path) -> dict[str, Any]:
 
 def read_trainer(checkpoint: Path, manifest: dict[str, Any]) -> dict[str, Any]:
     """The value in `trainer.json`; raises `CheckpointError` if it is not JSON, or of another step than the manifest."""
-    path = checkpoint / TRAINER
+    path = regular(checkpoint / TRAINER)
     try:
         values = json.loads(path.read_bytes())
     except (ValueError, RecursionError):

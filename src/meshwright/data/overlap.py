@@ -17,6 +17,7 @@ from meshwright.data.prepare import Corpus
 from meshwright.data.token_file import TokenFile
 from meshwright.data.tokenizer import TextTokenizer
 from meshwright.spec.errors import UserError
+from meshwright.spec.files import regular
 
 NGRAM = 13
 """Default length of a run, in tokens; Brown et al. (2020) took 13 words."""
@@ -75,7 +76,7 @@ def find_overlap(corpus: Corpus, files: Sequence[Path], length: int = NGRAM) -> 
 def _texts_of(path: Path) -> Iterator[tuple[int, list[str]]]:
     """(line, its texts) of a .jsonl file; any other file is one row."""
     try:
-        content = path.read_text(encoding="utf-8")
+        content = regular(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{path}: cannot be read ({error})") from error
     if path.suffix != ".jsonl":

@@ -63,9 +63,9 @@ class Launchers:
         a restart."""
         return self._agreed(_verdict(attempt), mine, ANSWER_SECONDS)
 
-    def watch(self, attempt: int) -> "Verdict":
+    def watch(self, attempt: int) -> "VerdictWatch":
         """Whether another launcher has decided about an attempt that runs here."""
-        return Verdict(self._store, _verdict(attempt))
+        return VerdictWatch(self._store, _verdict(attempt))
 
     def meet(self, attempt: int, verdict: RestartDecision) -> RestartDecision:
         """`verdict`, after the launchers of all machines are ready for this attempt; without a restart if one of them
@@ -139,7 +139,7 @@ class Launchers:
         return replace(mine, status=status, again="", message=f"{mine.message}\n{lost}".strip())
 
 
-class Verdict:
+class VerdictWatch:
     """Whether a verdict has been written. A thread polls, because without network the call hangs."""
 
     def __init__(self, store: dist.Store, key: str) -> None:

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from meshwright.checkpoint.manifest import checkpoint_name, list_checkpoints, step_of
 from meshwright.launch.forkserver import Process
-from meshwright.launch.launchers import POLL_SECONDS, Launchers, RestartDecision, Verdict
+from meshwright.launch.launchers import POLL_SECONDS, Launchers, RestartDecision, VerdictWatch
 from meshwright.launch.memory import MemoryWatch
 from meshwright.launch.signals import STOP_SIGNALS, StopRequest, signal_name
 from meshwright.launch.status import CRASH_LOOP, FINAL, OUT_OF_MEMORY, STOPPED, TrainingStopped
@@ -160,7 +160,7 @@ class _Worker:
         return f"error: rank {self.rank} ended with status {code}; see its messages above"
 
 
-def _wait(workers: list[_Worker], elsewhere: Verdict, stop: StopRequest) -> _Worker | None:
+def _wait(workers: list[_Worker], elsewhere: VerdictWatch, stop: StopRequest) -> _Worker | None:
     """Wait until all workers have ended; returns the first that failed. The rest are made to follow it."""
     forwarded, failed, deadline = False, None, float("inf")
     while None in [worker.process.poll() for worker in workers]:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from meshwright.spec.errors import UserError
+from meshwright.spec.files import regular
 from meshwright.spec.model import ModelSpec
 
 
@@ -37,7 +38,7 @@ def load_plain(path: Path, inert: tuple[str, ...] = ()) -> Mapping[str, Any]:
     """
     try:
         with torch.serialization.safe_globals([(Inert, name) for name in inert]):
-            found = torch.load(path, map_location="cpu", weights_only=True)
+            found = torch.load(regular(path), map_location="cpu", weights_only=True)
     except (OSError, EOFError, RuntimeError, ValueError, KeyError, pickle.UnpicklingError) as error:
         said = str(error).strip().splitlines() or ["it is damaged"]
         raise UserError(f"{path}: cannot be read as plain tensors (weights_only): {said[0][:200]}") from error
