@@ -40,7 +40,7 @@ parameter table predicts, and that one layout resumes from another's checkpoints
 - Layouts with `ep` train a model with eight experts (`tests/test_expert_parallel.py`).
 - `every-method` covers ring, all_gather and ulysses (`tests/test_context.py`), `every-schedule` the schedules that
   matter for sharding (`tests/test_pipeline.py`).
-- [`pipedream-2bw`](schedules.md#steps-that-overlap-pipedream-2bw) is missing, because it trains differently by design.
+- [`pipedream-2bw`](schedules.md#steps-that-overlap-pipedream-2bw) is missing: it is compared with its own definition.
   It is compared with one process whose gradients are one step late.
 
 ## Data parallelism combined with other axes

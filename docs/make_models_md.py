@@ -59,6 +59,14 @@ In Hugging Face directories every expert has separate tensors, as transformers 4
 a layer are one tensor.
 """
 
+FEED_FORWARD = {
+    ("silu", True): "SwiGLU",
+    ("silu", False): "SiLU",
+    ("gelu_tanh", True): "GeGLU (tanh)",
+    ("gelu_tanh", False): "GELU (tanh)",
+}
+"""A layer's usual name by activation and gate."""
+
 
 def page() -> str:
     """The text of docs/models.md."""
@@ -71,7 +79,7 @@ def _families() -> Iterator[str]:
     for name, family in FAMILIES.items():
         model = family.model({"hidden": 64, "num_layers": 1, "num_heads": 1, "vocab": 1, "max_positions": 1})
         norm = {"rmsnorm": "RMSNorm", "layernorm": "LayerNorm"}[model.norm]
-        feed_forward = {"swiglu": "SwiGLU", "gelu_tanh": "GELU (tanh)"}[model.activation]
+        feed_forward = FEED_FORWARD[model.activation, model.gated]
         feed_forward += " experts" if model.num_experts else ""
         positions = {"rope": "rotary", "learned": "learned"}[model.positions]
         positions += ", latent attention" if model.kv_rank else ""

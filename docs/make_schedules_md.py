@@ -73,9 +73,10 @@ late.
   gradient is then applied, so every batch's gradient is applied exactly once. The checkpoint holds plain weights and
   optimizer state, from which any layout can resume; afterwards the pipeline fills again. So results depend on
   `checkpoint.every`. A run stopped at a step where a checkpoint was due resumes as if it had not been stopped.
-- **Proof**: `verify` reports that it differs by design, with exit status 1. Instead, `tests/test_pipedream.py` compares
-  it in float64 with one process whose gradients are one step late: every loss, norm and weight of six steps, including
-  tied embeddings, recomputation, clipping, Muon, experts, replicas and context parallelism.
+- **Proof**: `verify` compares it in float64 with its definition, one process whose gradients are one step late: every
+  loss and norm of four steps, an evaluation while batches are in flight, and all weights and moments after the last
+  update. `tests/test_pipedream.py` does so over six steps with tied embeddings, recomputation, clipping, Muon, experts,
+  replicas and context parallelism.
 - **Layouts**: it combines with `dp_replicate` and `cp`. ZeRO is refused (it would save the memory that the second
   version needs), and so are `tp`, `ep`, offload, adapters, fp16 (its loss scale may change between forward and backward
   pass), and experts balanced by biases (which change in between).

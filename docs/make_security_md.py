@@ -38,7 +38,8 @@ def tables() -> str:
             f"commit {campaign['commit']}"
         )
     lines += ["", "Cell by cell (of several trials of a cell, every outcome):", ""]
-    for kind, rows in {kind: rows for campaign in campaigns for kind, rows in campaign.get("cells", {}).items()}.items():
+    cells = {kind: rows for campaign in campaigns for kind, rows in campaign.get("cells", {}).items()}
+    for kind, rows in cells.items():
         lines += _table(kind, rows)
     return "\n".join(lines) + "\n"
 

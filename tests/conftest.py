@@ -52,6 +52,15 @@ def runs_tests(config: pytest.Config) -> bool:
     return hasattr(config, "workerinput") or not config.getoption("numprocesses", None)
 
 
+@pytest.fixture(autouse=True)
+def _poison() -> None:
+    """Uninitialised memory is NaN in every test that computes here; ranks do the same themselves."""
+    if "torch" in sys.modules:
+        from meshwright.testing.poison import fill_uninitialized_memory
+
+        fill_uninitialized_memory()
+
+
 @pytest.fixture(scope="session")
 def ranks() -> "Iterator[RankPool]":
     """Gloo ranks in any number, kept for the whole session."""

@@ -12,7 +12,8 @@ from meshwright.comm.quantize import Coded
 from meshwright.parallel.error_feedback import ErrorFeedback, KeptErrors
 from meshwright.parallel.quantized import QuantizedReduceScatter, Rounding
 from meshwright.spec.layout import LayoutSpec
-from meshwright.spec.quantized import BLOCK, KEPT, SentPart, bytes_each, levels
+from meshwright.spec.pieces import PieceSizes
+from meshwright.spec.quantized import KEPT, SentPart, bytes_each, levels
 from meshwright.spec.run import ResolvedRun
 from meshwright.testing.equivalence import build_here, loader_for, whole_of_all
 from meshwright.testing.proof import prove
@@ -24,6 +25,8 @@ from test_quantized import peaks
 from test_resume import differences, uninterrupted
 from test_traffic import counted_and_predicted
 from tiny import tiny_run
+
+BLOCK = PieceSizes().block
 
 INT4 = {"quantized_gradients": "int4", "gradient_error_feedback": True}
 

@@ -50,7 +50,10 @@ def test_every_family_is_read_with_its_own_numbers(tmp_path, family):
     both = family in ("mistral", "qwen2")
     assert readings.keys() == ({"transformers", "llama.cpp"} if both else {"llama.cpp"})
     # It assumes 1,024 positions (gpt2) and heads of 128 (qwen3).
-    assert any("transformers" in note for note in receipt.notes) == (not both and family != "mixtral")
+    unread = [note for note in receipt.notes if note.startswith("not proved by transformers")]
+    assert bool(unread) == (not both and family != "mixtral")
+    assert all("it cannot read the file (" in note for note in unread)
+    assert receipt.proved["tokens"] == ["llama.cpp"]
     assert readings["llama.cpp"].largest_difference < (1e-4 if family != "gpt2" else 1e-2)
     assert readings["llama.cpp"].texts_equal == len(TEXTS)
     assert readings["llama.cpp"].conversations_equal == len(CONVERSATIONS)
@@ -169,7 +172,11 @@ def test_models_and_options_that_cannot_be_written(tmp_path, capsys):
 def test_a_directory_for_ollama_and_one_for_transformers(tmp_path, capsys):
     trained = opened(tmp_path, "qwen2")
     assert main(["export", str(trained.source), "--ollama", str(tmp_path / "o"), "--format", "q4_0"]) == 0
-    assert "ollama create o -f" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "ollama create o -f" in printed
+    assert "proved: numbers by transformers, llama.cpp; tokens by llama.cpp; chat template by llama.cpp" in printed
+    assert "not proved by Ollama: it has not read the files" in printed
+    assert 'TEMPLATE """' in (tmp_path / "o" / "Modelfile").read_text()
     assert {path.name for path in (tmp_path / "o").iterdir()} == {"model.gguf", "Modelfile", "receipt.json"}
     assert 'PARAMETER stop "<|im_end|>"' in (tmp_path / "o" / "Modelfile").read_text()
     receipt = export_trained(trained, tmp_path / "hf", dtype="bf16")

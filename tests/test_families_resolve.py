@@ -39,7 +39,7 @@ def directory(tmp_path, resolve):
 def test_a_family_with_sizes(resolve):
     spec = resolve(family="llama", **TINY, vocab=300)
     assert (spec.num_kv_heads, spec.head_dim, spec.ffn) == (4, 16, 256)
-    assert (spec.norm, spec.activation, spec.positions) == ("rmsnorm", "swiglu", "rope")
+    assert (spec.norm, spec.activation, spec.gated, spec.positions) == ("rmsnorm", "silu", True, "rope")
     assert resolve(family="gpt2", **TINY, vocab=300).ffn == 256
 
 
@@ -128,7 +128,7 @@ def test_one_sentence_for_what_does_not_fit(resolve, directory, fields, message)
     ("content", "message"),
     [
         (None, "it has no config.json"),
-        ("{not json", "is not valid JSON"),
+        ("{not json", "is not JSON"),
         ("[1, 2]", "is not a JSON object"),
         ('{"model_type": "bert"}', "model_type 'bert' is not supported"),
     ],

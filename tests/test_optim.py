@@ -1,6 +1,7 @@
 """Optimizers, schedules and the gradient norm, compared with torch's own and with formulas."""
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -95,6 +96,19 @@ def test_schedules(schedule: LrScheduleSpec, expected: dict[int, float]) -> None
 def test_warm_up_that_is_left_open_follows_the_length_of_the_run(steps: int, warmup: int) -> None:
     assert LrScheduleSpec().warmup_steps(steps) == warmup
     assert TrainingSpec(steps=steps).steps == steps, "no length is refused for it"
+
+
+@pytest.mark.parametrize(("steps", "warmup"), [(100, "auto"), (37, 11), (37, 2), (5, 5)])
+def test_one_cycle_is_torchs(steps: int, warmup: Any) -> None:
+    schedule = LrScheduleSpec(name="one_cycle", warmup=warmup, initial=1 / 25, final=1 / 25e4)
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
+    share = schedule.warmup_steps(steps) / steps
+    torchs = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=3.0, total_steps=steps, pct_start=share)
+    for step in range(1, steps + 1):
+        assert 3 * lr_factor(schedule, step, steps) == pytest.approx(torchs.get_last_lr()[0], rel=1e-9), step
+        optimizer.step()
+        if step < steps:
+            torchs.step()
 
 
 def test_cosine_is_a_cosine() -> None:

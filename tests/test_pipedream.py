@@ -1,6 +1,5 @@
 """Asynchronous pipelines compared with their definition: one process whose gradients are a step late."""
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,6 @@ import pytest
 import torch
 
 from meshwright.checkpoint.manifest import checkpoint_name
-from meshwright.cli.main import main
 from meshwright.data.loader import HostBatch
 from meshwright.parallel.pipedream import Pipedream
 from meshwright.parallel.pipeline import PipelineRun
@@ -19,6 +17,7 @@ from meshwright.plan.engine import engine_job
 from meshwright.plan.memory import predict_memory
 from meshwright.plan.pipeline import schedule_waiting
 from meshwright.plan.stages import describe_pipeline
+from meshwright.prove.whole import DefinedLate
 from meshwright.spec.fit import find_misfits
 from meshwright.spec.layout import LayoutSpec
 from meshwright.spec.recipe import load_spec
@@ -46,28 +45,14 @@ def late(run: ResolvedRun) -> Trajectory:
     """(loss, gradient norm) of every step and an evaluation after them, and the weights after the last update, for one
     process that makes each step with the previous batch's gradient."""
     trainer = build_here(run)
-    step, seen, before = trainer.train_step, [], None
+    step, seen = DefinedLate(trainer, LayoutSpec()), []
     with loader_for(trainer) as loader:
         for number in range(1, STEPS + 1):
-            loss, _ = step.gradients(loader.microbatches(number - 1))
-            gradients = {name: parameter.grad for name, parameter in trainer.parameters.items()}
-            seen.append((loss, _late_step(trainer, number, before)))
-            before = gradients
+            figures = step(number, loader.microbatches(number - 1))
+            seen.append((figures["loss"], figures["norm"]))
         seen.append(evaluated(trainer, loader.microbatches(0)))
-    _late_step(trainer, STEPS, before)
+    step.finish(STEPS)
     return seen, whole_of_all(trainer, trainer.parameters)
-
-
-def _late_step(trainer: Trainer, number: int, gradients: dict[str, Any] | None) -> float:
-    if gradients is None:
-        trainer.optimizers.zero_grad()
-        return 0.0
-    for name, parameter in trainer.parameters.items():
-        parameter.grad = gradients[name]
-    gnorm = trainer.train_step.gradient_norm()
-    trainer.train_step.update(number, gnorm)
-    trainer.optimizers.zero_grad()
-    return gnorm
 
 
 def trained(run: ResolvedRun) -> Trajectory:
@@ -241,17 +226,6 @@ def is_emptied(run: ResolvedRun, root: Path) -> bool:
 
 def test_a_checkpoint_empties_the_pipeline(ranks: RankPool, tmp_path: Path) -> None:
     assert ranks.run(2, is_emptied, tiny_run(layout_of(), accumulation=2), tmp_path) == [True, True]
-
-
-def test_verify_says_that_it_is_different_by_design(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    recipe = tmp_path / "run.yaml"
-    recipe.write_text("model: llama-3-8b\nlayout: {pp: 4, schedule: pipedream-2bw}\n")
-    assert main(["verify", str(recipe)]) == 1
-    assert (
-        "different: layout.schedule=pipedream-2bw applies the gradient of the previous batch" in capsys.readouterr().out
-    )
-    assert main(["verify", str(recipe), "--json"]) == 1
-    assert not json.loads(capsys.readouterr().out)["equal"]
 
 
 def test_what_check_says() -> None:

@@ -500,7 +500,7 @@ class GatedBlock(Block):
 
 
 class Gated(Model):
-    switches: ClassVar = {"activation": "gelu_tanh"}  # two matrices a layer
+    switches: ClassVar = {"activation": "gelu_tanh", "gated": False}
     dims: ClassVar = {"gate.weight": ("embed", "embed")}
 
     def block(self, spec: ModelSpec, layer: int) -> Block:

@@ -17,7 +17,8 @@ from meshwright.rehearse.rank import rehearse_rank
 from meshwright.spec.finetune import LoraSpec
 from meshwright.spec.fit import quantized_misfits
 from meshwright.spec.layout import LayoutSpec
-from meshwright.spec.quantized import BLOCK, levels, num_blocks, sent_bytes
+from meshwright.spec.pieces import PieceSizes
+from meshwright.spec.quantized import levels, num_blocks, sent_bytes
 from meshwright.spec.run import ResolvedRun, Run
 from meshwright.testing.equivalence import build_here, loader_for, whole_of_all
 from meshwright.testing.proof import prove
@@ -26,6 +27,8 @@ from meshwright.trainer.resolve import resolve_run
 from test_rehearse import real, rehearsed
 from test_traffic import counted_and_predicted
 from tiny import tiny_run
+
+BLOCK = PieceSizes().block
 
 INT8 = {"quantized_weights": "int8", "quantized_gradients": "int8"}
 INT4 = {"quantized_weights": "int8", "quantized_gradients": "int4"}

@@ -41,6 +41,19 @@ def test_a_model_far_too_large_still_gets_the_smallest_microbatch_and_says_so() 
     assert resolved.reasons["training.micro_batch"].startswith("the smallest possible; 1 would need about")
 
 
+@pytest.mark.parametrize("layout", [{"dp_shard": 8}, "auto"])
+@pytest.mark.parametrize(("scaling", "factor"), [("sqrt", 2.0), ("linear", 4.0)])
+def test_a_learning_rate_given_for_a_batch_is_scaled_to_the_run_s(layout: Any, scaling: str, factor: float) -> None:
+    optimizer = {"lr": 1e-3, "muon_lr": 0.01, "lr_base_batch": 16, "lr_scaling": scaling}
+    recipe = run(training={"global_batch": 64, "optimizer": optimizer}, data={"sequence_length": 4096}, layout=layout)
+    resolved = resolve_run(recipe, base_dir=Path(), machine=H100)
+    rates = resolved.run.training.optimizer
+    assert (rates.lr, rates.muon_lr, rates.lr_base_batch) == (factor * 1e-3, factor * 0.01, None)
+    assert resolved.asked == recipe
+    assert resolved.reasons["training.optimizer.lr"].endswith(f"0.001 for 16 sequences, scaled ({scaling}) to 64")
+    assert resolve_run(resolved.run, base_dir=Path(), machine=H100).run.training.optimizer == rates  # not twice
+
+
 SMALL = Machine(kind="cuda", name="NVIDIA A100-SXM4-40GB", devices=8, memory_bytes=40 * 2**30)
 LONG: dict[str, Any] = {"data": {"sequence_length": 8192}, "layout": {"dp_shard": 8}}
 

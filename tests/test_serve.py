@@ -25,7 +25,9 @@ import uvicorn
 from meshwright import Run, train
 from meshwright.cli.main import main
 from meshwright.data.tokenizer import TextTokenizer
+from meshwright.models.compiled import compile_where_possible
 from meshwright.models.generate import Sampling
+from meshwright.models.packed import weight_bytes
 from meshwright.serve import engine as engine_file
 from meshwright.serve.browser import CHAT, STYLE, page
 from meshwright.serve.connections import configured
@@ -432,7 +434,7 @@ def test_bad_completions_are_told_what_is_wrong(server: Running) -> None:
 
 
 def test_other_paths_methods_and_forms_are_refused(server: Running) -> None:
-    for method, path, status in (("GET", "/v1/embeddings", 404), ("GET", "/v1/chat/completions", 405)):
+    for method, path, status in (("GET", "/v1/images", 404), ("GET", "/v1/chat/completions", 405)):
         answer = httpx.request(method, server.url + path)
         assert answer.status_code == status
         assert answer.json()["error"]["message"]
@@ -527,6 +529,29 @@ def test_adapters_share_the_weights_of_their_base(runs: Path) -> None:
         open_adapter(base, runs / "base")
     with pytest.raises(UserError, match="name x is given twice"):
         open_served(base, "x", {"x": runs / "lora"}, Capacity(max_batch=1))
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_weights_that_have_copies_are_freed(compiled: bool) -> None:
+    """Unless an adapter may still share them; answers, prompts' log-probabilities and embeddings stay the same."""
+    sizes: dict[str, Any] = {"hidden": 288, "num_heads": 4, "ffn": 300, "dtype": torch.float32, "max_positions": 64}
+    asked_for = [
+        Request(prompt=[5, 9, 7, 20], max_tokens=12, sampling=Sampling(temperature=0), logprobs=0),
+        Request(prompt=[8] * 30, max_tokens=0, sampling=Sampling(), logprobs=0, scores_prompt=True),
+        Request(prompt=[3, 1, 4], max_tokens=0, sampling=Sampling(), embeds=True),
+    ]
+    found = []
+    for more in (True, False):
+        model = model_of("llama", **sizes)
+        if compiled:
+            compile_where_possible(model, print)
+        whole = weight_bytes(model)
+        (served,) = open_served(trained(model), "x", {}, Capacity(max_batch=4), more=more)
+        assert (weight_bytes(model) < whole / 2) == (not more)
+        first, second, third = served.engine.run(asked_for)
+        logprobs = [token.logprob for token in (*first.tokens, *second.prompt[1:])]
+        found.append((first.ids, second.ids, logprobs, third.embedding.tolist()))
+    assert found[0] == found[1]
 
 
 SERVE = """

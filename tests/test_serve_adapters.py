@@ -129,6 +129,8 @@ def test_answers_that_are_being_written_outlive_their_adapter(base: TrainedModel
         ({"lora_name": "x", "lora_path": "../base"}, 400, "is not a folder in"),
         ({"lora_name": "x", "lora_path": "/etc"}, 400, "is not a folder in"),
         ({"lora_name": "x", "lora_path": "none"}, 400, "is not a folder in"),
+        ({"lora_name": "x", "lora_path": "one\0"}, 400, "is not a folder in"),
+        ({"lora_name": "x", "lora_path": "x" * 5000}, 400, "is not a folder in"),
         ({"lora_name": "a b", "lora_path": "one"}, 400, "lora_name"),
         ({"lora_name": "x"}, 400, "lora_path"),
         ({"lora_name": "x", "lora_path": "empty"}, 400, "empty"),

@@ -1,5 +1,6 @@
 """The server and strangers: requests at the limits, bytes that are not a request, clients that stall."""
 
+import asyncio
 import base64
 import contextlib
 import hashlib
@@ -8,18 +9,27 @@ import json
 import re
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 import torch
+from pydantic import ValidationError
+from starlette.routing import Route
 
+from meshwright.data.tokenizer import TextTokenizer
+from meshwright.serve.api import ApiError, ChatRequest, CompletionRequest, parse
 from meshwright.serve.browser import ARENA, CHAT, page
+from meshwright.serve.calls import Call, EventStream
 from meshwright.serve.connections import Connection
+from meshwright.serve.http import Server, ServerLimits
+from meshwright.serve.metrics import Metrics
+from meshwright.serve.served import Capacity, serve_as
+from meshwright.spec.errors import UserError
 from served import model_of
-from test_serve import QUESTION, SECONDS, Running, running
+from test_serve import QUESTION, SECONDS, Running, running, trained
 
 
 @pytest.fixture(scope="module")
@@ -28,8 +38,12 @@ def base() -> Any:
 
 
 @pytest.fixture(scope="module")
-def server(base: Any) -> Iterator[Running]:
-    with running({"base": base}, max_queue=64, max_body=100_000) as found:
+def server(base: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    def load(name: str, path: str) -> Any:
+        raise UserError("no adapter is here")
+
+    votes = tmp_path_factory.mktemp("votes") / "votes.jsonl"
+    with running({"base": base}, max_queue=64, max_body=100_000, load=load, votes=votes) as found:
         yield found
 
 
@@ -88,9 +102,103 @@ def test_extreme_requests_end_alone(server: Running, name: str) -> None:
     assert httpx.get(f"{server.url}/health").json() == {"status": "ok"}
 
 
+LONG = {
+    "spelled tokens": "<|im_end|>" * 390_000,
+    "words": "def " * 975_000,
+    "one word": "x" * 3_900_000,
+    "spaces": " " * 3_900_000,
+}
+
+
+@pytest.mark.parametrize("name", LONG)
+def test_a_long_prompt_is_refused_before_it_is_encoded(base: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(TextTokenizer, "encode_prompt", None)
+    monkeypatch.setattr(TextTokenizer, "encode_conversation", None)
+    messages = [{"role": "user", "content": LONG[name]}]
+    with running({"base": base}) as server:
+        for path, body in (("completions", {"prompt": LONG[name]}), ("chat/completions", {"messages": messages})):
+            answer = httpx.post(f"{server.url}/v1/{path}", json={"model": "base", **body}, timeout=SECONDS)
+            assert answer.status_code == 400
+            error = answer.json()["error"]
+            assert error["code"] == "context_length_exceeded"
+            assert re.match(r"the prompt has at least \d{6} tokens, but the model supports 256", error["message"])
+
+
+LISTS: dict[str, Any] = {
+    "prompts": {"prompt": [{"a": 1}] * 300_000},
+    "token ids": {"prompt": [[None]] * 300_000},
+    "messages": {"messages": [None] * 600_000},
+    "many messages": {"messages": [{"role": "user", "content": ""}] * 20_000},
+}
+
+
+@pytest.mark.parametrize("name", LISTS)
+def test_a_long_list_is_refused_at_its_first_fault(name: str) -> None:
+    """A million faults would take a minute and gigabytes."""
+    kind = ChatRequest if "messages" in name else CompletionRequest
+    body = json.dumps({"model": "base", **LISTS[name]}).encode()
+    with pytest.raises(ValidationError) as caught:
+        kind.model_validate_json(body)
+    assert caught.value.error_count() < 10
+    with pytest.raises(ApiError):
+        parse(kind, body)
+
+
 def test_a_text_has_a_limited_number_of_answers(server: Running) -> None:
     answer = httpx.post(f"{server.url}/v1/completions", json={"model": "base", "prompt": ["x"] * 30, "n": 3})
     assert (answer.status_code, "at most 72 answers" in answer.text) == (400, True)
+
+
+STATE = ("chat/completions", "completions", "embeddings", "load_lora_adapter", "unload_lora_adapter")
+JSON = {"content-type": "application/json"}
+
+
+@pytest.mark.parametrize("path", [*(f"/v1/{name}" for name in STATE), "/arena/votes", "/tokenize", "/detokenize"])
+def test_pages_of_other_origins_are_refused(server: Running, path: str) -> None:
+    """By the type of the body, which such a page cannot choose freely, and by the browser's own headers."""
+
+    def status(**headers: str) -> int:
+        given = {name.replace("_", "-"): value for name, value in headers.items()}
+        return httpx.post(server.url + path, content=ASKED, headers=given, timeout=SECONDS).status_code
+
+    for kind in ("text/plain; json", "text/plain; application/json", "application/jsonp", "x/json", "", "*/*"):
+        assert status(content_type=kind) == 415, kind
+    here = f"127.0.0.1:{server.port}"
+    refused: tuple[dict[str, str], ...] = (
+        {"sec_fetch_site": "cross-site"},
+        {"sec_fetch_site": "same-site"},
+        {"sec_fetch_site": "same-site, same-origin"},
+        {"origin": "http://evil.example"},
+        {"origin": f"http://{here}.evil.example"},
+        {"origin": f"http://evil@{here}"},
+        {"origin": f"http://localhost:{server.port}"},
+        {"origin": "http://127.0.0.1:1"},
+        {"origin": "null"},
+        {"origin": f"http://{here}", "sec_fetch_site": "cross-site"},
+    )
+    for headers in refused:
+        assert status(content_type="application/json", **headers) == 403, headers
+    allowed: tuple[dict[str, str], ...] = (
+        {},
+        {"origin": f"http://{here}"},
+        {"origin": f"http://{here}", "sec_fetch_site": "same-origin"},
+        {"sec_fetch_site": "none"},
+    )
+    for headers in allowed:
+        for kind in ("application/json", "Application/JSON ; charset=utf-8"):
+            assert status(content_type=kind, **headers) not in (403, 415)
+
+
+def test_every_path_that_takes_a_body_is_among_them(base: Any) -> None:
+    app = Server([serve_as(trained(base), "base", Capacity(max_batch=1))], ServerLimits()).app()
+    posted = {route.path for route in app.routes if isinstance(route, Route) and "POST" in (route.methods or ())}
+    assert posted == {*(f"/v1/{name}" for name in STATE), "/arena/votes", "/tokenize", "/detokenize"}
+
+
+def test_links_of_other_sites_may_show_the_page(server: Running) -> None:
+    for path in ("/", "/health", "/metrics", "/v1/models"):
+        headers = {"sec-fetch-site": "cross-site", "origin": "http://evil.example"}
+        assert httpx.get(server.url + path, headers=headers).status_code == 200
 
 
 def raw(server: Running, sent: bytes) -> bytes:
@@ -160,6 +268,47 @@ def test_who_does_not_go_on_loses_the_connection(server: Running, sent: bytes, m
                     break
                 client.sendall(b"x" if sent else b"")
         assert 0.5 < time.monotonic() - began < SECONDS / 2
+
+
+@pytest.mark.parametrize("reads", [0, 1], ids=["nothing", "a byte at a time"])
+def test_who_does_not_read_loses_the_connection(server: Running, reads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pipelined requests whose answers fill every buffer."""
+    monkeypatch.setattr(Connection, "reading_seconds", 0.5)
+    with socket.socket() as client:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        client.connect(("127.0.0.1", server.port))
+        client.settimeout(0.05)
+        waiting, end = b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n" * 3000, time.monotonic() + SECONDS
+        with contextlib.suppress(ConnectionResetError, BrokenPipeError):
+            while time.monotonic() < end:
+                with contextlib.suppress(TimeoutError):
+                    waiting = waiting[client.send(waiting) :] or b"GET "
+                if reads:
+                    client.recv(reads)
+        assert time.monotonic() < end
+    assert server.settles("meshwright_requests_running", 0)
+
+
+def test_a_lost_connection_is_noticed_between_two_events() -> None:
+    """asyncio complains about every event that is written after the loss."""
+    sent, lost = list[str](), list[bool]()
+
+    async def send(message: Any) -> None:
+        if not sent:
+            asyncio.get_running_loop().call_soon(lost.append, True)
+        if not lost:
+            sent.append(message["type"])
+
+    async def events() -> AsyncIterator[str]:
+        for _ in range(100):
+            yield "data: x\n\n"
+
+    async def receive() -> Any:
+        await asyncio.sleep(SECONDS)
+
+    call = Call(Metrics(), [], asyncio.Queue(), lambda: None, 0)
+    asyncio.run(EventStream(call, events())({"type": "http"}, receive, send))
+    assert sent == ["http.response.start"]
 
 
 @pytest.mark.slow

@@ -4,6 +4,7 @@ import errno
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +25,9 @@ from meshwright.spec.errors import UserError
 from meshwright.spec.fit import find_misfits
 from meshwright.spec.layout import LayoutSpec
 from meshwright.spec.offload import OffloadSpec
+from meshwright.spec.pieces import PIECES, PieceSizes
 from meshwright.spec.run import ResolvedRun
-from meshwright.state import TieredStore, files, tiered
+from meshwright.state import TieredStore, files
 from meshwright.state.files import OffloadError, StateFile, aligned_buffer, check_directory, file_system
 from meshwright.state.tiers import Tier, complaint
 from meshwright.state.weights import BlocksAhead
@@ -44,9 +46,11 @@ ROOM = 2 * 4 * SMALL
 
 
 @pytest.fixture(autouse=True)
-def small_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tiered, "BUCKET_PARAMETERS", SMALL)
+def small_buckets(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    before = PIECES.set(PieceSizes(bucket=SMALL))
     monkeypatch.setattr(Tier, "cache_room", ROOM)
+    yield
+    PIECES.reset(before)
 
 
 def run(offload: Any, folder: Path, layout: dict[str, Any] | None = None, **options: Any) -> ResolvedRun:
@@ -150,7 +154,8 @@ def test_gradients_with_room_in_the_page_cache_are_neither_written_nor_read(
 
 def _differences(folder: Path, layouts: list[dict[str, Any]], offload: dict[str, Any], options: dict[str, Any]) -> list:
     """For each layout, the names of tensors that differ from the same layout in memory. Collective."""
-    tiered.BUCKET_PARAMETERS, Tier.cache_room = SMALL, ROOM  # type: ignore[assignment]
+    PIECES.set(PieceSizes(bucket=SMALL))
+    Tier.cache_room = ROOM  # type: ignore[assignment]
     found = []
     for layout in layouts:
         trained: list[Any] = []
@@ -237,7 +242,7 @@ def of_rank(
     folder: Path, checkpoint: Path, layout: dict[str, Any], offloads: list[Any]
 ) -> list[tuple[list[float], dict[str, torch.Tensor]]]:
     """With state in each place: the loss of the third step after a checkpoint, and all state. Collective."""
-    tiered.BUCKET_PARAMETERS = SMALL
+    PIECES.set(PieceSizes(bucket=SMALL))
     found = []
     for offload in offloads:
         trainer = build_here(run(offload, folder, layout, **TINY))
@@ -288,6 +293,7 @@ def test_files_have_no_names_and_are_what_was_written(tmp_path: Path) -> None:
 
 MOVED = """
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 import torch
 from meshwright.spec.offload import OffloadSpec

@@ -18,7 +18,7 @@ from meshwright.families import resolve_model
 from meshwright.parallel.data import ShardedGradients
 from meshwright.parallel.passes import WholeModel
 from meshwright.prove.pairs import pair_layouts
-from meshwright.prove.reference import MOST_STEPS, samples_for, train_reference
+from meshwright.prove.reference import MOST_STEPS, build_alone, samples_for, train_reference
 from meshwright.prove.shrink import shrink
 from meshwright.prove.verify import Proof, for_proof
 from meshwright.spec.layout import AXES, LayoutSpec
@@ -229,12 +229,14 @@ def test_who_read_what_is_said(ranks: RankPool, tmp_path: Path) -> None:
 
 def test_a_proof_trains_the_recipes_objective(tmp_path: Path) -> None:
     run = for_proof(tiny_run(LayoutSpec(), preference={"beta": 1e-6}))
-    assert train_reference(run, tmp_path, 1).facts(1)["loss"] == pytest.approx(0.693147, abs=1e-4)  # log 2
+    assert train_reference(build_alone(run), LayoutSpec(), tmp_path, 1).facts(1)["loss"] == pytest.approx(
+        0.693147, abs=1e-4
+    )  # log 2
 
 
 def test_every_step_of_a_proof_is_clipped(tmp_path: Path) -> None:
     run = for_proof(tiny_run(LayoutSpec()))
-    facts = train_reference(run, tmp_path, 1).facts(1)
+    facts = train_reference(build_alone(run), LayoutSpec(), tmp_path, 1).facts(1)
     assert 0 < facts["factor"] == pytest.approx(0.01 / facts["gnorm"])
     assert for_proof(tiny_run(LayoutSpec(), clip=None)).run.training.clip is None
 
@@ -258,7 +260,8 @@ def test_what_is_shrunk_has_what_needs_size() -> None:
 
 
 def test_routers_of_a_proof_are_uneven(tmp_path: Path) -> None:
-    load = train_reference(for_proof(tiny_run(LayoutSpec(), family="mixtral")), tmp_path, 1).facts(1)["expert_load"]
+    trainer = build_alone(for_proof(tiny_run(LayoutSpec(), family="mixtral")))
+    load = train_reference(trainer, LayoutSpec(), tmp_path, 1).facts(1)["expert_load"]
     assert load is not None
     assert load > 1.6
 
@@ -278,7 +281,7 @@ def test_a_large_layout_is_proved_by_pairs_of_axes(
     recipe.write_text(
         "model: llama-3-8b\ntraining: {steps: 9, global_batch: 64}\nlayout: {dp_shard: 8, cp: 2, tp: 2}\n"
     )
-    monkeypatch.setattr("meshwright.prove.verify.verify", lambda resolved, steps: Proof([], 1e-13))
+    monkeypatch.setattr("meshwright.prove.verify.verify", lambda resolved, steps, own: Proof([], 1e-13))
     assert main(["verify", str(recipe)]) == 0
     said = capsys.readouterr().out
     assert "proof 3 of 3: tensor parallel x 2 + context parallel x 2; about" in said

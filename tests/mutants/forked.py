@@ -12,6 +12,7 @@ import multiprocessing
 import signal
 import sys
 import tempfile
+import time
 import traceback
 from collections.abc import Callable
 from importlib.machinery import ModuleSpec, SourceFileLoader
@@ -123,6 +124,10 @@ class _Loader(SourceFileLoader):
         return self.code
 
 
+SECONDS = 600
+"""Time for ranks' proof, after which they count as hung."""
+
+
 class ForkedRanks:
     """Gloo ranks forked from this process, with the interface of `testing.ranks.RankPool`."""
 
@@ -139,20 +144,23 @@ class ForkedRanks:
             self._pipes.append(here)
             self._processes.append(process)
 
-    def run(self, world_size: int, function: Callable[..., Any], *args: Any, timeout: float = 120) -> list[Any]:
-        """The results of `function(*args)` on each rank; `RuntimeError` with the tracebacks of those that failed."""
+    def run(self, world_size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
+        """The results of `function(*args)` on each rank; `RuntimeError` with the tracebacks of those that failed or
+        hang."""
         assert world_size == len(self._pipes)
         for pipe in self._pipes:
             pipe.send((function, args))
-        answers = [self._answer(pipe, timeout) for pipe in self._pipes]
+        end = time.monotonic() + SECONDS
+        answers = [self._answer(pipe, end) for pipe in self._pipes]
         failures = [f"rank {rank} of {world_size}:\n{value}" for rank, (ok, value) in enumerate(answers) if not ok]
         if failures:
             raise RuntimeError("\n".join(failures))
         return [value for _, value in answers]
 
-    def _answer(self, pipe: Connection, timeout: float) -> tuple[bool, Any]:
+    def _answer(self, pipe: Connection, end: float) -> tuple[bool, Any]:
         try:
-            return pipe.recv() if pipe.poll(timeout) else (False, f"no answer within {timeout} s")
+            in_time = pipe.poll(max(1, end - time.monotonic()))
+            return pipe.recv() if in_time else (False, f"no answer within {SECONDS} s")
         except EOFError:
             return False, "the process died"
 

@@ -6,8 +6,8 @@ from typing import Any
 from meshwright.plan.engine import layout_check
 from meshwright.spec.run import ResolvedRun
 from meshwright.testing.layouts import random_layouts
-from mutants.forked import Child
-from mutants.one import SECONDS, answer
+from mutants.forked import SECONDS, Child
+from mutants.one import answer
 from tiny import tiny_run
 
 

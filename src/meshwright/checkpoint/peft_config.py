@@ -12,6 +12,7 @@ from meshwright.spec.files import regular
 from meshwright.spec.finetune import Ia3Spec, LoraSpec
 from meshwright.spec.model import ModelSpec
 from meshwright.spec.problems import read_foreign
+from meshwright.storage.jsonl import distinct_keys
 
 CONFIG = "adapter_config.json"
 
@@ -122,14 +123,14 @@ def lora_of(directory: Path) -> LoraSpec:
     """
     file = directory / CONFIG
     try:
-        config = json.loads(regular(file).read_text(encoding="utf-8"))
+        config = json.loads(regular(file).read_text(encoding="utf-8"), object_pairs_hook=distinct_keys)
         if config["peft_type"] != "LORA":
             raise AdapterError(f"{file}: peft_type is {config['peft_type']}; only LORA can be served")
         if not isinstance(config["target_modules"], list):
             raise AdapterError(f"{file}: target_modules is a pattern; save the adapter with a list of module names")
         values = {ours: config.get(theirs) for ours, theirs in LORA_KEYS.items()}
     except (OSError, ValueError, TypeError, KeyError, RecursionError, AttributeError) as error:
-        if isinstance(error, UserError):
+        if isinstance(error, AdapterError):
             raise
         raise AdapterError(f"{file} is not an adapter's configuration: {error}") from error
     given = {"method": "lora", **{name: value for name, value in values.items() if value is not None}}
@@ -140,7 +141,7 @@ def check_adapter_config(directory: Path, model: ModelSpec, finetune: AdapterSpe
     """Raise `AdapterError` if the configuration describes another adapter than the recipe."""
     file = directory / CONFIG
     try:
-        config = json.loads(regular(file).read_text(encoding="utf-8"))
+        config = json.loads(regular(file).read_text(encoding="utf-8"), object_pairs_hook=distinct_keys)
         kind = config["peft_type"]
         _check_kinds(config)
     except FileNotFoundError as error:

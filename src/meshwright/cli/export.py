@@ -183,7 +183,7 @@ def _export_model(arguments: argparse.Namespace, trained: "TrainedModel") -> int
         "directory" if into.is_dir() else "file": str(into),
         "dtype": receipt.dtype,
         "largest_logit_difference": receipt.largest_difference,
-        "readings": receipt.as_json()["readings"],
+        **{key: receipt.as_json()[key] for key in ("readings", "proved", "notes")},
     }
     told = f"{trained.source} written to {into} in {receipt.dtype}; read back by"
     commands = _next(arguments, trained.spec.max_positions, chats=trained.tokenizer.chat_template is not None)

@@ -11,7 +11,7 @@ from typing import Any
 
 from meshwright.cli.common import positive
 from meshwright.cli.output import add_json_argument, print_result, progress_on_stderr
-from meshwright.cli.serve import read_key
+from meshwright.cli.serve import check_key, read_key
 from meshwright.judge.client import Client
 from meshwright.judge.prompts import read_prompts
 from meshwright.judge.questions import JudgeQuestion, ModelAnswers, answer_record, read_answers, read_questions
@@ -139,7 +139,8 @@ def _judge(
         )
         found["estimate"] = _figures(spent, arguments)
         return [], []
-    key = read_key(arguments.api_key_file) or os.environ.get(KEY) or None
+    given = os.environ.get(KEY, "").strip()
+    key = read_key(arguments.api_key_file) or (check_key(given, f"${KEY}") if given else None)
     client = Client(str(arguments.judge), arguments.judge_model, key=key)
     journal = VerdictJournal(arguments.out / "verdicts.jsonl", client.model)
     for name, text in prompts.texts.items():

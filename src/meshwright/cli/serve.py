@@ -130,8 +130,8 @@ def run(arguments: argparse.Namespace) -> int:
     room = Capacity(max_batch=arguments.max_batch, max_context=arguments.max_context, prefixes=prefixes)
     with listen(arguments.host, arguments.port) as listening:  # before loading, because the port may be in use
         trained = _opened(arguments)
-        models = open_served(trained, arguments.name or default_name(trained), adapters, room, beside=beside)
-        folder = arguments.adapters_from
+        folder, name = arguments.adapters_from, arguments.name or default_name(trained)
+        models = open_served(trained, name, adapters, room, beside=beside, more=folder is not None)
         load = None if folder is None else loader_of(trained, folder, room)
         for model in models:
             template = "chat and completions" if model.prompts.chats else "completions only: it has no chat template"
@@ -173,9 +173,13 @@ def read_key(file: Path | None) -> str | None:
     """The key in a file. Raises `UserError` if it holds none."""
     if file is None:
         return None
-    key = file.read_text(encoding="utf-8").strip()
-    if not key or not key.isascii() or any(character.isspace() for character in key):
-        raise UserError(f"{file}: contains no key; a key is one word of ASCII characters")
+    return check_key(file.read_text(encoding="utf-8").strip(), str(file))
+
+
+def check_key(key: str, where: str) -> str:
+    """The key. Raises `UserError` if it is none."""
+    if not key or not key.isascii() or not key.isprintable() or any(character.isspace() for character in key):
+        raise UserError(f"{where}: contains no key; a key is one word of ASCII characters")
     return key
 
 

@@ -19,6 +19,8 @@ from meshwright.spec.training import OptimizerName
 from meshwright.trainer.resolve import resolve_run
 
 DIFFERENT = 1
+LATE_STEPS = 4
+"""Steps of a proof of an asynchronous pipeline (`prove/whole.py`, which loads torch)."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -79,12 +81,10 @@ def run(arguments: argparse.Namespace) -> int:
 
     untouched = forkserver.untouched()
     resolved = _prepare(recipe, arguments)
-    if resolved.run.layout.asynchronous:
-        return _not_equal_by_design(resolved, arguments)
     if resolved.run.layout.world_size > 1 and untouched:
         forkserver.fork_here()
     if resolved.run.layout.world_size <= MOST_RANKS or arguments.full:
-        status, found = _prove(resolved, arguments)
+        status, found = _prove(recipe, resolved, arguments)
         if arguments.json and found is not None:
             print_json(found)
         return status
@@ -102,8 +102,8 @@ def _prove_pairs(recipe: Run, whole: ResolvedRun, arguments: argparse.Namespace)
         left = (time.monotonic() - began) / number * (len(layouts) - number) if number else None
         estimate = "" if left is None else f"; about {left:.0f} s left"
         print(f"\nproof {number + 1} of {len(layouts)}: {layout.strategy}{estimate}", file=said, flush=True)
-        resolved = _prepare(recipe.model_copy(update={"layout": layout}), arguments)
-        status, found = _prove(resolved, arguments)
+        pair = recipe.model_copy(update={"layout": layout})
+        status, found = _prove(pair, _prepare(pair, arguments), arguments)
         answers.append(found)
         if status:
             break
@@ -112,7 +112,7 @@ def _prove_pairs(recipe: Run, whole: ResolvedRun, arguments: argparse.Namespace)
     return status
 
 
-def _prove(resolved: ResolvedRun, arguments: argparse.Namespace) -> tuple[int, dict[str, Any] | None]:
+def _prove(recipe: Run, resolved: ResolvedRun, arguments: argparse.Namespace) -> tuple[int, dict[str, Any] | None]:
     """Prove one layout and report it; returns the exit status, and the JSON data if it was compared."""
     # Torch loads here, so that errors in the recipe are reported at once.
     from meshwright.prove.verify import LayoutFailed, verify
@@ -121,7 +121,7 @@ def _prove(resolved: ResolvedRun, arguments: argparse.Namespace) -> tuple[int, d
         print(_what(resolved, arguments), flush=True)
     try:
         with progress_on_stderr(arguments.json):
-            proof = verify(resolved, steps=arguments.steps)
+            proof = verify(resolved, steps=arguments.steps, own=_in_own_precision(recipe, resolved, arguments))
     except LayoutFailed:
         print("error: the layout's processes failed, so there is nothing to compare", file=sys.stderr)
         return CRASH_LOOP, None
@@ -131,7 +131,8 @@ def _prove(resolved: ResolvedRun, arguments: argparse.Namespace) -> tuple[int, d
     if not arguments.json:
         for comparison in proof.comparisons:
             print("\n".join(_step(comparison)))
-        print("\n".join([*_quantized(resolved, proof), *_cost(proof), _conclusion(proof)]))
+        lines = [*_whole(proof), *_formats(recipe, proof), *_quantized(resolved, proof), *_cost(proof)]
+        print("\n".join([*lines, _conclusion(proof)]))
     return 0 if proof.equal else DIFFERENT, {"strategy": resolved.run.layout.strategy, **proof.as_data()}
 
 
@@ -176,18 +177,6 @@ def _engine_conclusion(proof: Any) -> str:
     return f"\ndifferent; first in step {first.step}, the {first.what}{name}\n           by {_amount(first.difference)}"
 
 
-def _not_equal_by_design(resolved: ResolvedRun, arguments: argparse.Namespace) -> int:
-    why = (
-        f"layout.schedule={resolved.run.layout.schedule} applies the gradient of the previous batch, so it differs "
-        "from one process by design, and nothing was run; layout.schedule=1f1b has the same stages and communication"
-    )
-    if arguments.json:
-        print_json({"strategy": resolved.run.layout.strategy, "equal": False, "by_design": why, "comparisons": []})
-    else:
-        print(f"different: {why} (docs/schedules.md)")
-    return DIFFERENT
-
-
 def _prepare(recipe: Run, arguments: argparse.Namespace) -> ResolvedRun:
     if arguments.precision != "recipe":
         recipe = recipe.model_copy(update={"training": recipe.training.computing_in(FP64.name)})
@@ -195,14 +184,25 @@ def _prepare(recipe: Run, arguments: argparse.Namespace) -> ResolvedRun:
     return shrink(resolved) if arguments.shrink else resolved
 
 
+def _in_own_precision(recipe: Run, resolved: ResolvedRun, arguments: argparse.Namespace) -> ResolvedRun | None:
+    """The same run in the recipe's precision, under the layout that was resolved; None if it is not another one."""
+    if arguments.precision == "recipe" or not recipe.training.dtypes.narrow:
+        return None
+    own = resolve_run(recipe.model_copy(update={"layout": resolved.run.layout}), base_dir=arguments.recipe.parent)
+    return shrink(own) if arguments.shrink else own
+
+
 def _what(resolved: ResolvedRun, arguments: argparse.Namespace) -> str:
     run, model = resolved.run, resolved.model
     how, optimizer = "shrunk: " if arguments.shrink else "", run.training.optimizer.name
+    against = f"one process, {arguments.steps} steps"
+    if run.layout.asynchronous:
+        against = f"its definition on one process: {LATE_STEPS} steps with the gradient of the batch before"
     plugged = "" if optimizer in get_args(OptimizerName) else f"optimizer  adamw instead of {optimizer}\n"
     return (
         f"{plugged}"
         f"layout     {run.layout.strategy}; processes: {run.layout.world_size}\n"
-        f"against    one process, {arguments.steps} steps, {run.training.arithmetic}\n"
+        f"against    {against}, {run.training.arithmetic}\n"
         f"model      {how}{model.family}, {model.num_layers} layers, width {model.hidden}, {model.num_heads} heads, "
         f"{model.num_kv_heads} key/value heads, vocabulary {model.vocab}\n"
         f"batch      {counted(resolved.global_batch, 'sequence')} of {run.data.sequence_length} = "
@@ -233,6 +233,30 @@ def _step(comparison: Any) -> list[str]:
         f"  updates    {tensors(comparison.updates)}",
         f"  state      {tensors(comparison.state)}",
     ]
+
+
+def _whole(proof: Any) -> list[str]:
+    """The comparison of whole steps as lines of text."""
+
+    def told(comparison: Any) -> str:
+        if comparison.wrong:
+            name, difference = comparison.wrong
+            return f"differs in {name}, by {_amount(difference)}"
+        both = comparison.numbers | comparison.tensors
+        worst = max(both, key=lambda name: both[name].share)
+        return f"{len(both)} of {len(both)} equal; largest difference in {worst}: {_amount(both[worst])}"
+
+    lines = [f"  {comparison.name:<17}  {told(comparison)}" for comparison in proof.whole]
+    return ["whole steps, as in training", *lines] if lines else []
+
+
+def _formats(recipe: Run, proof: Any) -> list[str]:
+    """The check of number formats."""
+    dtypes = recipe.training.dtypes
+    if not proof.whole or not dtypes.narrow or not (proof.equal or proof.location.phase == "formats"):
+        return []
+    wrong = "differs" if proof.location else f"gradients summed in {dtypes.reduce.name}, copies equal to their masters"
+    return [f"  in {dtypes.compute.name:<14}  {wrong}"]
 
 
 def _is_rounded(proof: Any) -> bool:
@@ -279,14 +303,9 @@ def _amount(difference: Any) -> str:
     return f"{difference.by:.1e} of {difference.allowed:.1e} allowed{factor}"
 
 
-def _conclusion(proof: Any) -> str:
-    if proof.equal:
-        steps = ", plus the half steps of quantized gradients" if _is_rounded(proof) else ""
-        explained = f"{proof.relative:.1e}, which rounding explains"
-        within = "the rounding measured on one process" if proof.measured else explained
-        return f"\nequal: every difference is within {within}{steps} (docs/verify.md)"
-    location = proof.location
-    what = {
+def _place(location: Any) -> str:
+    """Where the first difference is, in words."""
+    return {
         "start": f"the weight {location.name}, before the first step",
         "data": f"the data: {location.name}",
         "forward": f"the forward pass: {location.name}",
@@ -302,7 +321,19 @@ def _conclusion(proof: Any) -> str:
         "norm": "the gradient norm, although every gradient is equal",
         "update": f"the update of the weight {location.name}, although every gradient and the norm are equal",
         "state": f"{location.name} after the step, although every weight is equal",
+        "whole": f"whole steps, although single steps are equal: {location.name}",
+        "formats": f"the number formats of the recipe's precision: {location.name}",
     }[location.phase]
+
+
+def _conclusion(proof: Any) -> str:
+    if proof.equal:
+        steps = ", plus the half steps of quantized gradients" if _is_rounded(proof) else ""
+        explained = f"{proof.relative:.1e}, which rounding explains"
+        within = "the rounding measured on one process" if proof.measured else explained
+        return f"\nequal: every difference is within {within}{steps} (docs/verify.md)"
+    location = proof.location
+    what = _place(location)
     difference = location.difference
     if location.phase == "data":
         return f"\ndifferent; first in {what}"

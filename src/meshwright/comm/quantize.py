@@ -5,10 +5,12 @@ largest magnitude over 254 (int8) or over 14 (int4). One non-finite number makes
 """
 
 from dataclasses import dataclass, replace
+from typing import assert_never
 
 import torch
 
-from meshwright.spec.quantized import BLOCK, SCALE_BYTES, Sent, code_bytes, levels, num_blocks
+from meshwright.spec.pieces import PIECES
+from meshwright.spec.quantized import SCALE_BYTES, Sent, code_bytes, levels, num_blocks
 
 
 @dataclass(frozen=True)
@@ -49,22 +51,32 @@ class Coded:
             values.div_(largest.masked_fill_(largest == 0, 1).unsqueeze(-1)).round_()
         self.rows[:, :end].copy_(scales.view(torch.uint8))
         codes = self.rows[:, end:].view(torch.int8)
-        if self.sent == "int8":
-            codes.copy_(values_RN)
-            return
-        halves = self.numbers // 2
-        codes.copy_(values_RN[:, 0::2]).bitwise_and_(0xF)
-        codes[:, :halves].bitwise_or_(values_RN[:, 1::2].to(torch.int8).bitwise_left_shift_(4))
+        match self.sent:
+            case "int8":
+                codes.copy_(values_RN)
+            case "int4":
+                halves = self.numbers // 2
+                codes.copy_(values_RN[:, 0::2]).bitwise_and_(0xF)
+                codes[:, :halves].bitwise_or_(values_RN[:, 1::2].to(torch.int8).bitwise_left_shift_(4))
+            case "none" | "fp8":
+                raise AssertionError(f"{self.sent} has no blocks")
+            case _:
+                assert_never(self.sent)
 
     def read(self, into_RN: torch.Tensor) -> None:
         """Decode into [rows, numbers] of any floating dtype."""
         end = self.blocks * SCALE_BYTES
         codes, scales = self.rows[:, end:].view(torch.int8), self.scales
-        if self.sent == "int8":
-            into_RN.copy_(codes)
-        else:
-            into_RN[:, 1::2].copy_(codes[:, : self.numbers // 2].bitwise_right_shift(4))
-            into_RN[:, 0::2].copy_(codes.bitwise_left_shift(4).bitwise_right_shift_(4))
+        match self.sent:
+            case "int8":
+                into_RN.copy_(codes)
+            case "int4":
+                into_RN[:, 1::2].copy_(codes[:, : self.numbers // 2].bitwise_right_shift(4))
+                into_RN[:, 0::2].copy_(codes.bitwise_left_shift(4).bitwise_right_shift_(4))
+            case "none" | "fp8":
+                raise AssertionError(f"{self.sent} has no blocks")
+            case _:
+                assert_never(self.sent)
         for of_blocks, values in self._blocks(scales, into_RN):
             values.mul_(of_blocks.unsqueeze(-1))
 
@@ -73,12 +85,13 @@ class Coded:
         shorter."""
         row = self.row or self.numbers
         values, scales = values_RN.unflatten(1, (-1, row)), scales.unflatten(1, (self.numbers // row, -1))
-        count, left = divmod(row, BLOCK)
+        block = PIECES.get().block
+        count, left = divmod(row, block)
         parts = []
         if count:
-            parts.append((scales[..., :count], values[..., : count * BLOCK].unflatten(2, (count, BLOCK))))
+            parts.append((scales[..., :count], values[..., : count * block].unflatten(2, (count, block))))
         if left:
-            parts.append((scales[..., count:], values[..., count * BLOCK :].unsqueeze(2)))
+            parts.append((scales[..., count:], values[..., count * block :].unsqueeze(2)))
         return parts
 
 

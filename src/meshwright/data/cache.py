@@ -16,7 +16,7 @@ from meshwright.spec.files import regular
 from meshwright.storage.durable import own_folder
 from meshwright.storage.lock import Lock
 
-CACHE_FORMAT = 3
+CACHE_FORMAT = 4
 """Incremented when a change makes the same corpus give different files."""
 
 

@@ -6,7 +6,7 @@ Shapes: B samples of a microbatch, T tokens of a sample, P pairs of a sample.
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, assert_never
 
 import numpy as np
 
@@ -167,9 +167,15 @@ def padding_of(resolved: ResolvedRun) -> Padding:
 
 
 def _repadded(batch: HostBatch, padding: Padding) -> HostBatch:
-    if padding == "kept":
-        return batch
-    return _cut(batch) if padding == "cut" or batch.pairs is not None else _joined(batch)
+    match padding:
+        case "kept":
+            return batch
+        case "cut":
+            return _cut(batch)
+        case "left_out":
+            return _joined(batch) if batch.pairs is None else _cut(batch)
+        case _:
+            assert_never(padding)
 
 
 def _cut(batch: HostBatch) -> HostBatch:

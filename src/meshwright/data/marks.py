@@ -177,15 +177,13 @@ class Marker:
 
     def _parts(self, value: str) -> list[str]:
         """Text and tags, alternating."""
-        parts = [""]
+        parts: list[list[str]] = [[]]
         for number, part in enumerate(_TAG.split(value)):
-            if number % 2 and self._special and self._special.fullmatch(part):
-                parts[-1] += part
-            elif number % 2 or len(parts) % 2 == 0:
-                parts.append(part)
-            else:
-                parts[-1] += part
-        return parts
+            is_special = number % 2 and self._special and self._special.fullmatch(part)
+            if not is_special and (number % 2 or len(parts) % 2 == 0):
+                parts.append([])
+            parts[-1].append(part)
+        return list(map("".join, parts))
 
     def _edged(self, part: str, text: MarkedText, *, tag: bool) -> str:
         core = part.strip()

@@ -4,7 +4,7 @@ Shapes: T positions of a sample.
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, assert_never
 
 import numpy as np
 
@@ -60,15 +60,20 @@ class Samples(Protocol):
 def build_samples(file: TokenFile, data: DataSpec, *, keep_tail: bool = False) -> Samples:
     """Tokens packed according to the recipe. `keep_tail` as in `ConcatenatedSamples`; the other packings lose
     nothing."""
-    alone = data.packing == "padded"
     if file.is_pairs:
-        return PairSamples(file, data.sequence_length, alone=alone)
-    if data.packing != "concatenated":
-        return BestFitSamples(file, data.sequence_length, separate=data.separate_documents, alone=alone)
-    borders = file if data.separate_documents else None
-    return ConcatenatedSamples(
-        file.tokens, data.sequence_length, keep_tail=keep_tail, borders=borders, trained=file.trained
-    )
+        return PairSamples(file, data.sequence_length, alone=data.packing == "padded")
+    match data.packing:
+        case "concatenated":
+            borders = file if data.separate_documents else None
+            return ConcatenatedSamples(
+                file.tokens, data.sequence_length, keep_tail=keep_tail, borders=borders, trained=file.trained
+            )
+        case "best_fit":
+            return BestFitSamples(file, data.sequence_length, separate=data.separate_documents, alone=False)
+        case "padded":
+            return BestFitSamples(file, data.sequence_length, separate=data.separate_documents, alone=True)
+        case _:
+            assert_never(data.packing)
 
 
 class ConcatenatedSamples:

@@ -3,38 +3,38 @@
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import pairwise
+from copy import copy
+from functools import cached_property
+from itertools import compress, pairwise
 from pathlib import Path
-from typing import Any
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from meshwright.data.spelled import between, inside, replaced
+from meshwright.data.tokenizer_files import (
+    CHAT_TEMPLATE,
+    END_OF_TEXT,
+    TOKENIZER_FILES,
+    chat_template,
+    end_of_text,
+    named_tokens,
+    read_json,
+)
 from meshwright.spec.errors import UserError
 from meshwright.spec.files import regular
 from meshwright.storage.durable import write_durably
-
-END_OF_TEXT = "<|endoftext|>"
-"""End-of-text token of the tokenizers trained here."""
-
-END_OF_TEXT_NAMES = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "[EOS]")
-"""Its names in published tokenizers, tried in this order if their files do not give it."""
-
-CHAT_TEMPLATE = "chat_template.jinja"
-TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "generation_config.json",
-    CHAT_TEMPLATE,
-)
-"""The files of a tokenizer in a Hugging Face directory (config.json is the model's)."""
 
 PIECE = 1 << 16
 """Characters after which a long document may be cut for encoding."""
 WINDOW = 256
 """Characters on both sides of a cut that are encoded to check that the cut does not change the tokens."""
+Encoded = tuple[list[int], list[tuple[int, int]]]
+"""Token ids, and the characters covered by each."""
+Progress = Callable[[int], object]
+"""Called with the number of tokens so far; it may raise an error to end the work."""
 _WORD_END = re.compile(r"[^\W_](?=\s)")
 
 
@@ -44,6 +44,9 @@ class TextTokenizer:
     Only `encode_prompt` adds tokens. Text that contains a special token's name is encoded as ordinary text, so no
     document can end itself early. Truncation and padding from the files are switched off.
     """
+
+    rows: int | None = None
+    """The model's rows, if they are fewer than the tokens: encoding raises UserError at a token without a row."""
 
     def __init__(self, files: Mapping[str, bytes], *, where: str):
         """`files` maps names of TOKENIZER_FILES to content; `where` is their location in error messages.
@@ -55,13 +58,13 @@ class TextTokenizer:
             self._tokenizer = Tokenizer.from_str(files["tokenizer.json"].decode())
         except Exception as error:  # the library raises bare Exception
             raise UserError(f"{where}: tokenizer.json cannot be read: {error}") from error
-        self._tokenizer.encode_special_tokens = True
+        self._lock = threading.Lock()
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         ids = self._tokenizer.get_vocab(with_added_tokens=True)
         self.vocab_size: int = max(ids.values(), default=0) + 1
         """Rows that an embedding needs: the largest id plus one."""
-        self.eos_id: int = _end_of_text(self._files, ids, where)
+        self.eos_id: int = end_of_text(self._files, ids, where)
         """Id of the end-of-text token."""
         self.special_tokens: tuple[str, ...] = tuple(
             token.content for token in self._tokenizer.get_added_tokens_decoder().values() if token.special
@@ -69,14 +72,43 @@ class TextTokenizer:
         """Tokens without text."""
         self.special_pattern: re.Pattern[str] = any_of(self.special_tokens)
         """Finds them in text."""
-        config = _read_json(self._files, "tokenizer_config.json", where)
-        self.named_tokens: dict[str, str] = {"eos_token": self.decode([self.eos_id]), **_named(config)}
+        config = read_json(self._files, "tokenizer_config.json", where)
+        self.named_tokens: dict[str, str] = {"eos_token": self.decode([self.eos_id]), **named_tokens(config)}
         """Special tokens by their names in chat templates, such as `bos_token`."""
-        self.chat_template: str | None = _chat_template(self._files, config, where)
+        self.chat_template: str | None = chat_template(self._files, config, where)
         """The Jinja chat template in the tokenizer's files."""
         identity = self._files["tokenizer.json"] + str(self.eos_id).encode()
         self.fingerprint: str = hashlib.sha256(identity).hexdigest()
         """Equal for tokenizers that encode every document to the same tokens."""
+
+    def for_rows(self, rows: int | None) -> "TextTokenizer":
+        """This tokenizer for a model with that many embedding rows.
+
+        Raises UserError if its end-of-text token has no row.
+        """
+        if rows is None or rows >= self.vocab_size:
+            return self
+        limited = copy(self)
+        limited.rows = rows
+        limited.checked([self.eos_id])
+        return limited
+
+    def checked(self, ids: list[int]) -> list[int]:
+        """The token ids; raises UserError if the model has no row for one of them."""
+        if self.rows is not None and ids and max(ids) >= self.rows:
+            raise UserError(
+                f"token {max(ids)} ({self.decode([max(ids)])!r}) has no row in the model, which has {self.rows} rows "
+                f"for the tokenizer's {self.vocab_size} tokens; {self.more_rows}"
+            )
+        return ids
+
+    @property
+    def more_rows(self) -> str:
+        """The remedy if a model has fewer rows than this tokenizer has tokens."""
+        return (
+            f"add rows to the weights (in transformers: model.resize_token_embeddings({self.vocab_size}), then "
+            "model.save_pretrained), or use the tokenizer that they were trained with"
+        )
 
     @property
     def files(self) -> Mapping[str, bytes]:
@@ -85,72 +117,75 @@ class TextTokenizer:
 
     def encode(self, text: str) -> list[int]:
         """Token ids of one text."""
-        with _panics_told():
-            return self._tokenizer.encode(text, add_special_tokens=False).ids
+        return self._ids(text, marked=False)
+
+    def _ids(self, text: str, *, marked: bool) -> list[int]:
+        with self._reading(marked=marked):
+            return self.checked(self._tokenizer.encode(text, add_special_tokens=False).ids)
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """Token ids of many texts, on all cores."""
-        with _panics_told():
-            return [found.ids for found in self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
+        with self._reading(marked=False):
+            encodings = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+        return [self.checked(encoding.ids) for encoding in encodings]
 
-    def encode_marked(
-        self, texts: Sequence[str], *, add_special_tokens: bool = False
-    ) -> list[tuple[list[int], list[tuple[int, int]]]]:
-        """(token ids, characters covered by each) of texts whose special tokens are meant as such, because a chat
-        template wrote them. `add_special_tokens`: also add those that the tokenizer puts around every text."""
-        self._tokenizer.encode_special_tokens = False
-        try:
-            with _panics_told():
-                found = self._tokenizer.encode_batch(texts, add_special_tokens=add_special_tokens)
-        finally:
-            self._tokenizer.encode_special_tokens = True
-        return [(encoding.ids, encoding.offsets) for encoding in found]
+    def encode_marked(self, texts: Sequence[str], *, add_special_tokens: bool = False) -> list[Encoded]:
+        """Texts whose special tokens are meant as such, because a chat template wrote them. `add_special_tokens`: also
+        add those that the tokenizer puts around every text."""
+        with self._reading(marked=True):
+            encodings = self._tokenizer.encode_batch(texts, add_special_tokens=add_special_tokens)
+        return [(self.checked(encoding.ids), encoding.offsets) for encoding in encodings]
 
     def encode_conversation(
-        self, text: str, texts: Sequence[tuple[int, int]]
-    ) -> tuple[list[int], list[tuple[int, int]]]:
+        self, text: str, texts: Sequence[tuple[int, int]] = (), progress: Progress = lambda tokens: None
+    ) -> Encoded:
         """`encode_marked` of one text, but special tokens spelled out inside `texts` (characters from, to) are encoded
-        as letters.
+        as letters. `progress` is called with the number of tokens after each piece of the text.
 
         Raises UserError if this tokenizer would encode the text around it differently.
         """
-        special = list(self.special_pattern.finditer(text))
-        spelled = [found for found in special if any(a <= found.start() and found.end() <= b for a, b in texts)]
-        if not spelled:
-            return self.encode_marked([text])[0]
-        written = [found for found in special if found not in spelled]
-        cuts = []
-        for found in spelled:  # from the template's token before it to the one after it
-            start = max((token.end() for token in written if token.end() <= found.start()), default=0)
-            end = min((token.start() for token in written if token.start() >= found.end()), default=len(text))
-            if not cuts or cuts[-1] != (start, end):
-                cuts.append((start, end))
-        harmless = text
-        for found in spelled:
-            harmless = harmless[: found.start()] + "x" * len(found[0]) + harmless[found.end() :]
-        if self._encode_parts(harmless, cuts) != self.encode_marked([harmless])[0]:
+        special = [found.span() for found in self.special_pattern.finditer(text)]
+        spelled = list(inside(special, texts))
+        if not any(spelled):
+            return self._encode_parts(text, (), progress)
+        cuts = list(between(special, spelled, len(text)))
+        covers = ("x" * (end - start) for (start, end), is_spelled in zip(special, spelled, strict=True) if is_spelled)
+        harmless = replaced(text, list(compress(special, spelled)), covers)
+        if self._encode_parts(harmless, cuts, progress) != self._encode_parts(harmless, (), progress):
             raise UserError("it contains the text of a special token, which this tokenizer cannot escape")
-        return self._encode_parts(text, cuts)
+        return self._encode_parts(text, cuts, progress)
 
-    def _encode_parts(self, text: str, plain: Sequence[tuple[int, int]]) -> tuple[list[int], list[tuple[int, int]]]:
+    def _encode_parts(self, text: str, plain: Sequence[tuple[int, int]], progress: Progress) -> Encoded:
         """Tokens of a text; inside its `plain` parts, special tokens are letters."""
         ids: list[int] = []
         offsets: list[tuple[int, int]] = []
         borders = [0, *(border for part in plain for border in part), len(text)]
         for number, (start, end) in enumerate(pairwise(borders)):
-            if number % 2:
-                with _panics_told():
-                    found = self._tokenizer.encode(text[start:end], add_special_tokens=False)
-                part = (found.ids, found.offsets)
-            else:
-                part = self.encode_marked([text[start:end]])[0]
-            ids += part[0]
-            offsets += [(a + start, b + start) for a, b in part[1]]
+            marked = number % 2 == 0
+            for piece in self.pieces(text[start:end], marked=marked):
+                with self._reading(marked=marked):
+                    (found,) = self._tokenizer.encode_batch([piece], add_special_tokens=False)
+                ids += self.checked(found.ids)
+                offsets += [(a + start, b + start) for a, b in found.offsets]
+                start += len(piece)
+                progress(len(ids))
         return ids, offsets
+
+    @contextmanager
+    def _reading(self, *, marked: bool) -> Iterator[None]:
+        """Inside, special tokens in texts are read as such if `marked`, otherwise as letters. The library has one
+        setting for all threads."""
+        with self._lock, _panics_told():
+            self._tokenizer.encode_special_tokens = not marked
+            yield
 
     def token_id(self, token: str) -> int | None:
         """Id of a token of the vocabulary; None if there is no such token."""
         return self._tokenizer.token_to_id(token)
+
+    def token(self, number: int) -> str | None:
+        """The token of this id, in the vocabulary's spelling; None if there is none."""
+        return self._tokenizer.id_to_token(number)
 
     def extends(self, other: "TextTokenizer") -> bool:
         """Whether every token of `other` has the same number here; there may be more."""
@@ -159,15 +194,35 @@ class TextTokenizer:
 
     def with_chat_template(self, source: str) -> "TextTokenizer":
         """The same tokenizer with another chat template in its files."""
-        return TextTokenizer({**self._files, CHAT_TEMPLATE: source.encode()}, where="tokenizer")
+        return TextTokenizer({**self._files, CHAT_TEMPLATE: source.encode()}, where="tokenizer").for_rows(self.rows)
 
-    def encode_prompt(self, text: str) -> list[int]:
+    def encode_long(self, text: str, progress: Progress, *, around: bool = False) -> list[int]:
+        """`encode` in pieces; `progress`: see `encode_conversation`. `around`: with the tokens that the tokenizer's own
+        template puts around a text."""
+        pieces, ids = self.pieces(text), list[int]()
+        for piece in pieces:
+            with self._reading(marked=False):
+                (found,) = self._tokenizer.encode_batch_fast([piece], add_special_tokens=around and len(pieces) == 1)
+            ids += self.checked(found.ids)
+            progress(len(ids))
+        before, after = self._around if around and len(pieces) > 1 else ([], [])
+        return [*before, *ids, *after]
+
+    def encode_prompt(self, text: str, progress: Progress = lambda tokens: None) -> list[int]:
         """Token ids of a prompt, with the tokens that the tokenizer's own template puts before a text (Llama's
-        begin-of-text), without an end-of-text token."""
-        ids = self._tokenizer.encode(text, add_special_tokens=True).ids
+        begin-of-text), without an end-of-text token. `progress`: see `encode_conversation`."""
+        ids = self.encode_long(text, progress, around=True)
         while ids and ids[-1] == self.eos_id:
             ids.pop()
         return ids
+
+    @cached_property
+    def _around(self) -> tuple[list[int], list[int]]:
+        """The tokens that the tokenizer's own template puts before and after a text."""
+        word = self.encode("a")
+        (found,) = self._tokenizer.encode_batch_fast(["a"], add_special_tokens=True)
+        start = next(place for place in range(len(found.ids)) if found.ids[place : place + len(word)] == word)
+        return found.ids[:start], found.ids[start + len(word) :]
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text of token ids, special tokens by their names; bytes that are not UTF-8 become U+FFFD."""
@@ -177,28 +232,30 @@ class TextTokenizer:
         """The text of token ids without special tokens."""
         return self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=True)
 
-    def pieces(self, text: str) -> list[str]:
+    def pieces(self, text: str, *, marked: bool = False) -> list[str]:
         """Cut a long text into pieces whose joined tokens equal the tokens of the whole text, so that one big file is
         encoded on all cores in bounded memory.
 
         A cut is made after a word when a piece has PIECE characters, if the WINDOW around it has the same tokens with
-        and without the cut. Tokenizers that mark the start of every text (Llama 2's) get their text whole.
+        and without the cut. Tokenizers that mark the start of every text (Llama 2's) get their text whole. `marked`:
+        special tokens are meant as such.
         """
-        if len(text) <= PIECE or not self._invisible("a word", cut=1):
+        if len(text) <= PIECE or not self._invisible("a word", 1, marked=marked):
             return [text]
         pieces, start = [], 0
-        while (cut := self._next_cut(text, start + PIECE)) is not None:
+        while (cut := self._next_cut(text, start + PIECE, marked=marked)) is not None:
             pieces.append(text[start:cut])
             start = cut
         return [*pieces, text[start:]]
 
-    def _next_cut(self, text: str, start: int) -> int | None:
+    def _next_cut(self, text: str, start: int, *, marked: bool) -> int | None:
         ends = (match.end() for match in _WORD_END.finditer(text, start))
-        return next((end for end in ends if self._invisible(text, end)), None)
+        return next((end for end in ends if self._invisible(text, end, marked=marked)), None)
 
-    def _invisible(self, text: str, cut: int) -> bool:
-        left, right = text[max(0, cut - WINDOW) : cut], text[cut : cut + WINDOW]
-        return self.encode(left + right) == self.encode(left) + self.encode(right)
+    def _invisible(self, text: str, cut: int, *, marked: bool) -> bool:
+        sides = [text[max(0, cut - WINDOW) : cut], text[cut : cut + WINDOW]]
+        left, right, whole = (self._ids(part, marked=marked) for part in (*sides, "".join(sides)))
+        return whole == left + right
 
     def save(self, directory: Path) -> None:
         """Write the tokenizer's files, byte for byte as read, for Hugging Face's tools."""
@@ -287,64 +344,3 @@ def numbers_tokenizer(vocab: int) -> TextTokenizer:
         "tokenizer_config.json": json.dumps({"eos_token": str(vocab - 1)}).encode(),
     }
     return TextTokenizer(files, where="tokenizer of numbers")
-
-
-def _named(config: Mapping[str, Any]) -> dict[str, str]:
-    """The special tokens that a tokenizer_config.json names."""
-    given = {key: value for key, value in config.items() if key.endswith("_token")}
-    found = {key: value.get("content") if isinstance(value, dict) else value for key, value in given.items()}
-    return {key: token for key, token in found.items() if isinstance(token, str)}
-
-
-def _chat_template(files: Mapping[str, bytes], config: Mapping[str, Any], where: str) -> str | None:
-    if CHAT_TEMPLATE in files:
-        try:
-            return files[CHAT_TEMPLATE].decode()
-        except UnicodeDecodeError as error:
-            raise UserError(f"{where}: {CHAT_TEMPLATE} is not UTF-8 at byte {error.start}") from error
-    found = config.get("chat_template")
-    if isinstance(found, list):  # several by name
-        named = [template for template in found if isinstance(template, dict) and "template" in template]
-        if len(named) != len(found):
-            raise UserError(
-                f"{where}: chat_template in tokenizer_config.json is a list with entries other than name and template"
-            )
-        found = {template.get("name"): template["template"] for template in named}.get("default")
-    if not isinstance(found, str | None):
-        raise UserError(f"{where}: chat_template in tokenizer_config.json is not text but {type(found).__name__}")
-    return found
-
-
-def _end_of_text(files: Mapping[str, bytes], ids: Mapping[str, int], where: str) -> int:
-    """Id of the end-of-text token: from the files, else a published name that occurs in the vocabulary."""
-    for name in ("tokenizer_config.json", "special_tokens_map.json"):
-        token = _read_json(files, name, where).get("eos_token")
-        token = token.get("content") if isinstance(token, dict) else token
-        if token is not None:
-            if not isinstance(token, str) or token not in ids:
-                raise UserError(f"{where}: {name} has eos_token {token!r}, which is not in tokenizer.json")
-            return ids[token]
-    found = _read_json(files, "generation_config.json", where).get("eos_token_id")
-    if isinstance(found, list):
-        found = found[0] if found else None
-    if found is not None:
-        if not isinstance(found, int) or found not in ids.values():
-            raise UserError(f"{where}: generation_config.json has eos_token_id {found}, which is not in tokenizer.json")
-        return found
-    for token in END_OF_TEXT_NAMES:
-        if token in ids:
-            return ids[token]
-    raise UserError(
-        f"{where}: no end-of-text token (none of {', '.join(END_OF_TEXT_NAMES)} is in the vocabulary); set "
-        "eos_token in a tokenizer_config.json beside tokenizer.json"
-    )
-
-
-def _read_json(files: Mapping[str, bytes], name: str, where: str) -> dict[str, Any]:
-    try:
-        content = json.loads(files.get(name, b"{}"))
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{where}: {name} is not JSON: {error}") from error
-    if not isinstance(content, dict):
-        raise UserError(f"{where}: {name} is not a JSON object")
-    return content

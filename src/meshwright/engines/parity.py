@@ -26,7 +26,7 @@ from meshwright.families import family_of, parameter_table, state_table
 from meshwright.launch.programs import ProgramError, RankedProgram
 from meshwright.prove.difference import Difference, measure
 from meshwright.prove.inputs import proof_weights
-from meshwright.prove.reference import Reference, train_reference
+from meshwright.prove.reference import Reference, build_alone, train_reference
 from meshwright.prove.tolerance import Tolerance, derive_tolerance
 from meshwright.prove.verify import for_proof
 from meshwright.spec.errors import UserError
@@ -118,7 +118,7 @@ def verify_engine(
         log.unlink()
         records = read_journal(journal)
         check_what_ran(resolved, next(record for record in records if record["kind"] == "engine"))
-        reference = train_reference(resolved, folder / "reference", steps, samples)
+        reference = train_reference(build_alone(resolved), resolved.run.layout, folder / "reference", steps, samples)
         tolerance, compared = derive_tolerance(resolved), list[Compared]()
         for record in (record for record in records if record["kind"] == "step"):
             compared += _compare_step(resolved, reference, folder, record, tolerance)

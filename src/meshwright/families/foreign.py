@@ -91,8 +91,8 @@ def read_foreign(directory: Path, config: Mapping[str, Any], *, where: str) -> M
         if tensor.dtype in FLOATS and not name.endswith(NO_WEIGHTS[: 3 if tied else 2])
     }
     renamed = ((theirs, files),) if files and any(files in name for name in stored) else ()
-    names = {name: name.replace(files, theirs) if renamed else name for name in stored}
-    tensors = {names[name]: tensor.shape for name, tensor in stored.items() if tensor.shape}
+    modules = {name: name.replace(files, theirs) if renamed else name for name in stored}
+    tensors = {modules[name]: tensor.shape for name, tensor in stored.items() if tensor.shape}
     blocks = _blocks(tensors, sizes["num_layers"], where)
     buffers = {name: tensors.pop(name) for name in list(tensors) if name.rpartition(".")[2] in BUFFERS}
     tensors, stacks = _stacked(tensors)
@@ -103,7 +103,7 @@ def read_foreign(directory: Path, config: Mapping[str, Any], *, where: str) -> M
         stacks=tuple(stacks.items()),
         buffers=tuple(sorted(buffers.items())),
         scalars=tuple(
-            (names[name], read_scalar(one.file, name)) for name, one in sorted(stored.items()) if not one.shape
+            (modules[name], read_scalar(one.file, name)) for name, one in sorted(stored.items()) if not one.shape
         ),
         renamed=renamed,
     )
@@ -114,7 +114,7 @@ def read_foreign(directory: Path, config: Mapping[str, Any], *, where: str) -> M
         "ffn": 4 * sizes["hidden"],
         "max_positions": ENDLESS,
     } | {field: size for field, size in sizes.items() if type(size) is int and size != 0}  # 0: none
-    switches = {"norm": "layernorm", "norm_eps": 0.0, "activation": "gelu_tanh", "positions": "rope"}
+    switches = {"norm": "layernorm", "norm_eps": 0.0, "activation": "gelu_tanh", "gated": False, "positions": "rope"}
     values = {"family": FAMILY, "foreign": foreign, "tied_embeddings": len(heads) < 2, **switches, **known}
     with foreign_problems(ModelSpec, values, where=where, names=names):
         return ModelSpec.model_validate(values)

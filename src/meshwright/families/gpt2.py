@@ -20,6 +20,7 @@ GPT2 = Family(
     switches={
         "norm": "layernorm",
         "activation": "gelu_tanh",
+        "gated": False,
         "positions": "learned",
         "qkv_bias": True,
         "output_bias": True,

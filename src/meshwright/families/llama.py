@@ -44,7 +44,7 @@ def sized(base: ModelFields, hidden: int, num_layers: int, num_heads: int, ffn: 
 
 LLAMA = Family(
     name="llama",
-    switches={"norm": "rmsnorm", "activation": "swiglu", "positions": "rope"},
+    switches={"norm": "rmsnorm", "activation": "silu", "gated": True, "positions": "rope"},
     defaults={"max_positions": 8192, "norm_eps": 1e-5, "rope_theta": 10000.0},
     default_ffn=gated_ffn,
     unavailable=EXPERT_FIELDS | {"sliding_window"},

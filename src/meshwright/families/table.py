@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from math import sqrt
-from typing import Literal
+from typing import Literal, assert_never
 
 from meshwright.families.foreign import foreign_state, foreign_table
 from meshwright.families.plugged import own_table
@@ -70,8 +70,13 @@ def state_table(spec: ModelSpec) -> tuple[Parameter, ...]:
 def _rows(spec: ModelSpec) -> Iterator[Parameter]:
     rows = _Rows(spec)
     yield rows.row("tok_embeddings.weight", "vocab", "embed")
-    if spec.positions == "learned":
-        yield rows.row("pos_embeddings.weight", "positions", "embed")
+    match spec.positions:
+        case "learned":
+            yield rows.row("pos_embeddings.weight", "positions", "embed")
+        case "rope":
+            pass
+        case _:
+            assert_never(spec.positions)
     for i in range(spec.num_layers):
         attention, feed_forward = f"layers.{i}.attention", f"layers.{i}.feed_forward"
         yield from rows.norm(f"{attention}_norm")
@@ -104,8 +109,13 @@ class _Rows:
 
     def norm(self, name: str, dim: str = "embed") -> Iterator[Parameter]:
         yield self.row(f"{name}.weight", dim, init="ones")
-        if self.spec.norm == "layernorm":
-            yield self.row(f"{name}.bias", dim, init="zeros")
+        match self.spec.norm:
+            case "layernorm":
+                yield self.row(f"{name}.bias", dim, init="zeros")
+            case "rmsnorm":
+                pass
+            case _:
+                assert_never(self.spec.norm)
 
     def attention(self, name: str) -> Iterator[Parameter]:
         spec = self.spec
@@ -133,7 +143,7 @@ class _Rows:
         bias = self.spec.ffn_bias
         yield from self.linear(f"{name}.w1", width, "embed", bias)
         yield from self.linear(f"{name}.w2", "embed", width, bias, self.residual_std)
-        if self.spec.activation == "swiglu":
+        if self.spec.gated:
             yield from self.linear(f"{name}.w3", width, "embed", bias)
 
     def experts(self, name: str) -> Iterator[Parameter]:

@@ -3,25 +3,22 @@
 import contextlib
 import json
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Callable
 from dataclasses import dataclass
 from http.client import HTTPException
-from typing import Any
-from urllib.parse import urlsplit
+from typing import Any, TypeVar
 
+from pydantic import BaseModel, Field, ValidationError
+
+from meshwright.judge.transport import exchange, is_this_machine, server_at
 from meshwright.spec.errors import UserError
 
 BUSY = (408, 409, 425, 429, 500, 502, 503, 504)
 """Statuses after which a request is repeated."""
 LONGEST_WAIT = 60.0
 """Maximum seconds between two attempts."""
-TIMEOUT = 300.0
-"""Seconds to wait for a response."""
-LARGEST_REPLY = 2**24
-"""Bytes of a response."""
-LOCAL = ("localhost", "127.0.0.1", "::1")
+MOST_TOKENS = 10**9
+"""Tokens of a request that a server can claim."""
 
 
 @dataclass(frozen=True)
@@ -31,6 +28,43 @@ class Reply:
     text: str
     prompt_tokens: int
     completion_tokens: int
+
+
+class _Message(BaseModel):
+    content: str | None = None
+
+
+class _Choice(BaseModel):
+    message: _Message
+
+
+class _TokenCounts(BaseModel):
+    prompt_tokens: int = Field(default=0, ge=0, le=MOST_TOKENS)
+    completion_tokens: int = Field(default=0, ge=0, le=MOST_TOKENS)
+
+
+class _Completion(BaseModel):
+    choices: list[_Choice] = Field(min_length=1)
+    usage: _TokenCounts | None = None
+
+
+class _ListedModel(BaseModel):
+    id: str
+
+
+class _ModelList(BaseModel):
+    data: list[_ListedModel]
+
+
+class _Fault(BaseModel):
+    message: str
+
+
+class _Refusal(BaseModel):
+    error: _Fault
+
+
+ResponseT = TypeVar("ResponseT", bound=BaseModel)
 
 
 class Client:
@@ -47,10 +81,8 @@ class Client:
     ) -> None:
         """`url`: for example http://localhost:8000/v1. `model`: its name there; None if the server has only one. Raises
         `UserError` if the address is invalid, the key would be sent unencrypted, or the model must be named."""
-        parts = urlsplit(url)
-        if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise UserError(f"--judge {url}: is not a URL; give the server's, such as http://localhost:8000/v1")
-        if key is not None and parts.scheme == "http" and parts.hostname not in LOCAL:
+        self._server = server_at(url)
+        if key is not None and self._server.scheme == "http" and not is_this_machine(self._server):
             raise UserError(f"--judge {url}: the API key would be sent unencrypted; give an https URL")
         self.url, self._key, self._attempts, self._sleep = url.rstrip("/"), key, attempts, sleep
         self.model = model or self._only_model()
@@ -63,72 +95,58 @@ class Client:
             "temperature": 0,
             "max_tokens": max_tokens,
         }
-        found = self._call("/chat/completions", body)
-        try:
-            text = found["choices"][0]["message"]["content"] or ""
-            usage = found.get("usage") or {}
-            return Reply(str(text), int(usage.get("prompt_tokens", 0)), int(usage.get("completion_tokens", 0)))
-        except (KeyError, IndexError, TypeError, ValueError) as error:
-            raise UserError(
-                f"--judge {self.url}: does not answer in the format of OpenAI's chat completions"
-            ) from error
+        found = self._call("/chat/completions", body, _Completion)
+        usage = found.usage or _TokenCounts()
+        return Reply(found.choices[0].message.content or "", usage.prompt_tokens, usage.completion_tokens)
 
     def _only_model(self) -> str:
-        found = self._call("/models", None)
-        try:
-            names = [str(one["id"]) for one in found["data"]]
-        except (KeyError, TypeError) as error:
-            raise UserError(f"--judge {self.url}: lists no models; name one with --judge-model") from error
+        names = [one.id for one in self._call("/models", None, _ModelList).data]
         if len(names) != 1:
             told = ", ".join(names[:5]) + (" and others" if len(names) > 5 else "")
             raise UserError(f"--judge {self.url}: has {len(names)} models ({told}); name one with --judge-model")
         return names[0]
 
-    def _call(self, path: str, body: dict[str, Any] | None) -> Any:
+    def _call(self, path: str, body: dict[str, Any] | None, kind: type[ResponseT]) -> ResponseT:
         headers = {"Content-Type": "application/json", "User-Agent": "meshwright"}
         if self._key is not None:
             headers["Authorization"] = f"Bearer {self._key}"
         data = None if body is None else json.dumps(body).encode()
         problem = "no attempt"
         for attempt in range(self._attempts):
-            request = urllib.request.Request(f"{self.url}{path}", data=data, headers=headers)
-            asked_to_wait = None
+            wanted_wait = None
             try:
-                with _opener.open(request, timeout=TIMEOUT) as response:
-                    return json.loads(response.read(LARGEST_REPLY))
-            except urllib.error.HTTPError as error:
-                with error:
-                    problem = f"status {error.code}: {_message(error.read(LARGEST_REPLY))}"
-                    asked_to_wait = error.headers.get("Retry-After")
-                if error.code not in BUSY:
-                    raise UserError(f"--judge {self.url}{path}: {problem}") from None
+                status, wanted_wait, content = exchange(self._server, path, data, headers)
+                if status == 200:
+                    return _parsed(kind, content, f"--judge {self.url}{path}")
+                problem = f"status {status}: {_message(content)}"
+                if status not in BUSY:
+                    raise UserError(f"--judge {self.url}{path}: {problem}")
             except (OSError, HTTPException) as error:
-                problem = str(getattr(error, "reason", error)) or type(error).__name__
-            except ValueError as error:
-                raise UserError(f"--judge {self.url}{path}: does not answer with JSON ({error})") from error
+                problem = str(error) or type(error).__name__
             if attempt < self._attempts - 1:
-                self._sleep(_wait(attempt, asked_to_wait))
+                self._sleep(_wait(attempt, wanted_wait))
         raise UserError(f"--judge {self.url}{path}: {problem} ({self._attempts} attempts)")
 
 
-class _NoRedirects(urllib.request.HTTPRedirectHandler):
-    """A redirect would send the key to another server."""
+def _parsed(kind: type[ResponseT], content: bytes, where: str) -> ResponseT:
+    try:
+        return kind.model_validate_json(content)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+    if first["type"] == "json_invalid":
+        raise UserError(f"{where}: does not answer with JSON ({first['msg'].removeprefix('Invalid JSON: ')})")
+    place = ".".join(map(str, first["loc"])) or "the response"
+    raise UserError(f"{where}: does not answer in OpenAI's format ({place}: {first['msg'].lower()})")
 
-    def redirect_request(self, req: Any, fp: Any, code: Any, msg: Any, headers: Any, newurl: Any) -> None:
-        """See urllib."""
 
-
-_opener = urllib.request.build_opener(_NoRedirects)
-
-
-def _wait(attempt: int, asked: str | None) -> float:
+def _wait(attempt: int, wanted: str | None) -> float:
     seconds = 2.0**attempt
     with contextlib.suppress(TypeError, ValueError):
-        seconds = max(seconds, float(asked or 0))
+        seconds = max(seconds, float(wanted or 0))
     return min(seconds, LONGEST_WAIT)
 
 
-def _message(body: bytes) -> str:
-    with contextlib.suppress(ValueError, KeyError, TypeError):
-        return str(json.loads(body)["error"]["message"])[:300]
-    return body.decode(errors="replace").strip()[:300] or "no explanation"
+def _message(content: bytes) -> str:
+    with contextlib.suppress(ValidationError):
+        return _Refusal.model_validate_json(content).error.message[:300]
+    return content[:2000].decode(errors="replace").strip()[:300] or "no explanation"

@@ -14,7 +14,7 @@ Shapes: B batch, T sequence, S keys, H heads, G key and value heads, K head_dim.
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple, get_args
+from typing import Any, NamedTuple, assert_never, get_args
 
 import torch
 import torch.nn.functional as F
@@ -50,10 +50,19 @@ class NamedCore(Core):
 
     def __call__(self, q_BHTK: torch.Tensor, k_BGSK: torch.Tensor, v_BGSK: torch.Tensor, mask: Mask) -> torch.Tensor:
         """See `Core`."""
-        if self.name == "flex":
-            return _flex(q_BHTK, k_BGSK, v_BGSK, mask)
-        if self.name == "varlen":
-            return attend_varlen(q_BHTK, k_BGSK, v_BGSK, _documents(q_BHTK, mask, self.window))
+        match self.name:
+            case "flex":
+                return _flex(q_BHTK, k_BGSK, v_BGSK, mask)
+            case "varlen":
+                return attend_varlen(q_BHTK, k_BGSK, v_BGSK, _documents(q_BHTK, mask, self.window))
+            case "flash" | "mem_efficient" | "math" | "cudnn":
+                return self._by_sdpa(q_BHTK, k_BGSK, v_BGSK, mask)
+            case "auto":
+                raise AssertionError("auto leaves the choice to each layer")
+            case _:
+                assert_never(self.name)
+
+    def _by_sdpa(self, q_BHTK: torch.Tensor, k_BGSK: torch.Tensor, v_BGSK: torch.Tensor, mask: Mask) -> torch.Tensor:
         seen = mask.mask() if isinstance(mask, Documents) else mask
         repeats = q_BHTK.shape[1] // k_BGSK.shape[1]
         if repeats > 1:  # not every kernel shares keys between heads

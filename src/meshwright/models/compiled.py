@@ -32,12 +32,15 @@ from meshwright.models.packed import COPIED_BYTES, DTYPES, all_plain, weight_byt
 from meshwright.models.rope import rope_tables
 from meshwright.models.slots import View, Viewed
 from meshwright.spec.errors import UserError
+from meshwright.spec.model import ActivationName
 
 SOURCE = Path(__file__).with_name("decode.cpp")
 CACHE = Path.home() / ".cache" / "meshwright" / "decode"
 """Folder of compiled code; it may be deleted."""
 COMPILERS = ("g++", "clang++", "c++")
 FLAGS = ("-O3", "-march=native", "-std=c++17", "-fPIC", "-fopenmp")
+ACTIVATIONS: dict[ActivationName, int] = {"silu": 0, "gelu_tanh": 1}
+"""Their numbers in `decode.cpp`."""
 PANEL = 32
 """Outputs that lie side by side in memory; as in `decode.cpp`."""
 AHEAD = 4096
@@ -74,7 +77,7 @@ class _Model(ctypes.Structure):
         ("head", _Matrix),
         *(
             (name, ctypes.c_long)
-            for name in ("count", "hidden", "heads", "groups", "width", "ffn", "window", "is_bf16")
+            for name in ("count", "hidden", "heads", "groups", "width", "ffn", "window", "is_bf16", "activation")
         ),
     )
 
@@ -111,6 +114,7 @@ class CompiledStep:
             ffn=spec.ffn,
             window=spec.sliding_window or 0,
             is_bf16=self._dtype == torch.bfloat16,
+            activation=ACTIVATIONS[spec.activation],
         )
         shape.embeddings = self._keep(model.tok_embeddings.merged()["weight"])
         shape.positions = None

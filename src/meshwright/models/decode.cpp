@@ -24,6 +24,8 @@ typedef uint16_t Halves __attribute__((vector_size(32)));
 constexpr long LANES = 16, PANEL = 32, AHEAD = 2048;
 constexpr int MOST_ROWS = 8;  // rows multiplied with a panel at a time: their sums fit the registers
 
+enum Activation : long { SILU = 0, GELU_TANH = 1 };
+
 constexpr int PAIRED = 2;     // as few rows: two panels at a time
 
 struct Bf16 {
@@ -120,7 +122,7 @@ struct Model {
     const Layer* layers;
     Norm last;
     Matrix head;
-    long count, hidden, heads, groups, width, ffn, window, is_bf16;
+    long count, hidden, heads, groups, width, ffn, window, is_bf16, activation;
 };
 
 struct Step {
@@ -309,15 +311,15 @@ void attend(const Model& model, const Layer& layer, const Step& step, W* cache, 
     }
 }
 
-// silu(gate) * up, or gelu(gate) with tanh where there is no up, into the gates' place.
+// The activation of the gates, times ups where there are any, into the gates' place.
 template <class W>
-void activate(float* gate, const float* up, long count) {
+void activate(Activation activation, float* gate, const float* up, long count) {
     for (long i = 0; i < count; i += LANES) {
         const long n = count - i < LANES ? count - i : LANES;
         Wide x = {};
         memcpy(&x, gate + i, n * sizeof(float));
         // gelu: x (1 + tanh u) / 2 is x sigmoid(2 u)
-        Wide u = up ? x : 1.5957691216057308f * (x + 0.044715f * x * x * x);
+        Wide u = activation == SILU ? x : 1.5957691216057308f * (x + 0.044715f * x * x * x);
         Wide y = x / (exponential(-u) + 1.0f);
         for (long j = 0; j < n; j++) gate[i + j] = up ? rounded<W>(rounded<W>(y[j]) * up[i + j]) : rounded<W>(y[j]);
     }
@@ -366,7 +368,7 @@ void compute(const Model& model, const Step& step) {
             const long count = panels_of(layer.gate), from = share.begin(count) * PANEL;
             const long to = share.end(count) * PANEL < F ? share.end(count) * PANEL : F;
             for (long b = 0; b < B && from < to; b++)
-                activate<W>(gates + b * F + from, layer.up.weight ? ups + b * F + from : nullptr, to - from);
+                activate<W>((Activation)model.activation, gates + b * F + from, layer.up.weight ? ups + b * F + from : nullptr, to - from);
 #pragma omp barrier
             product<W>(layer.down, gates, x, B, ADDED, share);
         }

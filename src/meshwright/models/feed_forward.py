@@ -1,7 +1,10 @@
-"""The feed-forward layer: SwiGLU (Shazeer, 2020) or GPT-2's GELU.
+"""The feed-forward layer: gated, as SwiGLU and GeGLU (Shazeer, 2020), or not, as GPT-2's.
 
 Shapes: B batch, T sequence, D hidden, F feed-forward width.
 """
+
+from collections.abc import Callable
+from typing import assert_never
 
 import torch
 import torch.nn.functional as F
@@ -10,11 +13,28 @@ from torch import nn
 from meshwright.models.cpu_kernels import gelu_tanh, serves_training
 from meshwright.models.linear import Linear
 from meshwright.models.slots import Entry
-from meshwright.spec.model import ModelSpec
+from meshwright.spec.model import ActivationName, ModelSpec
+
+Activation = Callable[[torch.Tensor], torch.Tensor]
+
+
+def activation(name: ActivationName) -> Activation:
+    """The activation function, elementwise."""
+    match name:
+        case "silu":
+            return F.silu
+        case "gelu_tanh":
+            return _gelu_tanh
+        case _:
+            assert_never(name)
+
+
+def _gelu_tanh(x: torch.Tensor) -> torch.Tensor:
+    return gelu_tanh(x) if serves_training(x) else F.gelu(x, approximate="tanh")
 
 
 class FeedForward(nn.Module):
-    """`w2(silu(w1 x) * w3 x)`, or `w2(gelu(w1 x))` with the tanh approximation.
+    """`w2(activation(w1 x) * w3 x)`, or `w2(activation(w1 x))` without a gate.
 
     A slot: `entry`, applied to the input; a strategy whose ranks share the width fills it.
     """
@@ -25,15 +45,14 @@ class FeedForward(nn.Module):
         super().__init__()
         self.w1 = Linear(spec.hidden, width, bias=spec.ffn_bias)
         self.w2 = Linear(width, spec.hidden, bias=spec.ffn_bias)
-        self.w3 = Linear(spec.hidden, width, bias=spec.ffn_bias) if spec.activation == "swiglu" else None
+        self.w3 = Linear(spec.hidden, width, bias=spec.ffn_bias) if spec.gated else None
+        self.activation = activation(spec.activation)
 
     def forward(self, x_BTD: torch.Tensor) -> torch.Tensor:
         """[B, T, D] to [B, T, D]."""
         x_BTD = x_BTD if self.entry is None else self.entry(x_BTD)
-        if self.w3 is None:
-            h_BTF = self.w1(x_BTD)
-            return self.w2(gelu_tanh(h_BTF) if serves_training(h_BTF) else F.gelu(h_BTF, approximate="tanh"))
-        return self.w2(F.silu(self.w1(x_BTD)) * self.w3(x_BTD))
+        h_BTF = self.activation(self.w1(x_BTD))
+        return self.w2(h_BTF if self.w3 is None else h_BTF * self.w3(x_BTD))
 
     def extra_repr(self) -> str:
         """The contents of the slot."""

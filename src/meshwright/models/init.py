@@ -6,6 +6,7 @@ blocks of its own rows, and every layout starts from the same weights.
 
 import hashlib
 from collections.abc import Iterable
+from typing import assert_never
 
 import torch
 from torch import nn
@@ -24,21 +25,32 @@ def draw_rows(parameter: Parameter, seed: int, start: int, stop: int) -> torch.T
     rows, *rest = parameter.shape
     if not 0 <= start <= stop <= rows:
         raise UserError(f"{parameter.name}: rows [{start}, {stop}) do not lie in [0, {rows})")
-    assert parameter.init != "row_norms", "of a weight, which is not drawn here"
-    if parameter.init in ("ones", "zeros"):
-        return torch.full((stop - start, *rest), 1.0 if parameter.init == "ones" else 0.0)
+    match parameter.init:
+        case "ones":
+            return torch.ones(stop - start, *rest)
+        case "zeros":
+            return torch.zeros(stop - start, *rest)
+        case "normal":
+            draw = torch.randn
+        case "uniform":
+            draw = _uniform
+        case "row_norms" | "quantized":
+            raise AssertionError(f"{parameter.name} follows from a weight, which is not drawn here")
+        case _:
+            assert_never(parameter.init)
     block_rows = max(1, BLOCK_ELEMENTS * rows // parameter.numel)
     drawn = torch.empty((stop - start, *rest))
     for block in range(start // block_rows, -(-stop // block_rows)):
         first, last = block * block_rows, min((block + 1) * block_rows, rows)
-        generator = _generator(seed, parameter.name, block)
-        if parameter.init == "normal":
-            values = torch.randn((last - first, *rest), generator=generator)
-        else:
-            values = torch.rand((last - first, *rest), generator=generator).sub_(0.5).mul_(12**0.5)
+        values = draw((last - first, *rest), generator=_generator(seed, parameter.name, block))
         begin, end = max(first, start), min(last, stop)
         drawn[begin - start : end - start] = values[begin - first : end - first]
     return drawn.mul_(parameter.init_std)
+
+
+def _uniform(shape: tuple[int, ...], *, generator: torch.Generator) -> torch.Tensor:
+    """Uniform numbers of mean 0 and variance 1."""
+    return torch.rand(shape, generator=generator).sub_(0.5).mul_(12**0.5)
 
 
 def _generator(seed: int, name: str, block: int) -> torch.Generator:

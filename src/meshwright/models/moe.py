@@ -5,14 +5,14 @@ token for one of its experts), G microbatches that rows come from (of this rank 
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, assert_never
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from meshwright.models.dropout import Draws
-from meshwright.models.feed_forward import FeedForward
+from meshwright.models.feed_forward import FeedForward, activation
 from meshwright.models.slots import Viewed, Wrapped, unreduced
 from meshwright.spec.model import ModelSpec
 
@@ -46,7 +46,7 @@ class Router(Viewed):
         """
         wide = torch.promote_types(x_BTD.dtype, torch.float32)
         logits_BTE = F.linear(x_BTD.to(wide), self.view.read(self)["weight"].to(wide))
-        scores_BTE = logits_BTE.softmax(-1) if self.spec.router_scores == "softmax" else logits_BTE.sigmoid()
+        scores_BTE = self._scores(logits_BTE)
         experts_BTK = self._choose(scores_BTE.detach())
         weights_BTK = scores_BTE.gather(-1, experts_BTK)
         if self.spec.router_normalised:
@@ -57,6 +57,15 @@ class Router(Viewed):
         counts_BE.scatter_add_(1, chosen_BM, torch.ones_like(chosen_BM))
         weights_BTK = _JoinBackward.apply(weights_BTK, self._balance_loss(scores_BTE, counts_BE), self, counts_BE)
         return weights_BTK, experts_BTK, counts_BE
+
+    def _scores(self, logits_BTE: torch.Tensor) -> torch.Tensor:
+        match self.spec.router_scores:
+            case "softmax":
+                return logits_BTE.softmax(-1)
+            case "sigmoid":
+                return logits_BTE.sigmoid()
+            case _:
+                assert_never(self.spec.router_scores)
 
     def _choose(self, scores_BTE: torch.Tensor) -> torch.Tensor:
         """The experts [B, T, K] with the best scores, after adding the bias if there is one. Only the best groups are
@@ -127,7 +136,7 @@ class _JoinBackward(torch.autograd.Function):
         router: Router = ctx.router
         router.load_E = ctx.load_E if router.load_E is None else router.load_E + ctx.load_E
         factor = router.spec.balance_loss * router.sequence_weight
-        return grad, grad.new_tensor(factor) if ctx.joins else None, None, None
+        return grad, grad.new_full((), factor) if ctx.joins else None, None, None
 
 
 def read_counts(*counts: torch.Tensor) -> list[list[int]]:
@@ -193,13 +202,14 @@ def grouped_matmul(
 
 
 class Experts(nn.Module):
-    """All experts of a layer, each `w2(silu(w1 x) * w3 x)`."""
+    """All experts of a layer, each `w2(activation(w1 x) * w3 x)`."""
 
     def __init__(self, spec: ModelSpec):
         super().__init__()
         self.w1 = ExpertLinear(spec.num_experts, spec.hidden, spec.expert_ffn)
         self.w2 = ExpertLinear(spec.num_experts, spec.expert_ffn, spec.hidden)
         self.w3 = ExpertLinear(spec.num_experts, spec.hidden, spec.expert_ffn)
+        self.activation = activation(spec.activation)
 
     @property
     def matrices(self) -> tuple[ExpertLinear, ...]:
@@ -208,7 +218,7 @@ class Experts(nn.Module):
 
     def forward(self, x_MD: torch.Tensor, rows: Rows) -> torch.Tensor:
         """[M, D] to [M, D]."""
-        return self.w2(F.silu(self.w1(x_MD, rows)) * self.w3(x_MD, rows), rows)
+        return self.w2(self.activation(self.w1(x_MD, rows)) * self.w3(x_MD, rows), rows)
 
 
 class Dispatch:

@@ -4,6 +4,7 @@ Both compute in fp32 under bf16 and fp16, and in the input's dtype otherwise.
 """
 
 from collections.abc import Callable
+from typing import assert_never
 
 import torch
 import torch.nn.functional as F
@@ -35,6 +36,10 @@ class RMSNorm(Viewed, nn.RMSNorm):
 
 def build_norm(spec: ModelSpec, width: int) -> nn.Module:
     """The model's norm over the last dim, of size `width`."""
-    if spec.norm == "layernorm":
-        return LayerNorm(width, eps=spec.norm_eps)
-    return RMSNorm(width, eps=spec.norm_eps)
+    match spec.norm:
+        case "layernorm":
+            return LayerNorm(width, eps=spec.norm_eps)
+        case "rmsnorm":
+            return RMSNorm(width, eps=spec.norm_eps)
+        case _:
+            assert_never(spec.norm)

@@ -11,7 +11,7 @@
             self.feed_forward = SquaredReLU(spec, spec.ffn)
 
     class MyModel(Model):
-        base, switches = "llama", {"activation": "gelu_tanh"}  # which has two matrices
+        base, switches = "llama", {"gated": False}  # two matrices
 
         def block(self, spec, layer):
             return MyBlock(spec, layer)

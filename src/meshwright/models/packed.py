@@ -146,14 +146,15 @@ class PackedFeedForward:
     def __init__(self, layer: FeedForward, total: Total | None) -> None:
         self._into = PackedLinear([layer.w1] if layer.w3 is None else [layer.w1, layer.w3])
         self._out, self._gated = PackedLinear([layer.w2], total=total), layer.w3 is not None
+        self._activation = layer.activation
 
     def __call__(self, x_1ND: torch.Tensor) -> torch.Tensor:
         """[1, N, D] to [1, N, D]."""
         h = self._into(x_1ND)
         if not self._gated:
-            return self._out(F.gelu(h, approximate="tanh"))
+            return self._out(self._activation(h))
         gate, up = h.chunk(2, -1)
-        return self._out(F.silu(gate).mul_(up))
+        return self._out(self._activation(gate).mul_(up))
 
 
 class PackedRMSNorm:
@@ -192,13 +193,17 @@ class PackedBlock:
         self._enter, self._leave = enter, leave
         self._norms = [_norm(block.attention_norm), _norm(block.feed_forward_norm)]
         attention, feed_forward = block.attention, block.feed_forward
+        self.copied: list[nn.Module] = []
+        """The modules whose weights have copies here."""
         self._attention = None
         if _may_pack_attention(attention, total):
             self._attention = PackedAttention(attention, total, halves=halves)
+            self.copied.append(attention)
         self._module = attention
         self._feed_forward: Callable[[torch.Tensor], torch.Tensor] = feed_forward
         if isinstance(feed_forward, FeedForward) and _may_pack_feed_forward(feed_forward, total):
             self._feed_forward = PackedFeedForward(feed_forward, total)
+            self.copied.append(feed_forward)
 
     def __call__(self, compute: Callable[..., Any]) -> Callable[..., Any]:
         """The block's forward pass."""
@@ -270,6 +275,16 @@ def pack(model: Decoder) -> None:
             block.wrap(PackedBlock(block, split.sum, enter=enter, leave=leave))
     if model.head_split.product is None:
         model.head_split.product = PackedHead(model.head_weight)
+
+
+def release(model: Decoder) -> None:
+    """Free the weights of blocks that have packed copies. From now on the model computes with a cache only, and no
+    adapter can share its weights."""
+    for block in model.layers.values():
+        for wrapper in block.wrappers if isinstance(block, Block) else ():
+            for module in wrapper.copied if isinstance(wrapper, PackedBlock) else ():
+                for layer in (one for one in module.modules() if isinstance(one, Linear)):
+                    layer.weight.data = layer.weight.data.new_empty(0)
 
 
 def weight_bytes(model: nn.Module) -> int:

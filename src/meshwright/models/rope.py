@@ -5,6 +5,7 @@ Shapes: B batch (or 1), T sequence, H heads, K rotated width of a head, R = K / 
 
 import functools
 import math
+from typing import assert_never
 
 import torch
 
@@ -36,9 +37,13 @@ def rope_frequencies(spec: ModelSpec, device: torch.device) -> torch.Tensor:
     powers_R = spec.rope_theta**exponents_R
     if spec.rope_scaling is None:
         return 1.0 / powers_R
-    if spec.rope_scaling.kind == "yarn":
-        return _yarn(powers_R, spec.rope_scaling, spec.rope_theta)
-    return _llama3(1.0 / powers_R, spec.rope_scaling)
+    match spec.rope_scaling.kind:
+        case "yarn":
+            return _yarn(powers_R, spec.rope_scaling, spec.rope_theta)
+        case "llama3":
+            return _llama3(1.0 / powers_R, spec.rope_scaling)
+        case _:
+            assert_never(spec.rope_scaling.kind)
 
 
 def _yarn(powers_R: torch.Tensor, scaling: RopeScaling, theta: float) -> torch.Tensor:

@@ -17,7 +17,7 @@ Shapes: a matrix [K, S]: K rows that a product keeps, S columns that it sums ove
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, assert_never
 
 import torch
 import torch.nn.functional as F
@@ -222,19 +222,23 @@ def _scales(
 ) -> tuple[torch.Tensor, torch.Tensor | None, bool]:
     """The scales of blocks; the factor of numbers before rounding, if it is not the scale; and whether decoding
     multiplies by the scale."""
-    if scaling.scale == "e8m0":
-        exponents = (amax.float().view(torch.int32) >> 23 & 255) - 127 - scaling.format.exponent
-        return torch.exp2(-exponents.clamp(-126, 127).float()), None, False
-    if scaling.scale == "nvfp4":
-        whole = amax.amax()
-        for over in spread:
-            whole = over(whole)
-        tensor = (whole.float() / (E4M3.largest * E2M1.largest)).clamp(min=torch.finfo(torch.float32).tiny)
-        of_blocks = (amax.float() / E2M1.largest / tensor).clamp(LEAST_E4M3, E4M3.largest)
-        of_blocks = of_blocks.to(torch.float8_e4m3fn).float()
-        return of_blocks * tensor, 1 / tensor / of_blocks, True
-    # Divided in fp64, because compiled and eager divisions differ in fp32's last bit.
-    scales = (scaling.format.largest / amax.double().clamp(min=SMALLEST)).float()
-    if scaling.scale == "power_of_two":
-        scales = torch.exp2(torch.floor(torch.log2(scales)))
-    return scales, None, False
+    match scaling.scale:
+        case "e8m0":
+            exponents = (amax.float().view(torch.int32) >> 23 & 255) - 127 - scaling.format.exponent
+            return torch.exp2(-exponents.clamp(-126, 127).float()), None, False
+        case "nvfp4":
+            whole = amax.amax()
+            for over in spread:
+                whole = over(whole)
+            tensor = (whole.float() / (E4M3.largest * E2M1.largest)).clamp(min=torch.finfo(torch.float32).tiny)
+            of_blocks = (amax.float() / E2M1.largest / tensor).clamp(LEAST_E4M3, E4M3.largest)
+            of_blocks = of_blocks.to(torch.float8_e4m3fn).float()
+            return of_blocks * tensor, 1 / tensor / of_blocks, True
+        case "fp32" | "power_of_two" | "delayed":
+            # Divided in fp64, because compiled and eager divisions differ in fp32's last bit.
+            scales = (scaling.format.largest / amax.double().clamp(min=SMALLEST)).float()
+            if scaling.scale == "power_of_two":
+                scales = torch.exp2(torch.floor(torch.log2(scales)))
+            return scales, None, False
+        case _:
+            assert_never(scaling.scale)

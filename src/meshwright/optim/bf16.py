@@ -14,6 +14,7 @@ always rounded stochastically.
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from math import prod
+from typing import assert_never
 
 import torch
 
@@ -74,11 +75,16 @@ class Bf16:
         here = as_rows(parameter)[rows]
         if here.dtype != torch.bfloat16:
             return  # they were updated in place
-        if self.rounding == "stochastic":
-            weights = self._rounded(weights, parameter, "weight", rows, step)
-        here.copy_(weights)
-        if COMPENSATION in state:
-            as_rows(state[COMPENSATION])[rows] = weights - here
+        match self.rounding:
+            case "stochastic":
+                here.copy_(self._rounded(weights, parameter, "weight", rows, step))
+            case "nearest":
+                here.copy_(weights)
+            case "kahan":
+                here.copy_(weights)
+                as_rows(state[COMPENSATION])[rows] = weights - here
+            case _:
+                assert_never(self.rounding)
 
     def write_moment(
         self,

@@ -6,7 +6,7 @@ from numbers import Real
 
 from meshwright.spec.errors import UserError
 from meshwright.spec.plugins import check_takes, load_plugin
-from meshwright.spec.training import LrScheduleSpec
+from meshwright.spec.training import LrScheduleSpec, ScheduleName
 
 Shape = Callable[[LrScheduleSpec, int, int], float]
 """(settings, step from the end of warm-up on, all steps) -> factor of the peak learning rate."""
@@ -15,12 +15,16 @@ Shape = Callable[[LrScheduleSpec, int, int], float]
 def lr_factor(schedule: LrScheduleSpec, step: int, steps: int, shape: Shape | None = None) -> float:
     """Factor of the peak learning rate for optimizer step `step` (the first is 1) of `steps`.
 
-    Warm-up ends with factor 1 at its last step; then the factor is `shape`, by default `find_shape(schedule)`. cosine
-    and linear reach `final` at the last step; wsd (Hu et al., "MiniCPM", 2024) stays at 1 and falls linearly to `final`
-    over its last `decay` steps.
+    Warm-up ends with factor 1 at its last step; then the factor is `shape`, by default `find_shape(schedule)`. cosine,
+    linear and one_cycle reach `final` at the last step; wsd (Hu et al., "MiniCPM", 2024) stays at 1 and falls linearly
+    to `final` over its last `decay` steps.
     """
     warmup = schedule.warmup_steps(steps)
-    return step / warmup if step < warmup else (shape or find_shape(schedule))(schedule, step, steps)
+    if step >= warmup:
+        return (shape or find_shape(schedule))(schedule, step, steps)
+    if schedule.name == "one_cycle":
+        return 1 - (1 - schedule.initial) * _cosine_share(_progress(step, 1, warmup))
+    return step / warmup
 
 
 def find_shape(schedule: LrScheduleSpec) -> Shape:
@@ -61,9 +65,13 @@ def _linear(schedule: LrScheduleSpec, step: int, steps: int) -> float:
     return _fallen(schedule, 1 - _progress(step, schedule.warmup_steps(steps), steps))
 
 
+def _cosine_share(progress: float) -> float:
+    """Half a cosine: 1 at the beginning, 0 at the end."""
+    return 0.5 * (1 + math.cos(math.pi * progress))
+
+
 def _cosine(schedule: LrScheduleSpec, step: int, steps: int) -> float:
-    progress = _progress(step, schedule.warmup_steps(steps), steps)
-    return _fallen(schedule, 0.5 * (1 + math.cos(math.pi * progress)))
+    return _fallen(schedule, _cosine_share(_progress(step, schedule.warmup_steps(steps), steps)))
 
 
 def _wsd(schedule: LrScheduleSpec, step: int, steps: int) -> float:
@@ -71,5 +79,11 @@ def _wsd(schedule: LrScheduleSpec, step: int, steps: int) -> float:
     return _fallen(schedule, 1 - _progress(step, begin, steps))
 
 
-SHAPES: dict[str, Shape] = {"cosine": _cosine, "linear": _linear, "constant": _constant, "wsd": _wsd}
+SHAPES: dict[ScheduleName, Shape] = {
+    "cosine": _cosine,
+    "linear": _linear,
+    "constant": _constant,
+    "wsd": _wsd,
+    "one_cycle": _cosine,  # after its own warm-up
+}
 """Values of `training.lr_schedule.name` that ship."""

@@ -16,7 +16,7 @@ a part.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, assert_never
 
 import numpy as np
 import torch
@@ -37,17 +37,24 @@ def apply_context_parallel(model: Decoder, mesh: DeviceMesh, method: ContextMeth
     model.head_split.sequence = _SequenceShare(group, mesh.get_local_rank())
     for module in model.modules():
         if isinstance(module, Attention):
-            if method == "ulysses":
-                module.core = Ulysses(group, module.core, window)
-            else:
-                module.core = ByParts(group, method, window)
+            match method:
+                case "ulysses":
+                    module.core = Ulysses(group, module.core, window)
+                case "ring" | "all_gather":
+                    module.core = ByParts(group, method, window)
+                case _:
+                    assert_never(method)
 
 
 def sequence_places(method: ContextMethod, *, degree: int, rank: int, length: int) -> np.ndarray:
     """A rank's positions in a row of `length` tokens, in the order in which it holds them: int64 [T]."""
-    if method == "ulysses":
-        return np.arange(length).reshape(degree, -1)[rank]
-    return np.arange(length).reshape(2 * degree, -1)[list(_own_chunks(rank, degree))].ravel()
+    match method:
+        case "ulysses":
+            return np.arange(length).reshape(degree, -1)[rank]
+        case "ring" | "all_gather":
+            return np.arange(length).reshape(2 * degree, -1)[list(_own_chunks(rank, degree))].ravel()
+        case _:
+            assert_never(method)
 
 
 class _SequenceShare:
@@ -257,12 +264,12 @@ class _Ring(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, q_BHTK, k_BGTK, v_BGTK, zigzag, group):
-        coming = collectives.Hop(_join(k_BGTK, v_BGTK), group)
+        coming = collectives.hop(_join(k_BGTK, v_BGTK), group)
         total = _Sum(q_BHTK, k_BGTK, v_BGTK, zigzag)
         for step in range(1, zigzag.degree):
             held = coming.wait()
             if step < zigzag.degree - 1:
-                coming = collectives.Hop(held, group)
+                coming = collectives.hop(held, group)
             total.add(zigzag.of_rank((zigzag.rank - step) % zigzag.degree), *_separate(held, k_BGTK))
         y_BHTK = total.y_BHTK.to(q_BHTK.dtype)
         ctx.save_for_backward(q_BHTK, k_BGTK, v_BGTK, y_BHTK, total.logsumexp_BHT)
@@ -276,10 +283,10 @@ class _Ring(torch.autograd.Function):
         backward = _Backward(Queries(grad_outputs[0], q_BHTK, y_BHTK, logsumexp_BHT))
         held, grads = _join(k_BGTK, v_BGTK), None
         for step in range(zigzag.degree):
-            coming = collectives.Hop(held, group) if step < zigzag.degree - 1 else None
+            coming = collectives.hop(held, group) if step < zigzag.degree - 1 else None
             parts = zigzag.of_rank((zigzag.rank - step) % zigzag.degree) if step else zigzag.own()
             ours = backward.of_keys(parts, *_separate(held, k_BGTK))
-            grads = collectives.Hop(ours if grads is None else ours.add_(grads.wait()), group)
+            grads = collectives.hop(ours if grads is None else ours.add_(grads.wait()), group)
             held = held if coming is None else coming.wait()
         assert grads is not None
         return backward.grad_q_BHTK.to(q_BHTK.dtype), *_separate(grads.wait(), k_BGTK), None, None

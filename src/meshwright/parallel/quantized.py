@@ -27,7 +27,8 @@ from meshwright.models import Decoder
 from meshwright.parallel.error_feedback import ErrorFeedback, KeptErrors
 from meshwright.spec.errors import UserError
 from meshwright.spec.layout import LayoutSpec
-from meshwright.spec.quantized import BITS, BLOCK, KEPT, Sent, SentPart, levels
+from meshwright.spec.pieces import PIECES
+from meshwright.spec.quantized import BITS, KEPT, Sent, SentPart, levels
 from meshwright.torch_internals import FsdpAllGather, FsdpReduceScatter, grouped_parts
 
 
@@ -95,7 +96,9 @@ class Rounding:
     def add(self, piece: SentPart, half_B: torch.Tensor) -> None:
         """Count a reduction, from half a step of each block, summed over ranks."""
         self.most[piece.name] = self.most.get(piece.name, 0) + half_B.max()
-        self.norms[piece.name] = self.norms.get(piece.name, 0) + half_B.norm() * min(BLOCK, piece.row) ** 0.5
+        self.norms[piece.name] = (
+            self.norms.get(piece.name, 0) + half_B.norm() * min(PIECES.get().block, piece.row) ** 0.5
+        )
 
     def add_fed_back(self, piece: SentPart, half_B: torch.Tensor, before_B: torch.Tensor | None) -> None:
         """The same with error feedback. Of all reductions together only the errors from before the first and after the

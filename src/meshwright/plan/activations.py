@@ -7,6 +7,7 @@ that flash attention, gated feed-forward layers, experts and each recomputation 
 import functools
 from collections.abc import Callable, Sequence
 from math import inf
+from typing import assert_never
 
 from meshwright.plan.blueprint import LayerParameters
 from meshwright.plan.job import Groups, Job, Kinds, adapted
@@ -67,15 +68,19 @@ def _once(figure: Callable[[Job, LayerParameters, Policy], float]) -> Callable[[
 @_once
 def block_activations(job: Job, block: LayerParameters, policy: Policy) -> float:
     """Bytes that one block saves of one microbatch for its backward pass, by recomputation policy."""
-    if policy == "none":
-        return _saved_everything(job, block) + _beside(job, block, policy)
-    if policy == "full":
-        share = job.recompute_share
-        kept = share * job.stream_bytes + (0.0 if share == 1 else (1 - share) * _saved_everything(job, block))
-        return kept + _beside(job, block, policy)
-    if job.stack.attention == "unfused":  # selective as Korthikanti et al. mean it: all but the scores
-        return _saved_everything(job, block) - _score_bytes(job)
-    return _saved_selectively(job, block) + _beside(job, block, policy)
+    match policy:
+        case "none":
+            return _saved_everything(job, block) + _beside(job, block, policy)
+        case "full":
+            share = job.recompute_share
+            kept = share * job.stream_bytes + (0.0 if share == 1 else (1 - share) * _saved_everything(job, block))
+            return kept + _beside(job, block, policy)
+        case "selective":
+            if job.stack.attention == "unfused":  # as Korthikanti et al. mean it: all but the scores
+                return _saved_everything(job, block) - _score_bytes(job)
+            return _saved_selectively(job, block) + _beside(job, block, policy)
+        case _:
+            assert_never(policy)
 
 
 def passing_activations(job: Job, stages: Sequence[Groups]) -> tuple[float, float]:

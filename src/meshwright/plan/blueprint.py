@@ -160,7 +160,7 @@ def blueprint(spec: ModelSpec) -> Blueprint:
         num_kv_heads=spec.num_kv_heads,
         head_dim=spec.head_dim,
         vocab=spec.vocab,
-        gated=spec.activation == "swiglu",
+        gated=spec.gated,
         tied=spec.tied_embeddings,
         positions=spec.max_positions if spec.positions == "learned" else 0,
         window=spec.sliding_window,

@@ -6,6 +6,7 @@ element-wise operators cost only their traffic. The host issues operators at its
 """
 
 from dataclasses import dataclass
+from typing import assert_never
 
 from meshwright.plan.blueprint import LayerParameters, Matrix
 from meshwright.plan.constants import Constants
@@ -73,12 +74,18 @@ class Device:
 
     def _attention_rate(self) -> float:
         kind, constants = self.job.stack.attention, self.constants
-        if kind == "unfused":
-            return self.rate * constants.unfused
-        if kind == "hopper" and self.hopper:
-            return self.rate * constants.hopper
         flash = self.rate * (constants.flash_hopper if self.hopper else constants.flash)
-        return flash * (constants.bias if kind == "flash-bias" else 1.0)
+        match kind:
+            case "unfused":
+                return self.rate * constants.unfused
+            case "hopper":
+                return self.rate * constants.hopper if self.hopper else flash
+            case "flash":
+                return flash
+            case "flash-bias":
+                return flash * constants.bias
+            case _:
+                assert_never(kind)
 
     def busy(self, block: LayerParameters) -> PassTime:
         """Computation of one block for one microbatch, without recomputation."""

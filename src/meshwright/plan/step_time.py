@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import assert_never
 
 from meshwright.plan.activations import pass_activations
 from meshwright.plan.blueprint import LayerParameters
@@ -203,10 +204,15 @@ class StepModel:
 
     def _recompute(self, policy: Policy, block: LayerParameters, forward: float) -> float:
         """Seconds of recomputation in the backward pass, tensor-parallel collectives included."""
-        if policy == "none":
-            return 0.0
-        share = self.job.recompute_share
-        return share * (forward if policy == "full" else self.device.cheap_part(block))
+        match policy:
+            case "none":
+                return 0.0
+            case "full":
+                return self.job.recompute_share * forward
+            case "selective":
+                return self.job.recompute_share * self.device.cheap_part(block)
+            case _:
+                assert_never(policy)
 
     def _tensor(self, block: LayerParameters, group: CommGroup) -> PassTime:
         """Two all-reduces (or their halves, with sequence parallelism) a pass, one for each half of the block."""

@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from math import prod
 from pathlib import Path
+from typing import assert_never
 
 from meshwright.families import finetuned_table, low_precision_layers, parameter_table
 from meshwright.families.split import is_experts, kept_shape, rows_of_layers, split_dim
@@ -239,16 +240,20 @@ def _context(rank: _Rank) -> Traffic:
     forward = backward + rank.rounds * len(rank.again)
     method, _ = context_method(layout, model, rank.resolved.run.data.sequence_length)
     traffic = Traffic({("all-reduce", "cp"): _balance(rank)})
-    if method == "ulysses":
-        copies = next(n for n in range(1, heads + 1) if heads // kv_heads % n == 0 and kv_heads * n % layout.cp == 0)
-        exchanged = tokens // layout.cp * 2 * (heads + kv_heads * copies) * model.head_dim
-        traffic["all-to-all", "cp"] = (forward + backward) * exchanged * rank.width
-    elif method == "all_gather":
-        traffic["all-gather", "cp"] = (forward + backward) * pairs * rank.width
-        traffic["reduce-scatter", "cp"] = backward * pairs * rank.wide
-    else:
-        hops = (layout.cp - 1) * (forward + backward) * rank.width + layout.cp * backward * rank.wide
-        traffic["send", "cp"] = traffic["receive", "cp"] = hops * pairs // layout.cp
+    match method:
+        case "ulysses":
+            groups = heads // kv_heads
+            copies = next(n for n in range(1, heads + 1) if groups % n == 0 and kv_heads * n % layout.cp == 0)
+            exchanged = tokens // layout.cp * 2 * (heads + kv_heads * copies) * model.head_dim
+            traffic["all-to-all", "cp"] = (forward + backward) * exchanged * rank.width
+        case "all_gather":
+            traffic["all-gather", "cp"] = (forward + backward) * pairs * rank.width
+            traffic["reduce-scatter", "cp"] = backward * pairs * rank.wide
+        case "ring":
+            hops = (layout.cp - 1) * (forward + backward) * rank.width + layout.cp * backward * rank.wide
+            traffic["send", "cp"] = traffic["receive", "cp"] = hops * pairs // layout.cp
+        case _:
+            assert_never(method)
     return traffic
 
 

@@ -1,7 +1,7 @@
 """Comparison of a layout's steps with the reference: data, loss, gradients, norm, updates, and all other state."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -12,7 +12,7 @@ from meshwright.comm.objects import gather_everywhere
 from meshwright.data.loader import HostBatch, Loader, padding_of
 from meshwright.models.init import named_state
 from meshwright.optim import shards
-from meshwright.prove.difference import Difference, measure
+from meshwright.prove.difference import Difference, largest_entry, measure
 from meshwright.prove.gathered import QuantizationRoom, room_of, rounding_told
 from meshwright.prove.reference import Reference, gradients_of, load_weights, loader_for, samples_for
 from meshwright.prove.rounding import NUMBER, compare_rounded, rounding_of
@@ -180,22 +180,20 @@ class _Step:
             return compare_rounded(trainer, self.reference, self.step, "weights", here, least)
         for name, parameter in trainer.parameters.items():
             expected = shards.part_like(self.reference.weight(self.step, name), parameter)
-            allowed = self.tolerance.of_update(facts, _largest(expected), room.after_clipping(name, facts))
+            allowed = self.tolerance.of_update(facts, largest_entry(expected), room.after_clipping(name, facts))
             updates[name] = measure(shards.local(parameter), expected, allowed, self.rank)
         return worst_over_ranks(updates)
 
     def _state(self) -> dict[str, Difference]:
-        state, tolerance, facts = {}, self.tolerance, self.facts
-        for name, buffer in named_state(self.trainer.model).items():
-            expected = shards.part_like(self.reference.state(self.step, name), buffer)
-            state[name] = measure(shards.local(buffer), expected, tolerance.rounding * _largest(expected), self.rank)
-        for name, moment, parameter in moments(self.trainer):
-            expected = self.reference.moment(self.step, name)
-            expected = shards.part_like(expected, parameter) if expected.dim() else expected
-            of, _, key = name.rpartition(".")
-            more = self.room.after_clipping(of, facts)
-            allowed = tolerance.of_moment(key, facts, self.step, _largest(expected), more)
-            state[name] = measure(moment, expected, allowed, self.rank)
+        facts, room = self.facts, self.room
+        state = compare_moments(
+            self.trainer,
+            self.reference,
+            self.step,
+            self.tolerance,
+            facts,
+            lambda name: room.after_clipping(name, facts),
+        )
         load = self.trainer.train_step.balance.load
         if load is not None:
             expected_load = facts["expert_load"] or 0.0
@@ -203,8 +201,28 @@ class _Step:
         return worst_over_ranks(state)
 
 
-def _largest(tensor: torch.Tensor) -> float:
-    return tensor.abs().max().item() if tensor.numel() else 0.0
+def compare_moments(
+    trainer: Trainer,
+    reference: Reference,
+    step: int,
+    tolerance: Tolerance,
+    facts: Facts,
+    more: Callable[[str], float],
+) -> dict[str, Difference]:
+    """Buffers, and the optimizer's state, on this rank after a step; `more`: further tolerance of a parameter's
+    gradient."""
+    result, rank = {}, trainer.worker.rank
+    for name, buffer in named_state(trainer.model).items():
+        expected = shards.part_like(reference.state(step, name), buffer)
+        allowed = tolerance.rounding * largest_entry(expected)
+        result[name] = measure(shards.local(buffer), expected, allowed, rank)
+    for name, moment, parameter in moments(trainer):
+        expected = reference.moment(step, name)
+        expected = shards.part_like(expected, parameter) if expected.dim() else expected
+        of, _, key = name.rpartition(".")
+        allowed = tolerance.of_moment(key, facts, step, largest_entry(expected), more(of))
+        result[name] = measure(moment, expected, allowed, rank)
+    return result
 
 
 def worst_over_ranks(differences: dict[str, Difference]) -> dict[str, Difference]:

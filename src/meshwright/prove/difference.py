@@ -28,6 +28,11 @@ class Difference:
         return self.by / self.allowed if self.allowed else (torch.inf if self.by else 0.0)
 
 
+def largest_entry(tensor: torch.Tensor) -> float:
+    """The largest absolute entry; 0 of an empty tensor."""
+    return tensor.detach().abs().max().item() if tensor.numel() else 0.0
+
+
 def measure(ours: torch.Tensor, reference: torch.Tensor, allowed: float, rank: int) -> Difference:
     """The largest absolute difference; NaN counts as infinite."""
     if not ours.numel():

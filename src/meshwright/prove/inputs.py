@@ -5,6 +5,7 @@ on every rank under any split, an adapter initialized to zero passes no gradient
 evenly.
 """
 
+from collections.abc import Iterator
 from dataclasses import replace
 
 import numpy as np
@@ -68,6 +69,14 @@ class RandomSamples:
             return self._pairs(Sample(inputs_T, labels_T), generator)
         documents_T = (generator.random(self.sequence_length) < 0.2).cumsum() if self.documents else None
         return Sample(inputs_T, labels_T, documents_T)
+
+    def pair_numbers(self) -> list[np.ndarray]:
+        """The numbers of each sample's pairs, in order."""
+        counts = [0 if sample.references is None else int((~np.isnan(sample.references)).sum()) for sample in self]
+        return np.split(np.arange(sum(counts)), np.cumsum(counts)[:-1])
+
+    def __iter__(self) -> Iterator[Sample]:
+        return (self[index] for index in range(len(self)))
 
     def _pairs(self, sample: Sample, generator: np.random.Generator) -> Sample:
         """The sample as answers of random lengths, followed by padding."""

@@ -25,7 +25,8 @@ class Location:
 
     phase: str
     """`start` (a weight before the first step), `data`, `forward`, `loss`, `backward`, `reduction` (a weight's
-    gradient, though all activations' are right), `norm`, `update` or `state` (a buffer or moment after the step)."""
+    gradient, though all activations' are right), `norm`, `update`, `state` (a buffer or moment after the step), `whole`
+    (a whole step, or an evaluation) or `formats` (a number format)."""
     name: str
     """Module, parameter or buffer; for data, which ranks read which samples."""
     difference: Difference | None

@@ -12,6 +12,7 @@ from meshwright.data.mixture import Mixture
 from meshwright.data.packing import Samples
 from meshwright.models.init import named_state
 from meshwright.optim import shards
+from meshwright.prove.difference import largest_entry
 from meshwright.prove.gathered import as_gathered
 from meshwright.prove.inputs import RandomSamples, proof_weights
 from meshwright.prove.tolerance import Facts
@@ -23,8 +24,8 @@ from meshwright.trainer.snapshot import moments, save
 
 PHASES = ("forward", "backward")
 
-MOST_STEPS = 64
-"""The number of steps with samples."""
+MOST_STEPS = 67
+"""The number of steps with samples: single ones, and three whole ones after them."""
 
 
 class Reference:
@@ -103,37 +104,26 @@ def alone(resolved: ResolvedRun) -> ResolvedRun:
 
 
 def train_reference(
-    resolved: ResolvedRun, folder: Path, steps: int, samples: Samples | Mixture | None = None
+    trainer: Trainer, layout: LayoutSpec, folder: Path, steps: int, samples: Samples | Mixture | None = None
 ) -> Reference:
-    """Train `steps` steps on this process, on `samples` or else random ones, and save the results."""
-    reference, trainer = Reference(folder), build_alone(resolved)
-    _save_weights(reference, trainer, 0)
+    """Train `steps` steps by `build_alone`'s trainer, on `samples` or else random ones, with weights as `layout`
+    gathers them, and save the results."""
+    reference = Reference(folder)
+    save_state(reference, trainer, 0)
     factor = 0.0
     with loader_for(trainer, samples) as loader:
         for step in range(1, steps + 1):
-            with as_gathered(trainer, resolved.run.layout):
+            with as_gathered(trainer, layout):
                 loss, _ = trainer.train_step.gradients(loader.microbatches(step - 1))
             gnorm = trainer.train_step.gradient_norm()
-            norms, largest = [], 0.0
             for name, gradient in gradients_of(trainer):
                 reference.save(gradient, f"step-{step}", "gradients", name)
-                largest = max(largest, gradient.abs().max().item())
-                if gradient.dim() >= 2:
-                    norms.append(gradient.norm().item())
-            factor = max(factor, trainer.train_step.gradient_factor(gnorm))
+            facts = facts_of(trainer, loss, gnorm)
+            factor = max(factor, facts["factor"])
             trainer.train_step.update(step, gnorm)
             trainer.store.zero_grad()
-            _save_weights(reference, trainer, step)
-            for name, moment, _ in moments(trainer):
-                reference.save(moment, f"step-{step}", "moments", name)
-            facts = Facts(
-                loss=loss,
-                gnorm=gnorm,
-                largest=largest,
-                smallest_norm=min(norms, default=0.0),
-                factor=factor,
-                expert_load=trainer.train_step.balance.load,
-            )
+            save_state(reference, trainer, step)
+            facts["factor"], facts["expert_load"] = factor, trainer.train_step.balance.load
             (folder / f"step-{step}" / "step.json").write_text(json.dumps(facts))
     return reference
 
@@ -205,24 +195,45 @@ def loader_for(trainer: Trainer, samples: Samples | Mixture | None = None) -> Lo
     return Loader.of_run(samples or samples_for(trainer), trainer.resolved, trainer.data_rank, trainer.places)
 
 
-def samples_for(trainer: Trainer) -> RandomSamples:
-    """Random samples for `MOST_STEPS` steps."""
+def samples_for(trainer: Trainer, *, seed: int = 0, count: int = 0) -> RandomSamples:
+    """Random samples: `count`, or for `MOST_STEPS` steps."""
     resolved = trainer.resolved
     data = resolved.run.data
     return RandomSamples(
         vocab=resolved.model.vocab,
         sequence_length=data.sequence_length,
-        count=MOST_STEPS * resolved.global_batch,
+        seed=seed,
+        count=count or MOST_STEPS * resolved.global_batch,
         documents=data.separate_documents,
         pairs=trainer.train_step.passes.objective.needs_pairs,
     )
 
 
-def _save_weights(reference: Reference, trainer: Trainer, step: int) -> None:
+def save_state(reference: Reference, trainer: Trainer, step: int) -> None:
+    """Save the parameters, buffers and moments after a step."""
     for name, parameter in trainer.parameters.items():
         reference.save(parameter, f"step-{step}", "weights", name)
     for name, buffer in named_state(trainer.model).items():
         reference.save(buffer, f"step-{step}", "state", name)
+    for name, moment, _ in moments(trainer):
+        reference.save(moment, f"step-{step}", "moments", name)
+
+
+def facts_of(trainer: Trainer, loss: float, gnorm: float) -> Facts:
+    """The figures of the step whose gradient is in the store, before its update."""
+    norms, largest = [], 0.0
+    for _, gradient in gradients_of(trainer):
+        largest = max(largest, largest_entry(gradient))
+        if gradient.dim() >= 2:
+            norms.append(gradient.norm().item())
+    return Facts(
+        loss=loss,
+        gnorm=gnorm,
+        largest=largest,
+        smallest_norm=min(norms, default=0.0),
+        factor=trainer.train_step.gradient_factor(gnorm),
+        expert_load=None,
+    )
 
 
 def gradients_of(trainer: Trainer) -> Iterator[tuple[str, torch.Tensor]]:

@@ -64,6 +64,7 @@ def shrink(resolved: ResolvedRun) -> ResolvedRun:
             "accumulation": accumulation,
             "global_batch": micro_batch * accumulation * layout.data_parallel,
             "stage_layers": stages,
+            "shrunk": True,
         }
     )
 

@@ -95,13 +95,22 @@ def derive_tolerance(resolved: ResolvedRun) -> Tolerance:
         stored = 2 * (STORED_PER_BLOCK * model.num_layers + 4)
         relative += CONFIDENCE * sqrt(stored) * dtypes.compute.epsilon
         relative += dtypes.reduce.epsilon * sqrt(resolved.global_batch) * CONFIDENCE
-    optimizer = training.optimizer
+    optimizer, muon_slope, moment_epsilon = training.optimizer, 0.0, dtypes.master.epsilon
+    match optimizer.name:
+        case "adamw" | "paged_adamw":
+            pass
+        case "adamw_8bit":
+            moment_epsilon = FP32.epsilon
+        case "muon":
+            muon_slope = optimizer.muon_lr * MUON_SLOPE
+        case other:
+            raise AssertionError(f"the smoothness of {other} is unknown")
     return Tolerance(
         relative=relative,
         rounding=4 * wide,
         slope=optimizer.lr / optimizer.eps,
-        muon_slope=optimizer.muon_lr * MUON_SLOPE if optimizer.name == "muon" else 0.0,
+        muon_slope=muon_slope,
         statistical=dtypes.narrow,
         beta2=optimizer.betas[1],
-        moment_rounding=4 * (FP32 if optimizer.name == "adamw_8bit" else dtypes.master).epsilon,
+        moment_rounding=4 * moment_epsilon,
     )

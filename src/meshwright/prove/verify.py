@@ -2,7 +2,7 @@
 
 import pickle
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from math import sqrt
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,8 @@ from meshwright.launch.status import STOPPED, TrainingStopped
 from meshwright.launch.supervise import RestartPolicy
 from meshwright.optim.build import OPTIMIZERS
 from meshwright.prove.compare import StepComparison, compare_start, compare_steps
+from meshwright.prove.formats import compare_formats
+from meshwright.prove.inputs import proof_weights
 from meshwright.prove.locate import Location, locate, locate_start
 from meshwright.prove.reference import (
     Reference,
@@ -25,13 +27,18 @@ from meshwright.prove.reference import (
 )
 from meshwright.prove.rounding import measure_rounding, trace_rounding
 from meshwright.prove.tolerance import CLIP, SMOOTHING, derive_tolerance
+from meshwright.prove.whole_results import WholeComparison, compare_whole, locate_whole, record_whole
 from meshwright.spec.errors import UserError
+from meshwright.spec.guards import GuardSpec
+from meshwright.spec.pieces import pieces_of
 from meshwright.spec.recipe import dump_recipe
 from meshwright.spec.run import ResolvedRun
 from meshwright.spec.training import OptimizerSpec
 from meshwright.storage.scratch import scratch_folder
+from meshwright.trainer.setup import RankContext, Trainer, build_trainer
 
-RESOLVED, PROOF = "resolved.yaml", "proof.pickle"
+RESOLVED, OWN, PROOF = "resolved.yaml", "own.yaml", "proof.pickle"
+"""Files in a proof's folder: the run, the run in the recipe's own precision, the result."""
 
 
 class LayoutFailed(RuntimeError):  # noqa: N818  (it names what happened, not a kind of error)
@@ -61,6 +68,8 @@ class Proof:
     comparisons: list[StepComparison]
     relative: float
     """The largest relative difference that rounding explains, by the bound on a single number."""
+    whole: list[WholeComparison] = field(default_factory=list)
+    """The whole steps after them (`prove/whole.py`), up to the first that differs."""
     measured: bool = False
     """Whether the verdict compares with rounding as measured on one process, because the bound is wide in bf16 or fp16
     (`prove/rounding.py`)."""
@@ -71,38 +80,44 @@ class Proof:
     @property
     def equal(self) -> bool:
         """Whether the layout computed what one process computes."""
-        wrong_start = self.location is not None and self.location.phase == "start"
-        return not wrong_start and all(comparison.equal for comparison in self.comparisons)
+        return self.location is None and all(comparison.equal for comparison in self.comparisons)
 
     def as_data(self) -> dict[str, Any]:
         """The proof as plain data."""
         return {"equal": self.equal, **asdict(self)}
 
 
-def verify(resolved: ResolvedRun, *, steps: int) -> Proof:
+def verify(resolved: ResolvedRun, *, steps: int, own: ResolvedRun | None = None) -> Proof:
     """Train `steps` steps on one process and under the layout, from the same weights on the same data, and compare.
 
-    Both run on this machine's CPUs. Raises `LayoutFailed` if the layout's processes fail, and `TrainingStopped`, a
+    Both run on this machine's CPUs. `own`: the run in the recipe's own precision, whose number formats are checked; by
+    default `resolved`. Raises `LayoutFailed` if the layout's processes fail, and `TrainingStopped`, a
     `KeyboardInterrupt`, if a signal ended it.
     """
     if find_worker() is not None:
         raise UserError("verify starts the layout's processes; run it without torchrun or srun")
-    resolved = for_proof(resolved)
+    resolved, own = for_proof(resolved), None if own is None else for_proof(own)
     with scratch_folder("verify") as folder:
+        for name, run in ((RESOLVED, resolved), (OWN, own)):
+            if run is not None:
+                (folder / name).write_text(dump_recipe(run, expanded=True))
         return prove(resolved, folder, steps, lambda trace: _under_layout(resolved, folder, steps, trace=trace))
 
 
 def prove(resolved: ResolvedRun, folder: Path, steps: int, under_layout: Callable[[int], Proof]) -> Proof:
     """The proof of a run `for_proof`. `under_layout(trace)` calls `prove_rank` on the layout's ranks."""
-    with StopRequest(raises=True):
-        reference = train_reference(resolved, folder, steps)
+    single = single_steps(resolved, steps)
+    with StopRequest(raises=True), pieces_of(shrunk=resolved.shrunk):
+        trainer = build_alone(resolved)
+        reference = train_reference(trainer, resolved.run.layout, folder, single)
+        record_whole(trainer, resolved.run.layout, reference, single, derive_tolerance(resolved))
         if resolved.run.training.dtypes.narrow:
-            measure_rounding(resolved, reference, steps)
-        cost = measure_cost(resolved, reference, steps)
+            measure_rounding(resolved, reference, single)
+        cost = measure_cost(resolved, reference, single) if single else None
     proof = under_layout(0)
     if not proof.equal and proof.location is None:
         step = proof.comparisons[-1].step
-        with StopRequest(raises=True):
+        with StopRequest(raises=True), pieces_of(shrunk=resolved.shrunk):
             trace_reference(resolved, reference, step)
             if resolved.run.training.dtypes.narrow:
                 trace_rounding(resolved, reference, step)
@@ -110,16 +125,23 @@ def prove(resolved: ResolvedRun, folder: Path, steps: int, under_layout: Callabl
     return replace(proof, cost=cost)
 
 
+def single_steps(resolved: ResolvedRun, steps: int) -> int:
+    """The number of steps that are compared one by one; none if each needs the step before."""
+    return 0 if resolved.run.layout.asynchronous else steps
+
+
 def for_proof(resolved: ResolvedRun) -> ResolvedRun:
     """The run in the form that is proved: on CPUs, its optimizer a smooth function of the gradient, every step clipped
     if the recipe clips at all. AdamW replaces a user's own optimizer, whose smoothness is unknown. bf16 weights and
-    moments become fp32: their rounding is not smooth either, and is the same on every layout."""
+    moments become fp32: their rounding is not smooth either, and is the same on every layout. A step that is not finite
+    is skipped."""
     training = resolved.run.training.with_wide_state()
     ours = training.optimizer if training.optimizer.name in OPTIMIZERS else OptimizerSpec(lr=training.optimizer.lr)
     optimizer = ours.model_copy(update={"eps": max(SMOOTHING, ours.eps)})
     clip = None if training.clip is None else min(CLIP, training.clip)
-    training = training.model_copy(update={"optimizer": optimizer, "clip": clip})
-    return resolved.model_copy(update={"run": resolved.run.model_copy(update={"device": "cpu", "training": training})})
+    training = training.model_copy(update={"optimizer": optimizer, "clip": clip, "non_finite": "skip"})
+    update = {"device": "cpu", "training": training, "guards": GuardSpec()}
+    return resolved.model_copy(update={"run": resolved.run.model_copy(update=update)})
 
 
 def measure_cost(resolved: ResolvedRun, reference: Reference, step: int) -> PrecisionCost | None:
@@ -144,22 +166,30 @@ def measure_cost(resolved: ResolvedRun, reference: Reference, step: int) -> Prec
     return PrecisionCost(step, beside, loss, sqrt(difference / length) if length else 0.0, worst, worst_by)
 
 
-def prove_rank(trainer: Any, folder: Path, steps: int, trace: int) -> Proof:
-    """One rank's part; the result is the same on every rank. `trace` is the step to locate a difference in, or 0."""
+def prove_rank(trainer: Trainer, folder: Path, steps: int, trace: int, own: ResolvedRun | None = None) -> Proof:
+    """One rank's part; the result is the same on every rank. `trace` is the step to locate a difference in, or 0; `own`
+    as in `verify`."""
     reference, tolerance = Reference(folder), derive_tolerance(trainer.resolved)
+    steps = single_steps(trainer.resolved, steps)
+    proof = Proof([], tolerance.relative, measured=tolerance.statistical)
     start = locate_start(compare_start(trainer, reference))
     if start is not None:
-        return Proof([], tolerance.relative, tolerance.statistical, start)
-    comparisons = compare_steps(trainer, reference, steps, tolerance)
-    location = None
-    if trace and not comparisons[-1].equal:
-        location = locate(trainer, reference, comparisons[-1], tolerance)
-    return Proof(comparisons, tolerance.relative, tolerance.statistical, location)
+        return replace(proof, location=start)
+    proof = replace(proof, comparisons=compare_steps(trainer, reference, steps, tolerance))
+    if not proof.equal:
+        located = locate(trainer, reference, proof.comparisons[-1], tolerance) if trace else None
+        return replace(proof, location=located)
+    whole = compare_whole(trainer, reference, steps, tolerance)
+    proof = replace(proof, whole=whole, location=locate_whole(whole))
+    if proof.equal:
+        place = RankContext(trainer.worker, trainer.device, trainer.meshes)
+        checked = trainer if own is None else build_trainer(own, place, proof_weights(own))
+        proof = replace(proof, location=compare_formats(checked))
+    return proof
 
 
 def _under_layout(resolved: ResolvedRun, folder: Path, steps: int, *, trace: int) -> Proof:
-    (folder / RESOLVED).write_text(dump_recipe(resolved, expanded=True))
-    arguments = ["--resolved", str(folder / RESOLVED), "--folder", str(folder), "--steps", str(steps)]
+    arguments = ["--folder", str(folder), "--steps", str(steps)]
     with StopRequest(raises=True) as stop:
         words = ["meshwright.prove.worker", *arguments, "--trace", str(trace)]
         status = start_workers(resolved.run, Nodes(), words, stop, RestartPolicy(run_dir=None))

@@ -2,19 +2,20 @@
 
 import json
 import secrets
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from meshwright.models.generate import LEAST_PENALTY, Sampling
-from meshwright.serve.engine import Answer, Request, Token
 from meshwright.serve.grammar import Kind
 
 MAX_CHOICES, MAX_LOGPROBS, MAX_STOPS, LONGEST_STOP = 64, 20, 16, 1000
 MAX_BIASES, MOST_BIAS = 1024, 100
+MAX_MESSAGES, MAX_PROMPTS = 2**14, 2**14
+QUICK = Field(fail_fast=True)
+"""Checking a list ends at its first fault: collecting a million faults takes a minute and gigabytes."""
 
 
 class ApiError(Exception):
@@ -46,14 +47,14 @@ class ChatMessage(_Model):
     """A message of a conversation."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[TextPart] | None = None
+    content: str | Annotated[list[TextPart], QUICK] | None = None
     name: str | None = None
     reasoning_content: str | None = None
     refusal: None = None
     audio: None = None
     annotations: list[Any] | None = None
     function_call: None = None
-    tool_calls: list[dict[str, Any]] | None = None
+    tool_calls: Annotated[list[dict[str, Any]], QUICK] | None = None
     tool_call_id: str | None = None
 
     def plain(self) -> dict[str, Any]:
@@ -62,6 +63,16 @@ class ChatMessage(_Model):
         text = "".join(part.text for part in parts) if isinstance(parts, list) else parts or ""
         kept = self.model_dump(exclude_none=True, include={"name", "reasoning_content", "tool_calls", "tool_call_id"})
         return {"role": "system" if self.role == "developer" else self.role, "content": text, **kept}
+
+
+TokenList = Annotated[list[int], QUICK]
+Prompts = (
+    str
+    | Annotated[list[str], QUICK, Field(max_length=MAX_PROMPTS)]
+    | TokenList
+    | Annotated[list[TokenList], QUICK, Field(max_length=MAX_PROMPTS)]
+)
+"""Texts or token ids, one or several."""
 
 
 class StreamOptions(_Model):
@@ -92,7 +103,7 @@ class StructuredOutputs(_Model):
 
     rules: dict[str, Any] | None = Field(default=None, alias="json")
     regex: str | None = Field(default=None, min_length=1)
-    choice: list[str] | None = Field(default=None, min_length=1)
+    choice: Annotated[list[str], QUICK] | None = Field(default=None, min_length=1)
 
 
 @dataclass(frozen=True)
@@ -119,7 +130,7 @@ class Generation(_Model):
     frequency_penalty: float = Field(default=0.0, ge=-2, le=2)
     n: int = Field(default=1, ge=1, le=MAX_CHOICES)
     seed: int | None = Field(default=None, ge=-(2**63), lt=2**64)
-    stop: str | list[str] | None = None
+    stop: str | Annotated[list[str], QUICK] | None = None
     stream: bool = False
     stream_options: StreamOptions | None = None
     user: str | None = None
@@ -195,15 +206,34 @@ class Generation(_Model):
         return None
 
 
-class ChatRequest(Generation):
+class FunctionName(_Model):
+    """The name of a function."""
+
+    name: str
+
+
+class NamedTool(_Model):
+    """The one tool that must be called."""
+
+    type: Literal["function"]
+    function: FunctionName
+
+
+class TemplateArguments(_Model):
+    """What a chat template gets besides the messages."""
+
+    tools: Annotated[list[dict[str, Any]], QUICK] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+class ChatRequest(Generation, TemplateArguments):
     """A conversation to be answered."""
 
-    messages: list[ChatMessage] = Field(min_length=1)
+    messages: Annotated[list[ChatMessage], QUICK, Field(min_length=1, max_length=MAX_MESSAGES)]
     max_completion_tokens: int | None = Field(default=None, ge=1)
     logprobs: bool | None = False
     top_logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
-    tools: list[dict[str, Any]] | None = None
-    tool_choice: Literal["auto", "none"] | None = None
+    tool_choice: Literal["auto", "none", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
     store: Literal[False] | None = None
     metadata: dict[str, str] | None = None
@@ -224,7 +254,7 @@ class ChatRequest(Generation):
 class CompletionRequest(Generation):
     """Texts, or token ids, to be continued."""
 
-    prompt: str | list[str] | list[int] | list[list[int]] = ""
+    prompt: Prompts = ""
     logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
     echo: bool | None = False
     max_tokens: int | None = Field(default=None, ge=0)
@@ -234,12 +264,7 @@ class CompletionRequest(Generation):
     @property
     def prompts(self) -> Sequence[str | list[int]]:
         """The prompts, in order."""
-        given: Any = self.prompt
-        single = isinstance(given, str) or (bool(given) and isinstance(given[0], int))
-        prompts = [given] if single else list(given)
-        if not prompts or not all(isinstance(prompt, str) or prompt for prompt in prompts):
-            raise ApiError(400, "prompt: the list or a prompt in it is empty", param="prompt")
-        return prompts
+        return _several(self.prompt, "prompt")
 
     @property
     def wanted_tokens(self) -> int | None:
@@ -254,6 +279,49 @@ class CompletionRequest(Generation):
         return self.logprobs
 
 
+class EmbeddingRequest(_Model):
+    """Texts, or token ids, to be embedded."""
+
+    model: str
+    input: Prompts
+    encoding_format: Literal["float", "base64"] = "float"
+    dimensions: None = None
+    user: str | None = None
+
+    @property
+    def prompts(self) -> Sequence[str | list[int]]:
+        """The texts, in order."""
+        return _several(self.input, "input")
+
+
+class TokenizeRequest(TemplateArguments):
+    """A text or a conversation to be encoded, in vLLM's words."""
+
+    model: str | None = None
+    """None: the first model."""
+    prompt: str | None = None
+    messages: Annotated[list[ChatMessage], QUICK, Field(min_length=1, max_length=MAX_MESSAGES)] | None = None
+    add_special_tokens: bool = True
+    """Of a text: with the tokens that the tokenizer puts around it."""
+    add_generation_prompt: bool = True
+    """Of a conversation."""
+    return_token_strs: bool | None = False
+
+    @model_validator(mode="after")
+    def _one_of_two(self) -> "TokenizeRequest":
+        if (self.prompt is None) == (self.messages is None):
+            raise ValueError("give prompt or messages")
+        return self
+
+
+class DetokenizeRequest(_Model):
+    """Token ids to be decoded, in vLLM's words."""
+
+    model: str | None = None
+    """None: the first model."""
+    tokens: TokenList
+
+
 class LoadAdapter(_Model):
     """An adapter to be loaded, in vLLM's words."""
 
@@ -266,6 +334,15 @@ class UnloadAdapter(_Model):
 
     lora_name: str
     lora_int_id: int | None = None
+
+
+def _several(given: Any, param: str) -> Sequence[str | list[int]]:
+    """One or several prompts as several. Raises `ApiError` if there is none, or one is empty."""
+    single = isinstance(given, str) or (bool(given) and isinstance(given[0], int))
+    prompts = [given] if single else list(given)
+    if not prompts or not all(isinstance(prompt, str) or prompt for prompt in prompts):
+        raise ApiError(400, f"{param}: the list or a prompt in it is empty", param=param)
+    return prompts
 
 
 def parse(kind: type[BaseModel], body: bytes) -> Any:
@@ -286,96 +363,3 @@ def parse(kind: type[BaseModel], body: bytes) -> Any:
         elif first["type"] in ("literal_error", "none_required", "too_long"):
             what = f"this server does not support it ({what[0].lower()}{what[1:]})"
         raise ApiError(400, f"{place or 'the body'}: {what}", param=place or None) from None
-
-
-class Wording:
-    """The answers to one request, in the format of one of the two kinds."""
-
-    def __init__(self, model: str, *, chat: bool, decode: Any, echoes: Sequence[str] = ()) -> None:
-        """`echoes`: the prompts' texts, which precede the answers."""
-        self._model, self._chat, self._decode, self._echoes = model, chat, decode, echoes
-        self._id = f"{'chatcmpl' if chat else 'cmpl'}-{secrets.token_hex(12)}"
-        self._created = int(time.time())
-        self._offsets: dict[int, int] = {}
-
-    def whole(self, answers: Sequence[Answer], prompt_tokens: int) -> dict[str, Any]:
-        """All answers, complete."""
-        choices = []
-        for number, answer in enumerate(answers):
-            said = {"text": "".join(self._echoes[number : number + 1]) + answer.text}
-            if self._chat:
-                said = {"message": {"role": "assistant", "content": answer.text, "refusal": None}}
-            logprobs = self._logprobs(number, answer.request, [*answer.prompt, *answer.tokens, *self._ended(answer)])
-            choices.append({"index": number, **said, "logprobs": logprobs, "finish_reason": answer.finish})
-        kind = "chat.completion" if self._chat else "text_completion"
-        return self._envelope(kind, choices) | {"usage": usage(answers, prompt_tokens)}
-
-    def begin(self, number: int) -> dict[str, Any]:
-        """The first chunk of an answer to a conversation."""
-        return self._chunk({"index": number, "delta": {"role": "assistant", "content": ""}, "finish_reason": None})
-
-    def echo(self, number: int, answer: Answer) -> dict[str, Any] | None:
-        """The prompt, before the first part of the answer, if it is wanted."""
-        return self.part(number, answer.request, answer.prompt, self._echoes[number]) if self._echoes else None
-
-    def part(self, number: int, request: Request, tokens: Sequence[Token], text: str) -> dict[str, Any]:
-        """New tokens and text of an answer."""
-        said: dict[str, Any] = {"delta": {"content": text}} if self._chat else {"text": text}
-        logprobs = self._logprobs(number, request, tokens)
-        return self._chunk({"index": number, **said, "logprobs": logprobs, "finish_reason": None})
-
-    def end(self, number: int, answer: Answer, finish: str) -> dict[str, Any]:
-        """The reason why an answer has ended."""
-        said: dict[str, Any] = {"delta": {}} if self._chat else {"text": ""}
-        ended = self._ended(answer)
-        logprobs = self._logprobs(number, answer.request, ended) if ended else None
-        return self._chunk({"index": number, **said, "logprobs": logprobs, "finish_reason": finish})
-
-    def usage(self, answers: Sequence[Answer], prompt_tokens: int) -> dict[str, Any]:
-        """The last chunk, if requested."""
-        return {**self._chunk(), "usage": usage(answers, prompt_tokens)}
-
-    def _ended(self, answer: Answer) -> list[Token]:
-        """The token that ended the answer, listed with the prompt's: evaluators count one token after the prompt."""
-        return [answer.end] if answer.end is not None and answer.prompt else []
-
-    def _chunk(self, *choices: dict[str, Any]) -> dict[str, Any]:
-        return self._envelope("chat.completion.chunk" if self._chat else "text_completion", list(choices))
-
-    def _envelope(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
-        return {"id": self._id, "object": kind, "created": self._created, "model": self._model, "choices": choices}
-
-    def _logprobs(self, number: int, request: Request, tokens: Sequence[Token]) -> dict[str, Any] | None:
-        if request.logprobs is None:
-            return None
-        if self._chat:
-            return {"content": [self._told(token) for token in tokens], "refusal": None}
-        texts = [self._decode([token.id]) for token in tokens]
-        offsets = []
-        for text in texts:
-            offsets.append(self._offsets.get(number, 0))
-            self._offsets[number] = offsets[-1] + len(text)
-        top = [  # of tokens with the same text, such as parts of characters, the likeliest
-            None if token.logprob is None else {self._decode([other]): value for other, value in reversed(token.top)}
-            for token in tokens
-        ]
-        values = [token.logprob for token in tokens]
-        return {"tokens": texts, "token_logprobs": values, "top_logprobs": top, "text_offset": offsets}
-
-    def _told(self, token: Token) -> dict[str, Any]:
-        top = [self._one(other, value) for other, value in token.top]
-        return {**self._one(token.id, token.logprob), "top_logprobs": top}
-
-    def _one(self, number: int, logprob: float | None) -> dict[str, Any]:
-        text = self._decode([number])
-        return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
-
-
-def usage(answers: Sequence[Answer], prompt_tokens: int) -> dict[str, int]:
-    """Tokens read and written."""
-    written = sum(len(answer.tokens) for answer in answers)
-    return {
-        "prompt_tokens": prompt_tokens,
-        "completion_tokens": written,
-        "total_tokens": prompt_tokens + written,
-    }

@@ -1,9 +1,10 @@
-"""The chat page and the arena, their browser policy, and the host names by which clients may reach this machine."""
+"""The chat page and the arena, their browser policy, and the headers that tell browsers' requests apart."""
 
 import base64
 import hashlib
 import re
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from starlette.requests import Request
 
@@ -41,3 +42,18 @@ def called(request: Request) -> str | None:
     """The host name that the client used; None if it is not a valid name."""
     found = HOST.fullmatch(request.headers.get("host", ""))
     return found and found[1].lower()
+
+
+def is_from_another_site(request: Request) -> bool:
+    """Whether a page of another origin makes a browser send this request. Browsers state this in headers that pages
+    cannot set; older browsers send only `Origin`. Other clients send neither."""
+    site = request.headers.get("sec-fetch-site")
+    if site is not None:
+        return site not in ("same-origin", "none")
+    origin = request.headers.get("origin")
+    return origin is not None and urlsplit(origin).netloc.lower() != request.headers.get("host", "").lower()
+
+
+def is_json(request: Request) -> bool:
+    """Whether the body's media type is JSON. A page of another origin can send other types without asking first."""
+    return request.headers.get("content-type", "").partition(";")[0].strip().lower() == "application/json"

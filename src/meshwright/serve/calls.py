@@ -8,11 +8,13 @@ from typing import Any
 
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import StreamingResponse
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from meshwright.serve import engine
-from meshwright.serve.api import ApiError, Wording
+from meshwright.serve.api import ApiError
+from meshwright.serve.incoming import left
 from meshwright.serve.metrics import Metrics
+from meshwright.serve.wording import Wording
 
 Heard = tuple[int, engine.Answer, list[engine.Token], str, str | None]
 
@@ -36,7 +38,7 @@ class Call:
 
     async def answers(self, request: Request) -> list[engine.Answer]:
         """All answers, complete; cancelled if the client disconnects."""
-        gone = asyncio.create_task(_gone(request))
+        gone = asyncio.create_task(left(request))
         try:
             async for _ in self._progress(gone):
                 pass
@@ -55,14 +57,14 @@ class Call:
                 yield _event(wording.begin(number))
         opened = set[int]()
         async for number, answer, tokens, text, finish in self._progress(None):
-            if number not in opened and (echo := wording.echo(number, answer)) is not None:
-                yield _event(echo)
+            chunks = wording.echo(number, answer) if number not in opened else []
             opened.add(number)
-            if text or (tokens and answer.request.logprobs is not None):
-                yield _event(wording.part(number, answer.request, tokens, text))
+            chunks += wording.parts(number, answer.request, tokens, text)
             if finish in ("stop", "length"):
-                yield _event(wording.end(number, answer, finish))
-            elif finish is not None:
+                chunks += wording.ends(number, answer, finish)
+            for chunk in chunks:
+                yield _event(chunk)
+            if finish not in (None, "stop", "length"):
                 yield _event(_unfinished(answer).body())
         if with_usage:
             yield _event(wording.usage(list(self._answers.values()), self.prompt_tokens))
@@ -116,8 +118,13 @@ class EventStream(StreamingResponse):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """See `StreamingResponse`."""
+
+        async def send_and_wait(message: Message) -> None:
+            await send(message)
+            await asyncio.sleep(0)  # a lost connection is noticed before more is written to it
+
         try:
-            await super().__call__(scope, receive, send)
+            await super().__call__(scope, receive, send_and_wait)
         finally:
             self._call.close()
 
@@ -126,11 +133,6 @@ def _unfinished(answer: engine.Answer) -> ApiError:
     if answer.problem is not None:
         return ApiError(400, f"the answer cannot continue under its grammar: {answer.problem}")
     return ApiError(500, "the server could not finish this answer")
-
-
-async def _gone(request: Request) -> None:
-    while (await request.receive())["type"] != "http.disconnect":
-        pass
 
 
 def _event(content: Mapping[str, Any]) -> str:

@@ -1,4 +1,5 @@
-"""Client connections with a deadline for the complete request, so that idle clients do not occupy slots."""
+"""Client connections with deadlines for the complete request and for reading an answer, so that clients which stall do
+not occupy slots."""
 
 import asyncio
 from typing import Any
@@ -12,13 +13,16 @@ MOST_CONNECTIONS = 512
 """Connections at a time; more are refused with a request to retry."""
 REQUEST_SECONDS = 60.0
 """From a connection, or the end of an answer, to the end of the next request."""
+READING_SECONDS = 60.0
+"""From a full buffer of unread answers until the client has read most of it."""
 
 
 class Connection(H11Protocol):
     """One client's connection."""
 
-    request_seconds = REQUEST_SECONDS
+    request_seconds, reading_seconds = REQUEST_SECONDS, READING_SECONDS
     _deadline: asyncio.TimerHandle | None = None
+    _unread: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """See `asyncio.Protocol`."""
@@ -40,7 +44,18 @@ class Connection(H11Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         """See `asyncio.Protocol`."""
         self._forget()
+        self._forget_unread()
         super().connection_lost(exc)
+
+    def pause_writing(self) -> None:
+        """Called when the buffer of unread answers is full."""
+        super().pause_writing()
+        self._unread = self.loop.call_later(self.reading_seconds, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        """Called when the client has read most of the buffer."""
+        self._forget_unread()
+        super().resume_writing()
 
     def _await_request(self) -> None:
         self._forget()
@@ -50,6 +65,11 @@ class Connection(H11Protocol):
         if self._deadline is not None:
             self._deadline.cancel()
             self._deadline = None
+
+    def _forget_unread(self) -> None:
+        if self._unread is not None:
+            self._unread.cancel()
+            self._unread = None
 
 
 def configured(app: ASGIApp, **more: Any) -> uvicorn.Config:

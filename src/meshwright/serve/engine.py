@@ -49,10 +49,14 @@ class Request:
     """Return each token's log-probability and those of this many likeliest tokens."""
     scores_prompt: bool = False
     """Also score the prompt's tokens, and the token that ended the answer."""
+    embeds: bool = False
+    """Return the prompt's embedding; the engine must be able to (`InferenceEngine.embeds`)."""
     bias: Mapping[int, float] = field(default_factory=dict)
     """Added to the logits of these tokens."""
     grammar: Grammar | None = None
     """The grammar of the answer; its ends are those of the request."""
+    decode: Callable[[Sequence[int]], str] | None = None
+    """Token ids to this answer's text, if not as the engine does it."""
 
 
 @dataclass(frozen=True)
@@ -78,6 +82,8 @@ class Answer:
     """The prompt's tokens with their log-probabilities, if requested; the first has none."""
     end: Token | None = None
     """The token that ended the answer and does not belong to it."""
+    embedding: torch.Tensor | None = None
+    """The last hidden state [D] of the prompt, if requested."""
     text: str = ""
     finish: str | None = None
     """Why it ended: `stop` (a token or a text that ends answers, or its grammar is complete), `length`, `cancelled`, or
@@ -100,6 +106,7 @@ class _Row:
         self.read = 0
         """Tokens of the prompt that the model has read."""
         self.stream = random.Random(f"{request.sampling.seed}/{request.row}")
+        decode = request.decode or decode
         self.writer = None if decode is None else TextWriter(decode, request.stops)
         self.seen: tuple[torch.Tensor, torch.Tensor] | None = None
         if request.sampling.penalizes:
@@ -180,6 +187,11 @@ class InferenceEngine:
         self._prefixes, self._owner = prefixes, object()
 
     @property
+    def embeds(self) -> bool:
+        """Whether it can compute embeddings: not over several processes."""
+        return self.model.make_reader is None
+
+    @property
     def waiting(self) -> int:
         """Number of requests waiting for the batch."""
         return len(self._waiting)
@@ -224,7 +236,12 @@ class InferenceEngine:
         for row, (_, tokens) in zip(self._rows, new, strict=True):
             row.read += len(tokens)
         writing = self._whole
-        logits_BV = self._reader.read(new, writing, scored)
+        if any(row.answer.request.embeds for row in self._rows[:writing]):
+            logits_BV, hidden_BD = self._reader.read_hidden(new, writing, scored)
+            for row, hidden_D in zip(self._rows, hidden_BD, strict=False):
+                row.answer.embedding = hidden_D.clone() if row.answer.request.embeds else None
+        else:
+            logits_BV = self._reader.read(new, writing, scored)
         begin = writing
         for place in scored:
             end = begin + len(new[place][1])

@@ -2,13 +2,12 @@
 
 import contextlib
 import io
-import json
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 from unicodedata import normalize
 
 import torch
@@ -31,10 +30,13 @@ from meshwright.serve.gguf import (
 from meshwright.serve.gguf_tokenizer import composes
 from meshwright.serve.llama_cpp import COMMAND as LLAMA_CPP
 from meshwright.serve.llama_cpp import llama_cpp_installed
+from meshwright.serve.ollama import modelfile
 from meshwright.serve.receipt import (
     CONVERSATIONS,
+    NOT_PROVED,
     RECEIPT,
     TEXTS,
+    Claim,
     Equal,
     ProgramReading,
     Receipt,
@@ -90,6 +92,7 @@ def export_trained(
             dtype=dtype,
             source=str(trained.source),
             readings=tuple(reading for reading, _ in found),
+            claims=_claims(trained),
             notes=tuple(note for _, notes in found for note in notes),
             not_installed=not_among(("transformers", VLLM), [reading.program for reading, _ in found]),
         )
@@ -127,14 +130,21 @@ def export_ollama(trained: TrainedModel, directory: Path, *, form: str | None = 
 
     Raises like `export_gguf`.
     """
+    prompts = PromptEncoder(trained.tokenizer)
+    ends = prompts.shown(prompts.answer_ends)
+    content, notes = modelfile(trained.tokenizer, GGUF_FILE, context_length(trained.spec), ends)
+    notes.append(f"{NOT_PROVED} by Ollama: it has not read the files")
     with complete_folder(directory) as staging:
-        receipt = _write_proved_gguf(trained, staging, f"{directory.name}/{GGUF_FILE}", form, merge)
-        (staging / "Modelfile").write_text(_modelfile(trained))
+        receipt = _write_proved_gguf(trained, staging, f"{directory.name}/{GGUF_FILE}", form, merge, notes)
+        (staging / "Modelfile").write_text(content, encoding="utf-8")
     return receipt
 
 
 @torch.no_grad()
-def _write_proved_gguf(trained: TrainedModel, folder: Path, exported: str, form: str | None, merge: bool) -> Receipt:
+def _write_proved_gguf(
+    trained: TrainedModel, folder: Path, exported: str, form: str | None, merge: bool, more: Sequence[str] = ()
+) -> Receipt:
+    """Write `model.gguf` and its receipt, with `more` notes."""
     form = form or {FP32.name: "f32", BF16.name: "bf16"}.get(_dtype_of(trained).name, "f16")
     stored = StoredModel(trained.spec, form)
     parameters = named_tensors(_whole(trained, merge, "--gguf"))
@@ -150,7 +160,10 @@ def _write_proved_gguf(trained: TrainedModel, folder: Path, exported: str, form:
         try:
             readings.append(_transformers_gguf_reading(reference, folder))
         except (KeyError, NotImplementedError, RuntimeError, TypeError) as error:  # it reads few architectures
-            notes.append(f"transformers {version_of('transformers')} cannot read it ({str(error).splitlines()[0]})")
+            reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+            notes.append(
+                f"{NOT_PROVED} by transformers {version_of('transformers')}: it cannot read the file ({reason})"
+            )
     if llama_cpp_installed():
         readings.append(_llama_cpp_reading(reference, trained.tokenizer, file, form))
     if not readings:
@@ -163,18 +176,12 @@ def _write_proved_gguf(trained: TrainedModel, folder: Path, exported: str, form:
         dtype=form,
         source=str(trained.source),
         readings=tuple(readings),
-        notes=tuple(notes),
+        claims=_claims(trained),
+        notes=(*notes, *more),
         not_installed=() if llama_cpp_installed() else ("llama.cpp",),
     )
     receipt.write(folder / RECEIPT)
     return receipt
-
-
-def _modelfile(trained: TrainedModel) -> str:
-    lines = [f"FROM ./{GGUF_FILE}", f"PARAMETER num_ctx {context_length(trained.spec)}"]
-    prompts = PromptEncoder(trained.tokenizer)
-    lines += [f"PARAMETER stop {json.dumps(end, ensure_ascii=False)}" for end in prompts.shown(prompts.answer_ends)]
-    return "\n".join(lines) + "\n"
 
 
 def _whole(trained: TrainedModel, merge: bool, option: str) -> Decoder:
@@ -200,6 +207,10 @@ def _token_ids(trained: TrainedModel) -> TokenIds:
     return token_ids(trained.tokenizer, config_of(trained))
 
 
+def _claims(trained: TrainedModel) -> tuple[Claim, ...]:
+    return ("numbers", "tokens") if trained.tokenizer.chat_template is None else get_args(Claim)
+
+
 def _notes(trained: TrainedModel, stored: StoredModel) -> list[str]:
     spec, notes = trained.spec, []
     if stored.kept_wide:
@@ -221,7 +232,7 @@ def _hf_reading(
 ) -> tuple[ProgramReading, list[str]]:
     """A program's logits, tokens and template, computed from a Hugging Face directory, and remarks about them."""
     if program == "meshwright":
-        theirs, notes = load_tokenizer(staging), []
+        theirs, notes = load_tokenizer(staging).for_rows(trained.spec.vocab), _without_rows(trained.tokenizer)
         texts = refuse_other_tokens(program, "text", texts_of(trained.tokenizer), texts_of(theirs))
         wanted, found = conversations_of(trained.tokenizer), conversations_of(theirs)
         conversations = refuse_other_tokens(program, "conversation", wanted, found) if wanted else None
@@ -229,6 +240,17 @@ def _hf_reading(
     else:
         equal, notes = _transformers_tokens(trained.tokenizer, staging)
     return logits_reading(program, difference, probe_tokens(trained.spec).numel(), equal), notes
+
+
+def _without_rows(tokenizer: TextTokenizer) -> list[str]:
+    """A remark about tokens without a row in the model."""
+    if tokenizer.rows is None:
+        return []
+    first, last = tokenizer.rows, tokenizer.vocab_size - 1
+    return [
+        f"warning: the model has no row for tokens {first} ({tokenizer.decode([first])!r}) to {last} of its tokenizer, "
+        f"so programs fail at texts that contain one; {tokenizer.more_rows}"
+    ]
 
 
 def _transformers_tokens(tokenizer: TextTokenizer, directory: Path) -> tuple[Equal, list[str]]:

@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, assert_never
 
 import torch
 
@@ -152,7 +152,7 @@ class StoredModel:
         block, inside = (f"blk.{found[1]}.", found[2]) if found else ("", module)
         if self.spec.family == "gpt2" and inside in _FUSED:
             return f"{block}attn_qkv.{kind}", inside
-        if self.spec.activation != "swiglu" and inside == "feed_forward.w1":
+        if not self.spec.gated and inside == "feed_forward.w1":
             return f"{block}ffn_up.{kind}", None
         if inside not in _NAMES:
             raise UserError(f"GGUF: llama.cpp has no name for the parameter {ours}")
@@ -218,10 +218,13 @@ def _add_sizes(writer: Any, spec: ModelSpec) -> None:
     writer.add_head_count(spec.num_heads)
     writer.add_head_count_kv(spec.num_kv_heads)
     writer.add_vocab_size(spec.vocab)
-    if spec.norm == "rmsnorm":
-        writer.add_layer_norm_rms_eps(spec.norm_eps)
-    else:
-        writer.add_layer_norm_eps(spec.norm_eps)
+    match spec.norm:
+        case "rmsnorm":
+            writer.add_layer_norm_rms_eps(spec.norm_eps)
+        case "layernorm":
+            writer.add_layer_norm_eps(spec.norm_eps)
+        case _:
+            assert_never(spec.norm)
     if spec.positions == "rope":
         writer.add_key_length(spec.head_dim)
         writer.add_value_length(spec.head_dim)

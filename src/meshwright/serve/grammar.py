@@ -34,7 +34,8 @@ LIMITS: dict[str, Any] = {
 }
 """llguidance's limits: milliseconds for a step, and 40 MB for an answer."""
 
-Kind = Literal["schema", "regex", "choice"]
+JSON_OPTIONS: dict[str, Any] = {"whitespace_pattern": WHITESPACE, "lenient": False}
+Kind = Literal["schema", "regex", "choice", "lark"]
 
 
 class Matcher:
@@ -87,8 +88,8 @@ class Grammars:
         self._kept: OrderedDict[tuple[Kind, str, frozenset[int]], Grammar] = OrderedDict()
 
     def compile(self, kind: Kind, text: str, ends: Iterable[int]) -> Grammar:
-        """The grammar of a JSON schema (as JSON), a regular expression or a JSON list of choices; `ends` are the tokens
-        that end answers.
+        """The grammar of a JSON schema (as JSON), a regular expression, a JSON list of choices or llguidance's own
+        notation; `ends` are the tokens that end answers.
 
         Raises `UserError` if the text is no grammar, is too large, or the library cannot read the tokenizer.
         """
@@ -135,10 +136,11 @@ class Grammars:
 
 def _source(matcher: Any, kind: Kind, text: str) -> str:
     if kind == "schema":
-        overrides = {"whitespace_pattern": WHITESPACE, "lenient": False}
-        return matcher.grammar_from_json_schema(text, overrides=overrides)
+        return matcher.grammar_from_json_schema(text, overrides=JSON_OPTIONS)
     if kind == "regex":
         return matcher.grammar_from_regex(text)
+    if kind == "lark":
+        return matcher.grammar_from_lark(text)
     return matcher.grammar_from_lark("start: " + " | ".join(json.dumps(choice) for choice in json.loads(text)))
 
 

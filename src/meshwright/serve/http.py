@@ -5,9 +5,6 @@ import contextlib
 import hmac
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from starlette.applications import Starlette
@@ -16,68 +13,22 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
-from meshwright.data.tokenizer import TextTokenizer
-from meshwright.models.generate import check_room
-from meshwright.serve import engine
-from meshwright.serve.api import (
-    ApiError,
-    ChatRequest,
-    CompletionRequest,
-    Generation,
-    LoadAdapter,
-    UnloadAdapter,
-    Wording,
-    parse,
-)
+from meshwright.serve.api import ApiError, LoadAdapter, UnloadAdapter
 from meshwright.serve.arena import Vote, add_vote
-from meshwright.serve.browser import ARENA, CHAT, called, page
-from meshwright.serve.calls import Call, EventStream, Heard
-from meshwright.serve.conversation import PromptEncoder
-from meshwright.serve.grammar import Grammar, Grammars
+from meshwright.serve.browser import ARENA, CHAT, called, is_from_another_site, page
+from meshwright.serve.endpoints import Endpoints, Served, ServerLimits
+from meshwright.serve.incoming import checked, read_request
 from meshwright.serve.metrics import Metrics
-from meshwright.serve.worker import BusyError, EngineThread
-from meshwright.spec.errors import UserError
+from meshwright.serve.worker import EngineThread
 
-MAX_BODY = 4 * 2**20
-"""Default limit for the bytes of a request."""
-SMALL_BODY = 2**16
-"""Bytes that are parsed in about a millisecond."""
-DISCARDED = 64 * 2**20
-"""Bytes of an oversized request that are read and discarded, so that the client can receive the error."""
 MAX_LOADED = 32
 """Most adapters that clients may have loaded at a time."""
 LOCAL = ("localhost", "127.0.0.1", "::1", "[::1]")
 """Local names of this machine."""
 
 
-@dataclass(frozen=True)
-class Served:
-    """A model and its name."""
-
-    name: str
-    engine: engine.InferenceEngine
-    tokenizer: TextTokenizer
-    prompts: PromptEncoder
-    grammars: Grammars
-    about: str
-    """Its origin, as text."""
-
-
 Load = Callable[[str, str], Served]
 """(name, path) of an adapter to its model; raises `UserError` if it does not exist."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class ServerLimits:
-    """The limits of a server."""
-
-    max_body: int = MAX_BODY
-    max_queue: int = 64
-    api_key: str | None = None
-    """Without a key, only requests for a local host name are answered, so that no web page in a local browser can reach
-    the server under its own name (DNS rebinding)."""
-    votes: Path | None = None
-    """The file for the arena's votes; None: no arena."""
 
 
 class Server:
@@ -88,8 +39,8 @@ class Server:
         self._load_adapter, self._loaded, self._changing = load, set[str](), asyncio.Lock()
         self._models = {model.name: model for model in models}
         self._limits, self._metrics, self._started = limits, Metrics(), int(time.time())
-        self._compiler = ThreadPoolExecutor(1, "meshwright-grammars")
         self._worker = EngineThread({model.name: model.engine for model in models}, max_queue=limits.max_queue)
+        self._endpoints = Endpoints(self._models, self._worker, self._metrics, limits)
 
     def app(self) -> Starlette:
         """The application; it starts and stops the worker."""
@@ -99,7 +50,7 @@ class Server:
             self._worker.start()
             yield
             await asyncio.to_thread(self._worker.stop)
-            self._compiler.shutdown()
+            self._endpoints.close()
 
         routes = [
             Route("/", self._page),
@@ -111,8 +62,11 @@ class Server:
             Route("/metrics", self._guarded(self._show_metrics)),
             Route("/v1/models", self._guarded(self._list)),
             Route("/v1/models/{name:path}", self._guarded(self._one)),
-            Route("/v1/chat/completions", self._guarded(self._chat), methods=["POST"]),
-            Route("/v1/completions", self._guarded(self._complete), methods=["POST"]),
+            Route("/v1/chat/completions", self._guarded(self._endpoints.chat), methods=["POST"]),
+            Route("/v1/completions", self._guarded(self._endpoints.complete), methods=["POST"]),
+            Route("/v1/embeddings", self._guarded(self._endpoints.embed), methods=["POST"]),
+            Route("/tokenize", self._guarded(self._endpoints.tokenize), methods=["POST"]),
+            Route("/detokenize", self._guarded(self._endpoints.detokenize), methods=["POST"]),
         ]
         return Starlette(routes=routes, lifespan=lifespan, exception_handlers={HTTPException: _not_here})
 
@@ -148,6 +102,8 @@ class Server:
                 )
         elif (name := called(request)) not in LOCAL:
             raise ApiError(403, f"this server answers only as localhost, not as {name}")
+        if request.method == "POST" and is_from_another_site(request):
+            raise ApiError(403, "this server answers no web page of another origin; use the page at /")
 
     async def _page(self, _: Request) -> Response:
         return HTMLResponse(*page(CHAT))
@@ -160,27 +116,27 @@ class Server:
     async def _vote(self, request: Request) -> Response:
         if self._limits.votes is None:
             raise ApiError(404, "this server does not collect votes: serve with --votes FILE")
-        vote: Vote = parse(Vote, await self._body(request))
+        vote = await read_request(Vote, request, self._limits.max_body)
         await asyncio.to_thread(add_vote, self._limits.votes, vote)
         return JSONResponse({"status": "ok"})
 
     async def _load(self, request: Request) -> Response:
         if self._load_adapter is None:
             raise ApiError(403, "this server does not load adapters: serve with --adapters-from DIR")
-        asked: LoadAdapter = parse(LoadAdapter, await self._body(request))
+        asked = await read_request(LoadAdapter, request, self._limits.max_body)
         async with self._changing:
             if asked.lora_name in self._models:
                 raise ApiError(400, f"model {asked.lora_name!r} already exists; unload it first", param="lora_name")
             if len(self._loaded) >= MAX_LOADED:
                 raise ApiError(400, f"the limit of {MAX_LOADED} loaded adapters is reached; unload one first")
-            served = await _checked(self._load_adapter, asked.lora_name, asked.lora_path)
+            served = await checked(self._load_adapter, asked.lora_name, asked.lora_path)
             self._worker.add(served.name, served.engine)
             self._models[served.name] = served
             self._loaded.add(served.name)
         return PlainTextResponse(f"Success: LoRA adapter '{served.name}' added successfully.")
 
     async def _unload(self, request: Request) -> Response:
-        name = parse(UnloadAdapter, await self._body(request)).lora_name
+        name = (await read_request(UnloadAdapter, request, self._limits.max_body)).lora_name
         async with self._changing:
             if name not in self._loaded:
                 message = f"adapter {name!r} is not loaded; loaded are: {', '.join(sorted(self._loaded)) or 'none'}"
@@ -206,138 +162,12 @@ class Server:
         return JSONResponse({"object": "list", "data": [self._told(model) for model in self._models.values()]})
 
     async def _one(self, request: Request) -> Response:
-        return JSONResponse(self._told(self._find(request.path_params["name"])))
+        return JSONResponse(self._told(self._endpoints.find(request.path_params["name"])))
 
     def _told(self, model: Served) -> dict[str, Any]:
         facts = {"max_context": model.engine.max_context, "chat": model.prompts.chats}
         told = {"id": model.name, "object": "model", "created": self._started, "owned_by": "meshwright"}
         return {**told, **facts, "source": model.about}
-
-    def _find(self, name: str) -> Served:
-        if name not in self._models:
-            known = ", ".join(self._models)
-            message = f"model {name!r} does not exist; available are {known}"
-            raise ApiError(404, message, code="model_not_found", param="model")
-        return self._models[name]
-
-    async def _chat(self, request: Request) -> Response:
-        asked: ChatRequest = await _parsed(ChatRequest, await self._body(request))
-        model = self._find(asked.model)
-        if not model.prompts.chats:
-            raise ApiError(400, f"{model.name} has no chat template; use /v1/completions", param="messages")
-        messages = [message.plain() for message in asked.messages]
-        tools = asked.tools if asked.tool_choice != "none" else None
-        prompt = await _checked(model.prompts.conversation, messages, tools)
-        return await self._generate(request, model, asked, [prompt], model.prompts.answer_ends)
-
-    async def _complete(self, request: Request) -> Response:
-        asked: CompletionRequest = await _parsed(CompletionRequest, await self._body(request))
-        model, prompts = self._find(asked.model), list[list[int]]()
-        if len(asked.prompts) * asked.n > (most := model.engine.max_batch + self._limits.max_queue):
-            raise ApiError(400, f"prompt: this server generates at most {most} answers per request", param="prompt")
-        for given in asked.prompts:
-            ids = await _checked(model.prompts.text, given) if isinstance(given, str) else given
-            if any(not 0 <= token < model.engine.model.spec.vocab for token in ids):
-                raise ApiError(
-                    400, f"prompt: token ids must be from 0 to {model.engine.model.spec.vocab - 1}", param="prompt"
-                )
-            prompts.append(ids)
-        return await self._generate(request, model, asked, prompts, model.prompts.text_ends)
-
-    async def _body(self, request: Request) -> bytes:
-        if "json" not in request.headers.get("content-type", ""):  # forms on other web pages can send other types
-            raise ApiError(415, "send JSON with the header Content-Type: application/json")
-        body, size = bytearray(), 0
-        async for piece in request.stream():
-            size += len(piece)
-            if size <= self._limits.max_body:
-                body += piece
-            elif size > DISCARDED:
-                break
-        if size > self._limits.max_body:
-            raise ApiError(413, f"the body is larger than this server's limit of {self._limits.max_body} bytes")
-        return bytes(body)
-
-    async def _generate(
-        self, request: Request, model: Served, asked: Generation, prompts: Sequence[Sequence[int]], ends: Any
-    ) -> Response:
-        echoes = isinstance(asked, CompletionRequest) and bool(asked.echo)
-        biases = asked.biases(model.engine.model.spec.vocab)
-        sampling, grammar = asked.sampling(), await self._grammar(model, asked, ends)
-        requests = [
-            engine.Request(
-                prompt=prompt,
-                max_tokens=_room(prompt, asked.wanted_tokens, model.engine.max_context),
-                sampling=sampling,
-                row=row,
-                ends=ends,
-                stops=asked.stops,
-                logprobs=asked.wanted_logprobs,
-                scores_prompt=echoes,
-                bias=biases,
-                grammar=grammar,
-            )
-            for prompt in prompts
-            for row in range(asked.n)
-        ]
-        heard: asyncio.Queue[Heard] = asyncio.Queue()
-        loop = asyncio.get_running_loop()
-
-        def listen(number: int, answer: engine.Answer, tokens: list[engine.Token], text: str) -> None:
-            with contextlib.suppress(RuntimeError):  # the server has stopped
-                loop.call_soon_threadsafe(heard.put_nowait, (number, answer, tokens, text, answer.finish))
-
-        try:
-            cancel = self._worker.submit(model.name, requests, listen)
-        except KeyError:
-            raise ApiError(404, f"the model {model.name!r} was unloaded", code="model_not_found") from None
-        except BusyError:
-            message = "too many requests are waiting; try again later"
-            raise ApiError(429, message, code="rate_limit_exceeded") from None
-        decode = model.tokenizer.decode
-        texts = [decode(request.prompt) for request in requests] if echoes else []
-        wording = Wording(model.name, chat=isinstance(asked, ChatRequest), decode=decode, echoes=texts)
-        call = Call(self._metrics, requests, heard, cancel, sum(map(len, prompts)))
-        if asked.stream:
-            with_usage = asked.stream_options is not None and asked.stream_options.include_usage
-            events = call.events(wording, begins=isinstance(asked, ChatRequest), with_usage=with_usage)
-            return EventStream(call, events)
-        answers = await call.answers(request)
-        return JSONResponse(wording.whole(answers, call.prompt_tokens))
-
-    async def _grammar(self, model: Served, asked: Generation, ends: Any) -> Grammar | None:
-        """The grammar that answers must follow; compiled in a thread, one at a time, while other requests are
-        answered."""
-        if (form := asked.form) is None:
-            return None
-        loop = asyncio.get_running_loop()
-        try:
-            return await loop.run_in_executor(self._compiler, model.grammars.compile, form.kind, form.text, ends)
-        except UserError as error:
-            raise ApiError(400, f"{form.param}: {error}", param=form.param) from error
-
-
-async def _checked(work: Callable[..., Any], *arguments: Any) -> Any:
-    """Run `work` in a thread; a `UserError` becomes the client's error."""
-    try:
-        return await asyncio.to_thread(work, *arguments)
-    except UserError as error:
-        raise ApiError(400, str(error)) from error
-
-
-async def _parsed(kind: type[Generation], body: bytes) -> Any:
-    """A request; a large one is parsed in a thread while other requests are answered."""
-    return await asyncio.to_thread(parse, kind, body) if len(body) > SMALL_BODY else parse(kind, body)
-
-
-def _room(prompt: Sequence[int], wanted: int | None, room: int) -> int:
-    """Most new tokens. Raises `ApiError` if the context has no room."""
-    tokens = max(1, room - len(prompt)) if wanted is None else wanted
-    try:
-        check_room([prompt], max(1, tokens), room)
-    except UserError as error:
-        raise ApiError(400, str(error), code="context_length_exceeded", param="messages") from error
-    return tokens
 
 
 async def _not_here(request: Request, error: Exception) -> Response:

@@ -116,6 +116,10 @@ class _LeadingReader:
         self._begins, self._moves = False, []
         return self._ranks.guarded(lambda: self._inner.read(new, writing, scored))
 
+    def read_hidden(self, new: New, writing: int, scored: Sequence[int] = ()) -> NoReturn:
+        """Not possible: each process has the hidden states of some tokens only."""
+        raise NotImplementedError
+
     def move(self, source: int, target: int) -> None:
         """See `Reader`."""
         self._moves.append((source, target))

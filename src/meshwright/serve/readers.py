@@ -11,11 +11,16 @@ import torch
 
 from meshwright.families import FAMILIES
 from meshwright.models import Cache, Decoder
+from meshwright.models.batch import TensorBatch
 from meshwright.models.head import Head
 from meshwright.spec.batch import Batch
 
 New = Sequence[tuple[int, Sequence[int]]]
 """(row, new tokens) of every row, in the order of rows."""
+
+
+Reading = tuple[torch.Tensor, torch.Tensor]
+"""Logits and hidden states."""
 
 
 class Reader(Protocol):
@@ -24,6 +29,10 @@ class Reader(Protocol):
     def read(self, new: New, writing: int, scored: Sequence[int] = ()) -> torch.Tensor:
         """The logits [B, V] at the end of each of the first `writing` rows, after reading `new`; then those after every
         new token of the entries of `new` whose numbers are in `scored`."""
+        ...
+
+    def read_hidden(self, new: New, writing: int, scored: Sequence[int] = ()) -> Reading:
+        """The same, and the last hidden states [B, D] at the ends of the first `writing` rows."""
         ...
 
     def move(self, source: int, target: int) -> None:
@@ -45,19 +54,30 @@ class CachedReader(Cache):
 
     def read(self, new: New, writing: int, scored: Sequence[int] = ()) -> torch.Tensor:
         """See `Reader`."""
+        if self._model.next_step is None or not writing or scored:
+            return self.read_hidden(new, writing, scored)[0]
         batch = self.append(new)
-        if self._model.next_step is not None and writing and not scored and self.step.singles == len(new):
+        if self.step.singles == len(new):
             return self._model.next_step(batch, self)[:writing]
+        return self._compute(batch, new, writing, scored)[0]
+
+    def read_hidden(self, new: New, writing: int, scored: Sequence[int] = ()) -> Reading:
+        """See `Reader`."""
+        return self._compute(self.append(new), new, writing, scored)
+
+    def _compute(self, batch: TensorBatch, new: New, writing: int, scored: Sequence[int]) -> Reading:
         ends = list(accumulate(len(tokens) for _, tokens in new))
         places = [end - 1 for end in ends[:writing]]
         for number in scored:
             places += range(ends[number] - len(new[number][1]), ends[number])
         places_B = torch.tensor(places, device=batch.tokens.device, dtype=torch.int64)
 
-        def logits(x_1ND: torch.Tensor, head: Head, _: object) -> torch.Tensor:
-            return head.logits_at(x_1ND, places_B)
+        def both(x_1ND: torch.Tensor, head: Head, _: object) -> Reading:
+            # Over several processes each has the hidden states of some tokens; nobody asks for them there.
+            split = head.split.vocabulary is not None
+            return head.logits_at(x_1ND, places_B), x_1ND[0, :0] if split else x_1ND[0, places_B[:writing]]
 
-        return self._model(batch, logits, cache=self)
+        return self._model(batch, both, cache=self)
 
 
 class WholeReader:
@@ -68,26 +88,35 @@ class WholeReader:
         self._rows: list[list[int]] = []
 
     def read(self, new: New, writing: int, scored: Sequence[int] = ()) -> torch.Tensor:
+        """See `Reader`."""
+        return self.read_hidden(new, writing, scored)[0]
+
+    def read_hidden(self, new: New, writing: int, scored: Sequence[int] = ()) -> Reading:
         """See `Reader`. Padding follows the rows, so that no token sees it."""
         for place, tokens in new:
             if place == len(self._rows):
                 self._rows.append([])
             self._rows[place] = [*self._rows[place], *tokens]
-        found = [self._at_ends(self._rows[:writing])]
+        logits_BV, hidden_BD = self._at_ends(self._rows[:writing])
+        found = [logits_BV]
         for place, tokens in (new[number] for number in scored):
             row_1T = torch.tensor([self._rows[place]], device=self._model.like.device)
             found.append(self._model(Batch(row_1T), lambda x_BTD, head, _: head.logits(x_BTD))[0, -len(tokens) :])
-        return torch.cat(found) if scored else found[0]
+        return torch.cat(found), hidden_BD
 
-    def _at_ends(self, rows: Sequence[Sequence[int]]) -> torch.Tensor:
+    def _at_ends(self, rows: Sequence[Sequence[int]]) -> Reading:
         device = self._model.like.device
         if not rows:
-            return torch.empty(0, self._model.spec.vocab, device=device)
+            return torch.empty(0, self._model.spec.vocab, device=device), torch.empty(0, device=device)
         lengths_B1 = torch.tensor([[len(row)] for row in rows], device=device)
         longest = max(map(len, rows))
         tokens_BT = torch.tensor([[*row, *[0] * (longest - len(row))] for row in rows], device=device)
         asked_BT = torch.arange(longest, device=device) == lengths_B1 - 1
-        return self._model(Batch(tokens_BT), lambda x_BTD, head, _: head.next_logits(x_BTD, asked_BT))
+
+        def both(x_BTD: torch.Tensor, head: Head, _: object) -> Reading:
+            return head.next_logits(x_BTD, asked_BT), x_BTD[asked_BT]
+
+        return self._model(Batch(tokens_BT), both)
 
     def move(self, source: int, target: int) -> None:
         """See `Reader`."""

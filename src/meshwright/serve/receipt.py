@@ -79,6 +79,11 @@ class ProgramReading:
     """Conversations with equal tokens by the chat template; None: there was no template to compare."""
 
 
+Claim = Literal["numbers", "tokens", "chat template"]
+"""What an export can be proved to have."""
+NOT_PROVED = "not proved"
+"""The beginning of a line about what nobody has compared."""
+
 Equal = tuple[int | None, int | None]
 """Numbers of texts and conversations with equal tokens, as in `ProgramReading`."""
 
@@ -93,6 +98,8 @@ class Receipt:
     source: str
     """The checkpoint or directory that was exported."""
     readings: tuple[ProgramReading, ...]
+    claims: tuple[Claim, ...] = ("numbers",)
+    """What it has."""
     notes: tuple[str, ...] = ()
     not_installed: tuple[str, ...] = ()
     """Programs that could have read it."""
@@ -102,18 +109,34 @@ class Receipt:
         """The largest difference over all programs."""
         return max(one.largest_difference for one in self.readings)
 
+    @property
+    def proved(self) -> dict[Claim, list[str]]:
+        """Claim -> the programs that have confirmed it; none: it is not proved."""
+        counts = {
+            "numbers": lambda one: one.positions,
+            "tokens": lambda one: one.texts_equal,
+            "chat template": lambda one: one.conversations_equal,
+        }
+        return {claim: [one.program for one in self.readings if counts[claim](one)] for claim in self.claims}
+
     def write(self, path: Path) -> None:
         """Write the receipt as JSON."""
         write_durably(path, json.dumps(self.as_json(), indent=2) + "\n")
 
     def as_json(self) -> dict[str, Any]:
         """The receipt as JSON values."""
-        return asdict(self)
+        return {**asdict(self), "proved": self.proved}
 
     def lines(self) -> list[str]:
-        """Readable lines: one per program, then the notes."""
+        """Readable lines: one per program, what is proved and what is not, then the notes."""
         absent = (f"{program:<24}not installed" for program in self.not_installed)
-        return [*map(_line, self.readings), *absent, *self.notes]
+        told = [f"{claim} by {', '.join(programs)}" for claim, programs in self.proved.items() if programs]
+        lacking = [
+            f"{NOT_PROVED}: {claim}; no program that compares them is installed"
+            for claim, by in self.proved.items()
+            if not by
+        ]
+        return [*map(_line, self.readings), *absent, f"proved: {'; '.join(told)}", *lacking, *self.notes]
 
 
 def not_among(programs: Sequence[str], read: Sequence[str]) -> tuple[str, ...]:

@@ -8,19 +8,22 @@ import torch
 
 from meshwright.checkpoint.peft import read_adapter
 from meshwright.checkpoint.peft_config import CONFIG, lora_of
+from meshwright.families import FAMILIES
 from meshwright.finetune import apply_finetune
 from meshwright.models import build_model, named_state
 from meshwright.models.dtypes import torch_dtype
 from meshwright.models.from_disk import blocks_from_disk
-from meshwright.models.packed import pack
+from meshwright.models.packed import pack, release
 from meshwright.serve.conversation import PromptEncoder
+from meshwright.serve.endpoints import Served
 from meshwright.serve.engine import InferenceEngine
 from meshwright.serve.grammar import Grammars
-from meshwright.serve.http import Load, Served
+from meshwright.serve.http import Load
 from meshwright.serve.prefixes import Prefixes
 from meshwright.serve.trained import TrainedModel, open_trained
 from meshwright.spec.errors import UserError
 from meshwright.spec.precision import FP32
+from meshwright.trainer.device import free_all
 from meshwright.trainer.weights import fingerprint_of
 
 
@@ -41,8 +44,10 @@ def open_served(
     room: Capacity,
     *,
     beside: Mapping[str, Path] | None = None,
+    more: bool = True,
 ) -> list[Served]:
-    """The model under its name, adapters under theirs, and the other models `beside` it.
+    """The model under its name, adapters under theirs, and the other models `beside` it. `more`: whether other adapters
+    may be opened on it later.
 
     Raises `UserError` if an adapter belongs to another base, or if a name is given twice.
     """
@@ -57,7 +62,17 @@ def open_served(
     for other, path in beside.items():
         others[other] = open_trained(path, device=trained.device.type, dtype=_name_of(trained.model.like.dtype))
         pack(others[other].model)
+        _release(others[other])
+    if not adapters and not more:
+        _release(trained)
+    free_all()
     return [serve_as(each, one, room) for one, each in {name: trained, **others}.items()]
+
+
+def _release(trained: TrainedModel) -> None:
+    """Free weights that have copies, unless they are needed: a family of the user's is tested without a cache."""
+    if trained.ranks is None and trained.spec.family in FAMILIES:
+        release(trained.model)
 
 
 def serve_as(trained: TrainedModel, name: str, room: Capacity) -> Served:
@@ -85,12 +100,20 @@ def loader_of(base: TrainedModel, folder: Path, room: Capacity) -> Load:
     inside = folder.resolve()
 
     def load(name: str, path: str) -> Served:
-        place = (inside / path).resolve()
-        if not place.is_relative_to(inside) or not place.is_dir():
+        if (place := _folder_in(inside, path)) is None:
             raise UserError(f"lora_path {path}: is not a folder in {folder}, from which this server loads adapters")
         return serve_as(open_adapter(base, place), name, room)
 
     return load
+
+
+def _folder_in(inside: Path, path: str) -> Path | None:
+    """The folder at `path`, if it is in the folder `inside`."""
+    try:
+        place = (inside / path).resolve()
+        return place if place.is_relative_to(inside) and place.is_dir() else None
+    except (OSError, ValueError):  # a name that no file can have: too long, with NUL
+        return None
 
 
 def check_shared(base: TrainedModel) -> None:

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from itertools import product
 from math import lcm
+from typing import assert_never
 
 from meshwright.spec.finetune import FinetuneSpec
 from meshwright.spec.layout import NEAREST, ContextMethod, LayoutSpec
@@ -203,7 +204,15 @@ def context_method(layout: LayoutSpec, model: ModelSpec, sequence_length: int) -
 def _chunks(layout: LayoutSpec, model: ModelSpec, sequence_length: int) -> int:
     """Number of chunks of a sequence on each context-parallel rank."""
     method, _ = context_method(layout, model, sequence_length)
-    return 1 if layout.cp == 1 or method == "ulysses" else 2
+    if layout.cp == 1:
+        return 1
+    match method:
+        case "ulysses":
+            return 1
+        case "ring" | "all_gather":
+            return 2
+        case _:
+            assert_never(method)
 
 
 def _context_misfits(layout: LayoutSpec, model: ModelSpec, sequence_length: int) -> Iterator[str]:

@@ -140,6 +140,9 @@ FamilyName = Literal[
 ]
 """Our families, and the name for any other architecture in a Hugging Face directory."""
 
+ActivationName = Literal["silu", "gelu_tanh"]
+"""Activation functions of feed-forward layers and experts; gelu_tanh is GELU with the tanh approximation."""
+
 
 class ModelSpec(Spec):
     """A complete model: every size and option that families, models and planner need."""
@@ -154,8 +157,10 @@ class ModelSpec(Spec):
     vocab: int = Field(ge=1, le=WIDEST)
     max_positions: int = Field(ge=1, le=LONGEST)
     norm: Literal["rmsnorm", "layernorm"]
-    norm_eps: float = Field(ge=0)
-    activation: Literal["swiglu", "gelu_tanh"]
+    norm_eps: float = Field(ge=0, allow_inf_nan=False)
+    activation: ActivationName
+    gated: bool
+    """Whether feed-forward layers multiply the activation with a second projection (SwiGLU, GeGLU: Shazeer, 2020)."""
     positions: Literal["rope", "learned"]
     rope_theta: float = Field(default=10000.0, gt=0)
     rope_scaling: RopeScaling | None = None

@@ -1,15 +1,14 @@
 """Message sizes of quantized collectives (ZeRO++, Wang et al., 2023). No torch here."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, assert_never
+
+from meshwright.spec.pieces import PIECES
 
 Sent = Literal["none", "int8", "int4", "fp8"]
 """Formats of sent numbers: unchanged, quantized to this many bits, or the codes of fp8 matrix products."""
 
 BITS: dict[Sent, int] = {"int8": 8, "int4": 4}
-BLOCK = 256
-"""Number of consecutive values of a tensor's shard that share a scale, at most: a block ends with its row, because
-rows may differ in size by orders of magnitude, like those of frequent and rare tokens."""
 SCALE_BYTES = 4
 KEPT: Sent = "int8"
 """Format of the errors that a rank keeps of its sent gradients (`layout.gradient_error_feedback`)."""
@@ -21,9 +20,13 @@ def levels(sent: Sent) -> int:
 
 
 def num_blocks(numbers: int, row: int | None = None) -> int:
-    """Number of blocks in `numbers` values, in rows of `row` or in one; the last block of a row may be shorter."""
+    """Number of blocks in `numbers` values, in rows of `row` or in one; the last block of a row may be shorter.
+
+    A block ends with its row, because rows may differ in size by orders of magnitude, like those of frequent and rare
+    tokens.
+    """
     row = row or numbers
-    return numbers // row * -(-row // BLOCK)
+    return numbers // row * -(-row // PIECES.get().block)
 
 
 def code_bytes(numbers: int, sent: Sent) -> int:
@@ -38,16 +41,22 @@ def sent_bytes(numbers: int, sent: Sent, width: int, *, matrix: bool, row: int |
     Only matrices, and stacks of them, are quantized: norms and biases are few and matter much. fp8 applies only to
     matrices of layers in fp8, whose scales every rank knows.
     """
-    if sent == "none" or not matrix:
+    if not matrix:
         return numbers * width
-    if sent == "fp8":
-        return numbers
-    return num_blocks(numbers, row) * SCALE_BYTES + code_bytes(numbers, sent)
+    match sent:
+        case "none":
+            return numbers * width
+        case "fp8":
+            return numbers
+        case "int8" | "int4":
+            return num_blocks(numbers, row) * SCALE_BYTES + code_bytes(numbers, sent)
+        case _:
+            assert_never(sent)
 
 
 def bytes_each(sent: Sent) -> float:
     """Bytes per number of a large matrix, with its share of the scale."""
-    return 1.0 if sent == "fp8" else BITS[sent] / 8 + SCALE_BYTES / BLOCK
+    return 1.0 if sent == "fp8" else BITS[sent] / 8 + SCALE_BYTES / PIECES.get().block
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from itertools import repeat
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, assert_never
 
 from pydantic import Field
 
@@ -55,15 +55,21 @@ def recompute_misfit(recompute: Recompute, stage_layers: Sequence[int]) -> str |
 
 def stage_counts(recompute: Recompute, stage_layers: Sequence[int]) -> tuple[Counts, ...]:
     """The numbers of recomputed layers of every pipeline stage, limited to its layers."""
-    if recompute == "none":
-        return ((0, 0),) * len(stage_layers)
-    if not isinstance(recompute, RecomputeSpec):
-        return tuple((layers, 0) if recompute == "full" else (0, layers) for layers in stage_layers)
-    fulls, selectives = _given(recompute, len(stage_layers))
-    return tuple(
-        (min(full, layers), min(selective, layers - min(full, layers)))
-        for full, selective, layers in zip(fulls, selectives, stage_layers, strict=True)
-    )
+    match recompute:
+        case "none":
+            return ((0, 0),) * len(stage_layers)
+        case "full":
+            return tuple((layers, 0) for layers in stage_layers)
+        case "selective":
+            return tuple((0, layers) for layers in stage_layers)
+        case RecomputeSpec():
+            fulls, selectives = _given(recompute, len(stage_layers))
+            return tuple(
+                (min(full, layers), min(selective, layers - min(full, layers)))
+                for full, selective, layers in zip(fulls, selectives, stage_layers, strict=True)
+            )
+        case _:
+            assert_never(recompute)
 
 
 def layer_policies(recompute: Recompute, stage_layers: Sequence[int]) -> tuple[Policy, ...]:

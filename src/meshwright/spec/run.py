@@ -161,9 +161,11 @@ class ResolvedRun(Spec):
     """Layers of each pipeline stage; empty without a pipeline."""
     reasons: dict[str, str]
     """The reason for each value that was `auto`."""
+    shrunk: bool = False
+    """Whether this is a small run that proves a large one's layout."""
     asked: Run | None = None
-    """The recipe as given, if the planner chose its layout, recomputation or offloading was added, or it names
-    plugged-in datasets."""
+    """The recipe as given, if the planner chose its layout, recomputation or offloading was added, its learning rate
+    was scaled, or it names plugged-in datasets."""
     plan: dict[str, Any] | None = None
     """The planner's report at that time, as in `plan.json`."""
 

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, assert_never
 
 from meshwright.spec.actions import Action, Kind, Schedule, ScheduleError, read_schedule
 
@@ -86,7 +86,13 @@ def build_schedule(name: str, *, ranks: int, microbatches: int, stages_per_rank:
         )
 
     def stage(rank: int, chunk: int) -> int:
-        return 2 * ranks - 1 - rank if kind.shape == "v" and chunk else chunk * ranks + rank
+        match kind.shape:
+            case "v":
+                return 2 * ranks - 1 - rank if chunk else rank
+            case "loop":
+                return chunk * ranks + rank
+            case _:
+                assert_never(kind.shape)
 
     return Schedule(
         name,

@@ -1,6 +1,7 @@
 """Training settings: batch, optimizer, schedule, precision, recomputation, policies."""
 
-from typing import Annotated, Any, Literal, get_args
+from math import sqrt
+from typing import Annotated, Any, Literal, assert_never
 
 from pydantic import Field, field_validator, model_validator
 
@@ -31,6 +32,10 @@ CompileScope = Literal["block", "model"]
 """Unit of compilation."""
 
 
+LrScaling = Literal["sqrt", "linear"]
+"""How a learning rate grows with the batch."""
+
+
 class OptimizerSpec(Spec):
     """The optimizer and its constants."""
 
@@ -49,7 +54,13 @@ class OptimizerSpec(Spec):
     error is kept in a second bf16 tensor (Zamirai et al., 2021); nearest: updates smaller than a weight's last bit
     are lost."""
     lr: float = Field(default=3e-4, gt=0)
-    """Peak learning rate."""
+    """Peak learning rate. With `lr_base_batch`, the rate for a global batch of that size."""
+    lr_base_batch: int | None = Field(default=None, ge=1)
+    """Global batch that `lr` (and `muon_lr`) belongs to: a run with another one scales it by `lr_scaling`. null: the
+    rate is used as it is."""
+    lr_scaling: LrScaling = "sqrt"
+    """Scaling by batch / lr_base_batch: sqrt, its square root, for Adam and its kin (Malladi et al., 2022), or linear
+    (Goyal et al., 2017)."""
     betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (0.9, 0.95)
     """AdamW's decay rates of the first and second moment."""
     eps: float = Field(default=1e-8, gt=0)
@@ -61,8 +72,23 @@ class OptimizerSpec(Spec):
     muon_momentum: float = Field(default=0.95, ge=0, lt=1)
     """Muon's Nesterov momentum."""
 
+    def scaled(self, global_batch: int) -> "OptimizerSpec":
+        """The optimizer with its learning rates for a global batch, and no base batch."""
+        if self.lr_base_batch is None:
+            return self
+        ratio = global_batch / self.lr_base_batch
+        match self.lr_scaling:
+            case "sqrt":
+                factor = sqrt(ratio)
+            case "linear":
+                factor = ratio
+            case _:
+                assert_never(self.lr_scaling)
+        rates = {"lr": self.lr * factor, "muon_lr": self.muon_lr * factor}
+        return self.model_copy(update={**rates, "lr_base_batch": None})
 
-ScheduleName = Literal["cosine", "linear", "constant", "wsd"]
+
+ScheduleName = Literal["cosine", "linear", "constant", "wsd", "one_cycle"]
 """Our learning-rate schedules."""
 
 
@@ -70,13 +96,15 @@ class LrScheduleSpec(Spec):
     """The learning rate over the steps, as a factor of the optimizer's peak."""
 
     name: Annotated[ScheduleName, Pluggable("lr_schedules")] = "cosine"
-    """cosine, linear, constant, wsd (warmup-stable-decay, Hu et al., 2024), or an entry point of the group
-    meshwright.lr_schedules."""
+    """cosine, linear, constant, wsd (warmup-stable-decay, Hu et al., 2024), one_cycle (Smith and Topin, 2017; as
+    PyTorch's OneCycleLR in two phases), or an entry point of the group meshwright.lr_schedules."""
     options: dict[str, Any] = Field(default={})
     """Keyword arguments of a plug-in."""
     warmup: Annotated[int, Field(ge=0)] | Literal["auto"] = "auto"
-    """Steps of linear warm-up from 0. auto: a tenth of all steps, at most 100; none for a plug-in, which defines the
-    whole schedule."""
+    """Steps of linear warm-up from 0 (one_cycle: of a cosine from `initial`). auto: a tenth of all steps, at most 100;
+    for one_cycle three tenths; none for a plug-in, which defines the whole schedule."""
+    initial: float = Field(default=0.04, ge=0, le=1)
+    """one_cycle only: factor of the first step."""
     final: float = Field(default=0.1, ge=0, le=1)
     """Factor reached at the last step (not for constant)."""
     decay: int = Field(default=0, ge=0)
@@ -84,8 +112,15 @@ class LrScheduleSpec(Spec):
 
     def warmup_steps(self, steps: int) -> int:
         """Steps of warm-up in a run of `steps`, `auto` resolved."""
-        automatic = min(MOST_WARMUP, steps // 10) if self.name in get_args(ScheduleName) else 0
-        return automatic if self.warmup == "auto" else self.warmup
+        if self.warmup != "auto":
+            return self.warmup
+        match self.name:
+            case "cosine" | "linear" | "constant" | "wsd":
+                return min(MOST_WARMUP, steps // 10)
+            case "one_cycle":
+                return 3 * steps // 10
+            case _:
+                return 0  # a plug-in's
 
     def decay_steps(self, steps: int) -> int:
         """Steps of wsd's decay in a run of `steps`."""

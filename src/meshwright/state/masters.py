@@ -1,6 +1,6 @@
 """Full-precision weights of a low-precision model, on one process; on several, FSDP2 keeps both."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 
 import torch
 from torch import nn
@@ -43,7 +43,10 @@ class MasterWeights(StateStore):
             assert gradient is not None
             if master.grad is None:
                 master.grad = self.first_gradient(master, gradient.to(self.reduce_dtype).to(master.dtype))
-            elif self.reduce_dtype == master.dtype:
+                self.arrived(master)
+                return
+            gradient = gradient.to(master.grad.device)  # the home of offloaded gradients
+            if self.reduce_dtype == master.dtype:
                 master.grad.add_(gradient)
             else:
                 master.grad.copy_(master.grad.to(self.reduce_dtype).add_(gradient))
@@ -59,9 +62,9 @@ class MasterWeights(StateStore):
         """Called when a microbatch's gradient has been added to a master's."""
 
     @property
-    def copies(self) -> Sequence[torch.Tensor]:
+    def copies(self) -> Mapping[str, torch.Tensor]:
         """See `StateStore`: the model's copies of the trained parameters."""
-        return tuple(self._copies.values())
+        return self._copies
 
     @torch.no_grad()
     def put(self, bucket: Bucket) -> None:

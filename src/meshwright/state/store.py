@@ -15,7 +15,7 @@ bucket, `self.buckets[bucket.index + 1]`. `put` writes the copy back and puts th
 mapped from a file works like any other.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -113,9 +113,9 @@ class StateStore:
         return masters
 
     @property
-    def copies(self) -> Sequence[torch.Tensor]:
-        """Parameters of the model that are persistent copies of masters."""
-        return ()
+    def copies(self) -> Mapping[str, torch.Tensor]:
+        """Parameters of the model that are persistent copies of masters, by name."""
+        return {}
 
     @property
     def in_hand(self) -> Sequence[torch.Tensor]:

@@ -15,18 +15,17 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from meshwright.optim.adamw import ShardedAdamW
 from meshwright.optim.plugged import Plugged
 from meshwright.spec.errors import UserError
 from meshwright.spec.model import Parameter
+from meshwright.spec.pieces import PIECES
 from meshwright.state.files import BLOCK, Home, rounded
 from meshwright.state.masters import MasterWeights
 from meshwright.state.store import Bucket, HostStore, StateStore
 from meshwright.state.tiers import Mover, Tier, complaint, cut_evenly
 from meshwright.torch_internals import allocate_each, local_tensor
 
-BUCKET_PARAMETERS = 2**20
-"""Parameters of a rank that are stepped together: with this many, fp32 masters, moments and gradients are 16 MiB. Three
-buckets are in memory at once: one is stepped, one is read, one is written."""
 ALIGNED = 64
 """Alignment of tensors in a bucket."""
 
@@ -78,9 +77,9 @@ class TieredStore(StateStore):
         self._missing = {index: len(moved.gradients) for index, moved in self._moved.items()}
 
     def cut(self, rows: tuple[Parameter, ...]) -> Iterator[tuple[Parameter, ...]]:
-        """See `StateStore`: up to `BUCKET_PARAMETERS` each, the same on every rank that shares them."""
+        """See `StateStore`: up to `PieceSizes.bucket` parameters each, the same on every rank that shares them."""
         left = iter(rows)
-        for count in cut_evenly([_on_a_rank(self.parameters[row.name]) for row in rows], BUCKET_PARAMETERS):
+        for count in cut_evenly([_on_a_rank(self.parameters[row.name]) for row in rows], PIECES.get().bucket):
             yield tuple(islice(left, count))
 
     def _moved_buckets(self) -> Iterator[tuple[int, _Moved]]:
@@ -103,6 +102,9 @@ class TieredStore(StateStore):
                 self.stays(bucket)
 
     def _moved_bucket(self, bucket: Bucket) -> _Moved:
+        for optimizer in bucket.optimizers.optimizers:
+            if isinstance(optimizer, ShardedAdamW):
+                optimizer.count_on(self.tier.device)
         states = [local_tensor(tensor) for state in bucket.state.values() for tensor in state.values()]
         kept = [tensor for tensor in (*self.weights_in(bucket), *states) if tensor.dim() and tensor.numel()]
         gradients = self.gradients_in(bucket)
@@ -114,7 +116,7 @@ class TieredStore(StateStore):
         slots = []
         for tensor, offset in zip(kept, offsets, strict=True):
             there = home.tensor(offset, tensor)
-            if tensor.any():  # the home is already zeros
+            if not is_zero(tensor):  # the home is already zeros
                 there.copy_(tensor)
             tensor.data = there
             self.lives_at(tensor, home, offset)
@@ -279,6 +281,10 @@ class TieredMasters(TieredStore, MasterWeights):
         assert tier is not None
         allocate_in(tier, model, device, lambda tensor: tensor.requires_grad)
 
+    def copied(self, parameter: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """See `MasterWeights`: on the device, where the model computes."""
+        return parameter.to(self.tier.device, dtype)
+
     def weights_in(self, bucket: Bucket) -> list[torch.Tensor]:
         """See `TieredStore`: all masters."""
         return list(bucket.parameters.values())
@@ -299,6 +305,11 @@ class TieredMasters(TieredStore, MasterWeights):
 
 class TieredHost(TieredStore, HostStore):
     """Weights and gradients live in host memory, where the optimizer steps, and its state in files."""
+
+
+def is_zero(tensor: torch.Tensor) -> bool:
+    """Whether all numbers are zero."""
+    return not tensor.any()
 
 
 def _on_a_rank(parameter: torch.Tensor) -> int:

@@ -23,6 +23,7 @@ from meshwright.prove.inputs import RandomSamples
 from meshwright.spec.layout import AXES, LayoutSpec
 from meshwright.spec.model import Parameter
 from meshwright.spec.run import ResolvedRun
+from meshwright.testing.poison import OperandCheck
 from meshwright.trainer.setup import RankContext, Trainer, build_parallel_model, give_state
 from meshwright.trainer.weights import run_weights
 
@@ -74,7 +75,7 @@ def one_step(resolved: ResolvedRun, documents: bool = False, objective: Objectiv
     """Build the run and make its first step on random tokens; None on every rank but the first. Collective."""
     trainer = build_here(resolved, objective)
     step = trainer.train_step
-    with loader_for(trainer, documents=documents) as loader:
+    with OperandCheck(), loader_for(trainer, documents=documents) as loader:
         loss, _ = step.gradients(loader.microbatches(0))
     gnorm = step.gradient_norm()
     gradients = whole_of_all(trainer, {name: tensor.grad for name, tensor in trainer.parameters.items()})

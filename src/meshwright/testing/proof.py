@@ -8,6 +8,7 @@ from typing import Any
 from meshwright.prove import verify
 from meshwright.prove.inputs import proof_weights
 from meshwright.prove.verify import Proof, for_proof, prove_rank
+from meshwright.spec.pieces import pieces_of
 from meshwright.spec.run import ResolvedRun
 from meshwright.testing.equivalence import build_here
 from meshwright.testing.ranks import RankPool
@@ -23,20 +24,22 @@ def prove(
     plant: Plant = contextlib.nullcontext,
     *,
     steps: int = 2,
-    timeout: float = 120,
+    own: ResolvedRun | None = None,
 ) -> Proof:
-    """The proof of `verify` for a run with a fault planted under its layout; `timeout` in seconds."""
-    resolved = for_proof(resolved)
+    """The proof of `verify` for a run with a fault planted under its layout."""
+    resolved, own = for_proof(resolved), None if own is None else for_proof(own)
 
     def under_layout(trace: int) -> Proof:
-        work = rank_proof, plant, resolved, folder, steps, trace
-        return ranks.run(resolved.run.layout.world_size, *work, timeout=timeout)[0]
+        work = rank_proof, plant, resolved, folder, steps, trace, own
+        return ranks.run(resolved.run.layout.world_size, *work)[0]
 
     return verify.prove(resolved, folder, steps, under_layout)
 
 
-def rank_proof(plant: Plant, resolved: ResolvedRun, folder: Path, steps: int, trace: int) -> Proof:
+def rank_proof(
+    plant: Plant, resolved: ResolvedRun, folder: Path, steps: int, trace: int, own: ResolvedRun | None
+) -> Proof:
     """One rank's part, as in `meshwright.prove.worker`."""
-    with plant():
+    with plant(), pieces_of(shrunk=resolved.shrunk):
         trainer = build_here(resolved, weights=proof_weights(resolved))
-        return prove_rank(trainer, folder, steps, trace)
+        return prove_rank(trainer, folder, steps, trace, own)

@@ -9,15 +9,18 @@ import os
 import signal
 import sys
 import tempfile
+import time
 import traceback
 from collections.abc import Callable, Iterable
 from multiprocessing import forkserver
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+
+from meshwright.testing.poison import fill_uninitialized_memory
 
 MOST_THREADS = 200
 """Number of threads at which a rank is replaced. Every gloo group has three, and one of them wakes a hundred times a
@@ -25,6 +28,9 @@ second even when idle: a thousand of them keep two cores busy."""
 
 LOADED = ("torch", "torch._dynamo", "torch.distributed.fsdp", "meshwright.trainer.setup")
 """Modules that every rank would load."""
+
+GRACE = 5
+"""Seconds that the other ranks have once one has failed: most of them wait for it, for ever."""
 
 STOPS = sys.platform == "linux"
 """Whether processes are stopped between cases."""
@@ -100,9 +106,19 @@ class _Group:
         self._send(signal.SIGCONT)
         for pipe in self._pipes:
             pipe.send((function, args))
-        answers = [self._answer(rank, timeout) for rank in range(len(self._pipes))]
+        answers: dict[Connection, tuple[bool, Any]] = {}
+        ends = time.monotonic() + timeout
+        while missing := [pipe for pipe in self._pipes if pipe not in answers]:
+            ready = wait(missing, max(0, ends - time.monotonic()))
+            answers |= {pipe: self._answer(pipe) for pipe in missing if pipe in ready}
+            if not ready:
+                answers |= dict.fromkeys(
+                    missing, (False, f"no answer within {timeout} s, or {GRACE} s of another rank's failure")
+                )
+            if not all(ok for ok, _ in answers.values()):
+                ends = min(ends, time.monotonic() + GRACE)
         self._send(signal.SIGSTOP)
-        return answers
+        return [answers[pipe] for pipe in self._pipes]
 
     def _send(self, number: signal.Signals) -> None:
         for process in self._processes if STOPS else ():
@@ -110,14 +126,13 @@ class _Group:
             with contextlib.suppress(ProcessLookupError):  # its answer reports its death
                 os.kill(process.pid, number)
 
-    def _answer(self, rank: int, timeout: float) -> tuple[bool, Any]:
+    def _answer(self, pipe: Connection) -> tuple[bool, Any]:
         try:
-            if self._pipes[rank].poll(timeout):
-                return self._pipes[rank].recv()
+            return pipe.recv()
         except EOFError:
-            self._processes[rank].join(5)
-            return False, f"the process died with status {self._processes[rank].exitcode}"
-        return False, f"no answer within {timeout} s"
+            process = self._processes[self._pipes.index(pipe)]
+            process.join(5)
+            return False, f"the process died with status {process.exitcode}"
 
     @property
     def is_worn(self) -> bool:
@@ -141,6 +156,7 @@ def _serve(rank: int, world_size: int, store: str, pipe: Connection) -> None:
         os.close(forkserver._forkserver._forkserver_alive_fd)  # type: ignore[attr-defined]
     gc.freeze()  # a collection would copy the memory that all ranks share
     torch.set_num_threads(1)
+    fill_uninitialized_memory()
     if world_size > 1:
         dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size)
     while True:

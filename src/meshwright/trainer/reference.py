@@ -8,7 +8,7 @@ start, so with adapters the reference is the base model.
 import io
 import zipfile
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,7 +17,7 @@ import torch
 
 from meshwright.comm import collectives
 from meshwright.data.loader import BatchShare, evaluation_batches
-from meshwright.data.packing import PairSamples, build_samples
+from meshwright.data.packing import PairSamples, Samples, build_samples
 from meshwright.data.prepare import Corpus
 from meshwright.data.token_file import TokenFile
 from meshwright.models.batch import to_device
@@ -44,7 +44,12 @@ def with_references(trainer: Trainer, corpus: Corpus, run_dir: Path) -> Corpus:
     if trainer.step:
         tables = _read(path, files)
     else:
-        tables = {name: _margins(trainer, file) for name, file in files.items()}
+        samples = {name: build_samples(file, trainer.resolved.run.data) for name, file in files.items()}
+        tables = {
+            name: margins_of(trainer, each, each.pairs)
+            for name, each in samples.items()
+            if isinstance(each, PairSamples)
+        }
         if trainer.worker.rank == 0:
             run_dir.mkdir(parents=True, exist_ok=True)
             prints = {f"{name}.fingerprint": np.array(file.fingerprint) for name, file in files.items()}
@@ -78,22 +83,22 @@ def _read(path: Path, files: Mapping[str, TokenFile]) -> dict[str, np.ndarray]:
     return tables
 
 
-def _margins(trainer: Trainer, file: TokenFile) -> np.ndarray:
-    """The model's margin for each pair of a file, float64 (num_pairs,)."""
+def margins_of(trainer: Trainer, samples: Samples, pairs: Sequence[np.ndarray]) -> np.ndarray:
+    """The model's margin for each pair, float64 (number of pairs,); `pairs`: the numbers of each sample's.
+
+    Collective.
+    """
     resolved, passes = trainer.resolved, trainer.train_step.passes
-    samples = build_samples(file, resolved.run.data)
-    assert isinstance(samples, PairSamples)
     micro_batch, ranks = resolved.micro_batch, resolved.run.layout.data_parallel
     share = BatchShare.of_run(resolved, trainer.data_rank, trainer.places)
     batches = evaluation_batches(samples, share, micro_batch=micro_batch)
-    table = torch.zeros(samples.num_pairs, dtype=torch.float64)
+    table = torch.zeros(sum(map(len, pairs)), dtype=torch.float64)
     found = passes.read((to_device(batch, trainer.device) for batch in batches), pair_margins)
     for number, margins_BP in enumerate(found):
         first = (number * ranks + trainer.data_rank) * micro_batch
         for index, margins_P in enumerate(margins_BP.double().cpu(), start=first):
             if index < len(samples):
-                pairs = samples.pairs[index]
-                table[torch.from_numpy(pairs)] = margins_P[: len(pairs)]
+                table[torch.from_numpy(pairs[index])] = margins_P[: len(pairs[index])]
     release_gathered(passes.model)
     if trainer.train_step.repeats_loss or not passes.counts:
         table.zero_()

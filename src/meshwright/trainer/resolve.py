@@ -27,7 +27,7 @@ from meshwright.spec.precision import BF16
 from meshwright.spec.recipe import RecipeError
 from meshwright.spec.recompute import Recompute, plain_recompute, recompute_misfit
 from meshwright.spec.run import ResolvedRun, Run
-from meshwright.spec.training import MOST_WARMUP
+from meshwright.spec.training import MOST_WARMUP, TrainingSpec
 
 MEMORY_SHARE = 0.8
 """Fraction of device memory that a prediction may fill; the rest covers memory that `plan.memory` does not count."""
@@ -48,19 +48,11 @@ def resolve_run(run: Run, *, base_dir: Path, machine: Machine | None = None) -> 
     machine = machine or find_machine(run.device)
     if run.layout.choose:
         return _with_layout(run, base_dir, machine)
+    if run.training.optimizer.lr_base_batch is not None:
+        return _with_scaled_rate(run, base_dir, machine)
     model = resolve_model(run.model, base_dir=base_dir, vocab=run.data.tokenizer_vocab)
-    if run.data.sequence_length > model.max_positions:
-        raise UserError(
-            f"data.sequence_length={run.data.sequence_length} is longer than the model's {model.max_positions} "
-            f"positions; use data.sequence_length={model.max_positions} or raise model.max_positions"
-        )
     global_batch, ranks = run.sequences_per_step(), run.layout.data_parallel
-    misfits = layout_check(run, model, machine.kind)(run.layout) or batch_misfits(run.layout, global_batch)
-    misfits = [*misfits, *sample_misfits(run.training, model)]
-    if model.foreign is not None:
-        misfits = [*misfits, *foreign_misfits(run.training, run.finetune)]
-    if misfits:
-        raise RecipeError(misfits)
+    _refuse_misfits(run, model, global_batch, machine)
     sizes = _micro_batches(run, global_batch // ranks, base_dir)
     if relieved := _relieved(run, model, global_batch, sizes[0], machine):
         changed, reasons = relieved
@@ -76,8 +68,7 @@ def resolve_run(run: Run, *, base_dir: Path, machine: Machine | None = None) -> 
         holds = "is a Hugging Face directory with weights" if weights == "pretrained" else "has no weights"
         reasons["model.weights"] = f"{weights}: {run.model.name} {holds}"
     if run.training.lr_schedule.warmup == "auto":
-        warmup = run.training.lr_schedule.warmup_steps(run.training.steps)
-        reasons["training.lr_schedule.warmup"] = f"{warmup}: a tenth of all steps, but not more than {MOST_WARMUP}"
+        reasons["training.lr_schedule.warmup"] = _warmup_reason(run.training)
     if stage_layers and run.layout.stage_layers == "auto":
         reasons["layout.stage_layers"] = "this split minimizes the operations of the largest stage, including the head"
     if run.training.product_recipe is not None:
@@ -99,6 +90,28 @@ def resolve_run(run: Run, *, base_dir: Path, machine: Machine | None = None) -> 
     )
     _refuse_compiled(resolved)
     return resolved
+
+
+def _refuse_misfits(run: Run, model: ModelSpec, global_batch: int, machine: Machine) -> None:
+    """Raise `UserError` if the sequence is too long, or the layout fits neither model nor batch."""
+    if run.data.sequence_length > model.max_positions:
+        raise UserError(
+            f"data.sequence_length={run.data.sequence_length} is longer than the model's {model.max_positions} "
+            f"positions; use data.sequence_length={model.max_positions} or raise model.max_positions"
+        )
+    misfits = layout_check(run, model, machine.kind)(run.layout) or batch_misfits(run.layout, global_batch)
+    misfits = [*misfits, *sample_misfits(run.training, model)]
+    if model.foreign is not None:
+        misfits = [*misfits, *foreign_misfits(run.training, run.finetune)]
+    if misfits:
+        raise RecipeError(misfits)
+
+
+def _warmup_reason(training: TrainingSpec) -> str:
+    share = f"a tenth of all steps, but not more than {MOST_WARMUP}"
+    if training.lr_schedule.name == "one_cycle":
+        share = "three tenths of all steps"
+    return f"{training.lr_schedule.warmup_steps(training.steps)}: {share}"
 
 
 def _refuse_compiled(resolved: ResolvedRun) -> None:
@@ -125,6 +138,18 @@ def _context_method(run: Run, model: ModelSpec) -> tuple[str, str]:
 def _with_weights(fields: ModelFields, weights: str) -> ModelFields:
     """The fields with `weights` resolved; fields set by the recipe stay distinct from defaults."""
     return ModelFields.model_construct(fields.model_fields_set, **dict(fields) | {"weights": weights})
+
+
+def _with_scaled_rate(run: Run, base_dir: Path, machine: Machine) -> ResolvedRun:
+    """Scale the learning rate to the global batch, then resolve the rest."""
+    given, batch = run.training.optimizer, run.sequences_per_step()
+    optimizer = given.scaled(batch)
+    changed = run.model_copy(update={"training": run.training.model_copy(update={"optimizer": optimizer})})
+    resolved = resolve_run(changed, base_dir=base_dir, machine=machine)
+    reason = (
+        f"{optimizer.lr:.6g}: {given.lr:g} for {given.lr_base_batch} sequences, scaled ({given.lr_scaling}) to {batch}"
+    )
+    return resolved.model_copy(update={"asked": run, "reasons": {"training.optimizer.lr": reason, **resolved.reasons}})
 
 
 def _with_layout(run: Run, base_dir: Path, machine: Machine) -> ResolvedRun:
