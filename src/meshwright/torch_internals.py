@@ -88,6 +88,12 @@ def multiply_all_(tensors: Sequence[torch.Tensor], factor: float) -> None:
     torch._foreach_mul_(list(tensors), factor)
 
 
+def norms_of_all(tensors: Sequence[torch.Tensor], dtype: torch.dtype) -> list[torch.Tensor]:
+    """The 2-norm of each tensor, 0-dim, accumulated in a dtype, in few kernels. 2.11-2.15; public:
+    `torch.linalg.vector_norm`, one by one."""
+    return list(torch._foreach_norm(list(tensors), 2, dtype))
+
+
 def size_varies(tensor: torch.Tensor, dim: int) -> None:
     """Compile one program for every size of a dim. 2.11-2.15; public: `torch.compile(dynamic=True)`, for all dims."""
     torch._dynamo.mark_dynamic(tensor, dim)

@@ -1,4 +1,4 @@
-"""More mutants of kinds that the field has met, in the form of `table.py`: split models, shards, pipelines, optimizers."""
+"""More mutants that the field has met, in the form of `table.py`: split models, shards, pipelines, optimizers."""
 
 from mutants.table import END, Mutant
 

@@ -1,6 +1,6 @@
 """The global gradient norm: every element counted once, however the tensors are sharded."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor
 from meshwright.comm import collectives
 from meshwright.optim.shards import local
 from meshwright.spec.errors import UserError
-from meshwright.torch_internals import multiply_all_
+from meshwright.torch_internals import multiply_all_, norms_of_all
 
 
 @torch.no_grad()
@@ -24,6 +24,7 @@ def global_gradient_norm(
     parameters on different meshes may be mixed. `stages`: ranks that hold the other parameters, pipeline stages.
     """
     totals: dict[tuple, torch.Tensor] = {}
+    waiting: dict[tuple, list[torch.Tensor]] = {}
     groups: dict[tuple, list[dist.ProcessGroup]] = {}
     for parameter in parameters:
         gradient = parameter.grad
@@ -37,9 +38,13 @@ def global_gradient_norm(
             key = (mesh, axes)
             groups[key] = [mesh.get_group(axis) for axis in axes if mesh.size(axis) > 1]
             gradient = gradient.to_local()
-        wide = torch.promote_types(gradient.dtype, torch.float32)
-        square = torch.linalg.vector_norm(gradient, dtype=wide).square()
-        totals[key] = totals[key] + square if key in totals else square
+        if gradient.device.type == "cpu":  # at once: an offloaded gradient leaves memory before the next one comes
+            totals[key] = totals.get(key, 0.0) + sum_of_squares([gradient])
+        else:
+            waiting.setdefault((*key, gradient.dtype), []).append(gradient)
+    for (*key, _), gradients in waiting.items():
+        axes = tuple(key)
+        totals[axes] = totals.get(axes, 0.0) + sum_of_squares(gradients)
     if not totals and stages is None:
         raise UserError("no parameter has a gradient, so the gradient norm is undefined")
     for key, total in totals.items():
@@ -51,6 +56,12 @@ def global_gradient_norm(
     for total in totals.values():
         whole += total
     return collectives.all_reduce_(whole, stages).sqrt()
+
+
+def sum_of_squares(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The sum of all squared elements of tensors of one dtype, 0-dim in fp32 or wider, in few kernels."""
+    wide = torch.promote_types(tensors[0].dtype, torch.float32)
+    return torch.stack(norms_of_all(tensors, wide)).square().sum()
 
 
 @torch.no_grad()

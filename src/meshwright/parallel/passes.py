@@ -158,13 +158,13 @@ class WholeModel(Passes):
 
     def train(self, batches: Sequence[TensorBatch], scale: Scale) -> torch.Tensor:
         """See `Passes`."""
-        total = torch.zeros((), dtype=torch.float64)
+        losses = []
         for index, batch in enumerate(batches):
             self.sync.announce(self.model.modules(), index == len(batches) - 1)
             loss = self.model(batch, self.loss)
             (loss * scale_of(scale, index)).backward()
-            total = total.to(loss.device) + loss.detach()
-        return total
+            losses.append(loss.detach().double())
+        return torch.stack(losses).sum()
 
     @torch.no_grad()
     def read(self, batches: Iterable[TensorBatch], read: Read) -> Iterator[Any]:

@@ -83,9 +83,11 @@ class TrainStep:
         Raises `NonFiniteError` before the weights are touched, if the recipe's policy is `raise`.
         """
         has_gradient = self._owed or not self.passes.late
-        loss, trained = self.gradients(microbatches)
+        loss_sum, trained = self._accumulate(microbatches)
         self._owed = self.passes.late
-        gnorm = self.gradient_norm() if has_gradient else 0.0
+        # Read together: the host waits for the device once.
+        loss, gnorm = torch.stack([loss_sum, self._norm() if has_gradient else loss_sum.new_zeros(())]).tolist()
+        loss, gnorm = loss / trained, gnorm / self._scale
         finite = bool(np.isfinite(loss) and np.isfinite(gnorm))
         spike = finite and self.spikes is not None and self.spikes.is_spike(loss, gnorm)
         if finite and not spike and has_gradient:
@@ -150,9 +152,14 @@ class TrainStep:
 
         Returns that loss and the number of terms of the global batch.
         """
+        loss_sum, trained = self._accumulate(microbatches)
+        return loss_sum.item() / trained, trained
+
+    def _accumulate(self, microbatches: Sequence[HostBatch]) -> tuple[torch.Tensor, int]:
+        """`gradients`, whose loss is still on the device: its sum over terms, 0-dim in fp64."""
         terms = sum(self.passes.count(microbatch) for microbatch in microbatches)
         tokens = sum(microbatch.tokens.size for microbatch in microbatches)
-        counts = self._sum_over_ranks(torch.tensor((terms, tokens), device=self.device)).tolist()
+        counts = self._sum_over_ranks(torch.tensor((terms, tokens))).tolist()  # over gloo: no device is waited for
         trained, self.tokens = max(1, counts[0]), counts[1]
         sequences = sum(len(microbatch.tokens) for microbatch in microbatches) * self.run.layout.data_parallel
         self.balance.begin(self._scale / sequences)
@@ -160,12 +167,16 @@ class TrainStep:
         self.feedback.begin(self._scale)
         batches = [to_device(microbatch, self.device) for microbatch in microbatches]
         loss_sum = self.passes.train(batches, self._scale / trained).to(self.device)
-        return self._sum_over_ranks(loss_sum).item() / trained, trained
+        return self._sum_over_ranks(loss_sum), trained
 
     def gradient_norm(self) -> float:
         """The 2-norm of the whole unscaled gradient, the same on every rank; collective."""
+        return self._norm().item() / self._scale
+
+    def _norm(self) -> torch.Tensor:
+        """The 2-norm of the gradient in `store`, still on the device: 0-dim in fp64."""
         counted = (tensor for name, tensor in self.store.each_parameter() if name not in self.passes.counted_elsewhere)
-        return global_gradient_norm(counted, self.passes.stages, self.device).item() / self._scale
+        return global_gradient_norm(counted, self.passes.stages, self.device).to(self.device, torch.float64)
 
     def update(self, step: int, gnorm: float, lr: float | None = None) -> None:
         """Clip and make one optimizer step with the gradients in `store`, whose unscaled norm is `gnorm`.

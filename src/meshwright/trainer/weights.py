@@ -88,7 +88,7 @@ def base_of(resolved: ResolvedRun) -> dict[str, str] | None:
 
 
 def _fields_of_drawn(model: ModelSpec) -> dict[str, Any]:
-    """The fields in a fingerprint of random weights, in the form of the first version, so that its adapters continue."""
+    """The fields in a fingerprint of random weights, in the form of the first version, whose adapters continue."""
     fields = model.model_dump(mode="json")
     if not fields["gated"]:
         del fields["gated"]

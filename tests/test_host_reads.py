@@ -1,0 +1,146 @@
+"""A step waits for its device once; what experts, and some options, add is listed here."""
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+
+from meshwright.spec.layout import LayoutSpec
+from meshwright.spec.run import ResolvedRun
+from meshwright.testing.equivalence import build_here, loader_for
+from meshwright.testing.host_reads import host_reads
+from tiny import tiny_run
+
+ONCE = {"trainer/step.py:__call__": 1}
+"""The loss and the gradient norm, read together before the update."""
+
+HOST = {"trainer/step.py:_accumulate": 1}
+"""Counts of tokens, which are tensors of the host: summed over gloo."""
+
+ON_THE_HOST = ("optim/parameterwise.py:next_step", "models/masks.py:spans")
+"""Steps of optimizers that count them on the host, and spans of documents in the attention of CPUs: GPUs take the
+documents' offsets."""
+
+LAYOUTS: dict[str, LayoutSpec] = {
+    "single": LayoutSpec(),
+    "ddp": LayoutSpec(dp_replicate=2),
+    "zero-1": LayoutSpec(dp_shard=2, zero=1),
+    "zero-2": LayoutSpec(dp_shard=2, zero=2),
+    "zero-3": LayoutSpec(dp_shard=2),
+    "hybrid": LayoutSpec(dp_replicate=2, dp_shard=2),
+    "quantized": LayoutSpec(dp_shard=2, quantized_weights="int8", quantized_gradients="int8"),
+    "tp": LayoutSpec(tp=2),
+    "cp-ring": LayoutSpec(cp=2, cp_method="ring"),
+    "cp-all-gather": LayoutSpec(cp=2, cp_method="all_gather"),
+    "cp-ulysses": LayoutSpec(cp=2, cp_method="ulysses"),
+    "pp": LayoutSpec(pp=2),
+    "pp-zero-bubble": LayoutSpec(pp=2, schedule="interleaved-zero-bubble", stages_per_rank=1),
+    "pp-tp-zero-1": LayoutSpec(pp=2, tp=2, dp_shard=2, zero=1),
+    "pipedream": LayoutSpec(pp=2, schedule="pipedream-2bw"),
+    "offload": LayoutSpec(dp_shard=2, offload="cpu"),
+}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "gpt2 tied": {"family": "gpt2", "tied": True},
+    "selective": {"recompute": "selective"},
+    "full": {"recompute": "full"},
+    "muon": {"optimizer": {"name": "muon", "eps": 0.1}},
+    "8 bit": {"optimizer": {"name": "adamw_8bit"}, "precision": "fp32"},
+    "bf16": {"precision": "bf16"},
+    "bf16 weights": {
+        "precision": "bf16",
+        "master_dtype": "bf16",
+        "optimizer": {"name": "adamw", "rounding": "stochastic"},
+    },
+    "fp16": {"precision": "fp16"},
+    "lora": {"finetune": {"method": "lora", "rank": 3}},
+    "preference": {"preference": {"beta": 0.5}},
+}
+MICROBATCHES = 3
+
+
+def reads_of_a_step(run: ResolvedRun, documents: bool = False) -> Counter[str]:
+    """The places at which this rank's third step waits."""
+    trainer = build_here(run)
+    with loader_for(trainer, documents=documents) as loader:
+        for step in (1, 2):
+            trainer.train_step(step, loader.microbatches(step - 1))
+        microbatches = loader.microbatches(2)
+        with host_reads() as counts:
+            trainer.train_step(3, microbatches)
+    return Counter({place: count for place, count in counts.items() if place not in ON_THE_HOST})
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.every(4)
+def test_a_layout_waits_once(ranks, name: str) -> None:
+    run = tiny_run(LAYOUTS[name], accumulation=MICROBATCHES)
+    for counts in ranks.run(run.run.layout.world_size, reads_of_a_step, run):
+        assert counts == ONCE | HOST
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_an_option_waits_once(ranks, name: str) -> None:
+    run = tiny_run(LayoutSpec(), accumulation=MICROBATCHES, **OPTIONS[name])
+    (counts,) = ranks.run(1, reads_of_a_step, run)
+    assert counts == ONCE | HOST
+
+
+@pytest.mark.parametrize("layout", [LayoutSpec(), LayoutSpec(dp_shard=2), LayoutSpec(tp=2), LayoutSpec(pp=2)])
+def test_documents_wait_for_nothing_more(ranks, layout) -> None:
+    run = tiny_run(layout, accumulation=MICROBATCHES)
+    for counts in ranks.run(layout.world_size, reads_of_a_step, run, True):
+        assert counts == ONCE | HOST
+
+
+def test_experts_wait_for_their_load(ranks) -> None:
+    """It is read with the update. Row counts stay on the device: one kernel multiplies all experts, except in fp64."""
+    run = tiny_run(LayoutSpec(), family="mixtral", accumulation=MICROBATCHES, precision="fp32")
+    (counts,) = ranks.run(1, reads_of_a_step, run)
+    assert counts == ONCE | HOST | {"optim/balance.py:update": 1}
+
+
+@pytest.mark.parametrize(("recompute", "passes"), [("none", 1), ("full", 2)])
+def test_expert_parallel_ranks_wait_for_the_rows_that_they_exchange(ranks, recompute: str, passes: int) -> None:
+    """Their counts become shapes: once in a layer's forward pass of a microbatch, and when it is recomputed."""
+    layout = LayoutSpec(dp_shard=2, ep=2)
+    run = tiny_run(layout, family="mixtral", accumulation=MICROBATCHES, precision="fp32", recompute=recompute)
+    rows = {"models/moe.py:read_counts": passes * run.model.num_layers * MICROBATCHES}
+    for counts in ranks.run(2, reads_of_a_step, run):
+        assert counts == ONCE | HOST | {"optim/balance.py:update": 1} | rows
+
+
+def planted(kind: str) -> Counter[str]:
+    from meshwright.optim.clip import global_gradient_norm
+
+    x = torch.ones(3, requires_grad=True)
+    x.sum().backward()
+    with host_reads() as counts:
+        value = global_gradient_norm([x])
+        match kind:
+            case "item":
+                value.item()
+            case "float":
+                float(value)
+            case "bool":
+                bool(value > 0)
+            case "tolist":
+                value.tolist()
+            case "nonzero":
+                x.nonzero()
+            case "mask":
+                x[x > 0]
+            case "new_tensor":
+                x.new_tensor(1.0)
+            case "tensor":
+                torch.tensor([1.0], device="cpu")
+            case "cpu":
+                x.cpu()
+    return counts
+
+
+@pytest.mark.parametrize("kind", ["item", "float", "bool", "tolist", "nonzero", "mask", "new_tensor", "tensor", "cpu"])
+def test_every_kind_is_seen(kind: str) -> None:
+    assert planted(kind) == {"elsewhere": 1}
+    assert planted("") == {}
