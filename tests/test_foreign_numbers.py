@@ -136,6 +136,8 @@ def test_the_config_of_a_foreign_model(tmp_path: Path) -> None:
 
     found = outcomes(good, read, tmp_path.name)
     assert found[("num_hidden_layers",), repr(10**9)], "before, all these numbers were made"
+    message = found[("vocab_size",), repr(10**9)]
+    assert "vocab_size: 1000000000 is not allowed" in message, "the field's name in the file"
 
 
 def test_the_config_of_an_adapter(tmp_path: Path) -> None:
