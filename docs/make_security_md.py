@@ -1,6 +1,7 @@
 """Writes the tables of docs/security.md from docs/attack.json, to which `make attack ATTACK="--keep docs/attack.json"`
 adds what it found."""
 
+import argparse
 import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -57,4 +58,5 @@ def _table(kind: str, rows: Mapping[str, Mapping[str, str]]) -> list[str]:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__).parse_args()
     PAGE.write_text(page())
