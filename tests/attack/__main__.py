@@ -131,7 +131,7 @@ def main(words: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory(prefix="meshwright-attack-") as folder:
         attacks, began = Attacks(Path(folder)), time.monotonic()
         if arguments.planted:
-            found = {name: noticed(attacks.tabular, name, arguments.seed) for name in PLANTED}
+            found = {name: list(noticed(attacks.tabular, name, arguments.seed)) for name in PLANTED}
             for name, trials in found.items():
                 print(f"{name}: {len(trials)} trials of a round fail")
                 print("".join(f"    {trial.fate}: {trial.done}\n" for trial in trials), end="")

@@ -1,6 +1,6 @@
 """Faults planted in the program, which a round of the attack must notice: checks that find damage, taken out."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -25,12 +25,11 @@ PLANTED: Mapping[str, tuple[tuple[str, str], Any, str, Any]] = {
 """Name -> the kind of attack and the row that must notice it, and the check that is replaced."""
 
 
-def noticed(kind_called: Callable[[str], Kind], name: str, seed: int = 0) -> list[Trial]:
+def noticed(kind_called: Callable[[str], Kind], name: str, seed: int = 0) -> Iterator[Trial]:
     """The trials of the round of a kind, `seed` its own, that fail because of a planted fault."""
     (kind, row), owner, check, without = PLANTED[name]
-    attack, found = kind_called(kind), []
+    attack = kind_called(kind)
     with patch.object(owner, check, without):
         for number, cell in enumerate(attack.cells()):
             if cell[0] == row and (trial := trial_of(attack, f"{kind}/{seed}/{number}")).fate in FAILURES:
-                found.append(trial)
-    return found
+                yield trial

@@ -34,6 +34,9 @@ TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
 ENDPOINTS: Mapping[str, Any] = {
     "/v1/completions": QUESTION,
     "/v1/chat/completions": {"model": "hf", "messages": [{"role": "user", "content": "def"}], "max_tokens": 8},
+    "/v1/embeddings": {"model": "hf", "input": "def"},
+    "/tokenize": {"model": "hf", "prompt": "def"},
+    "/detokenize": {"model": "hf", "tokens": [1, 2]},
     "/v1/load_lora_adapter": {"lora_name": "new", "lora_path": "adapter"},
     "/v1/unload_lora_adapter": {"lora_name": ADAPTER},
     "/arena/votes": {
@@ -75,7 +78,7 @@ def _text(text: str) -> Callable[[dict[str, Any], random.Random], Sent]:
         if "messages" in good:
             return Sent(JSON, json.dumps({**good, "messages": [{"role": "user", "content": text}]}).encode())
         names = [name for name, value in good.items() if isinstance(value, str) and value != "hf"]
-        return Sent(JSON, json.dumps({**good, names[-1]: text}).encode())
+        return Sent(JSON, json.dumps({**good, (names or list(good))[-1]: text}).encode())
 
     return make
 
@@ -119,7 +122,7 @@ CONNECTION = "a connection"
 GET = b"GET /v1/models HTTP/1.1\r\nHost: localhost\r\n"
 POST = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n"
 RAW: Mapping[str, bytes] = {
-    "silent": b"",
+    "nothing": b"",
     "no HTTP": b"\x16\x03\x01\x02\x00" + b"\0" * 512,
     "half a header": GET + b"X-Slow: ",
     "half a body": POST + b"Content-Type: application/json\r\nContent-Length: 99\r\n\r\n{",
