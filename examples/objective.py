@@ -19,6 +19,7 @@ class ZLoss(Objective):
         return int((batch.labels != -100).sum())
 
     def sums(self, hidden_BTD, head, batch):
+        assert batch.labels is not None  # as in every batch of training
         z = head.token_terms(hidden_BTD, batch.labels, lambda logits, labels: logits.logsumexp() ** 2).sum()
         return Sums(head.loss(hidden_BTD, batch.labels) + self.weight * z, {"z": z.detach()})
 

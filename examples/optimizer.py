@@ -18,7 +18,7 @@ class Lion(torch.optim.Optimizer):
     def __init__(self, params, lr, betas=(0.9, 0.99), weight_decay=0.0):
         super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
 
-    def step(self, closure=None):
+    def step(self, closure=None) -> Any:
         for group in self.param_groups:
             for p in group["params"]:
                 if p.grad is not None:

@@ -149,11 +149,13 @@ def read_manifest(checkpoint: Path) -> dict[str, Any]:
 
     Raises `CheckpointError` if it is missing, damaged, or of another step than the folder's name.
     """
-    path = regular(checkpoint / MANIFEST)
+    path = checkpoint / MANIFEST
     try:
-        manifest = json.loads(path.read_bytes())
+        manifest = json.loads(regular(path).read_bytes())
     except FileNotFoundError:
         raise CheckpointError(f"{path}: missing, so this checkpoint is incomplete") from None
+    except UserError as error:
+        raise CheckpointError(str(error)) from None
     except (ValueError, RecursionError):
         raise CheckpointError(f"{path}: is not a manifest") from None
     if not isinstance(manifest, dict) or not {"format", "step", "files"} <= manifest.keys():
@@ -179,9 +181,11 @@ def read_manifest(checkpoint: Path) -> dict[str, Any]:
 
 def read_trainer(checkpoint: Path, manifest: dict[str, Any]) -> dict[str, Any]:
     """The value in `trainer.json`; raises `CheckpointError` if it is not JSON, or of another step than the manifest."""
-    path = regular(checkpoint / TRAINER)
+    path = checkpoint / TRAINER
     try:
-        values = json.loads(path.read_bytes())
+        values = json.loads(regular(path).read_bytes())
+    except UserError as error:
+        raise CheckpointError(str(error)) from None
     except (ValueError, RecursionError):
         raise CheckpointError(f"{path}: damaged, not JSON") from None
     if not isinstance(values, dict) or values.get("step") != manifest["step"]:
