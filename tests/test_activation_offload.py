@@ -174,7 +174,7 @@ def test_a_spoilt_copy_is_seen_in_the_gradients(monkeypatch: pytest.MonkeyPatch)
     )
 
 
-GPU = Machine("cuda", "NVIDIA H100 80GB HBM3", 8, 80 * 10**9, 10**12)
+GPU = Machine("gpu", "NVIDIA H100 80GB HBM3", 8, 80 * 10**9, 10**12)
 SIZES = {"family": "llama", "hidden": 512, "num_layers": 8, "num_heads": 8, "ffn": 2048, "vocab": 4000}
 
 
@@ -208,7 +208,7 @@ def test_the_planner_and_a_rehearsal_agree(recompute: str) -> None:
 
 def micro_batch_on(memory: float, host: float, **sections: Any) -> ResolvedRun:
     """A run with automatic microbatch, on two GPUs with this many bytes each and for the host of both."""
-    machine = Machine("cuda", "NVIDIA H100 80GB HBM3", 2, int(memory), int(host))
+    machine = Machine("gpu", "NVIDIA H100 80GB HBM3", 2, int(memory), int(host))
     run = {
         "model": {**SIZES, "max_positions": 2048},
         "data": {"sequence_length": 2048},

@@ -231,6 +231,34 @@ def test_only_the_launcher_reads_the_environment() -> None:
     assert not importers(FILES, "os.environ") + importers(FILES, "os.getenv")
 
 
+NAMES_DEVICES = {
+    "devices.py": "the file for it",
+    "torch_internals.py": "the history of allocations, which is not public",
+    "spec/run.py": "the recipe's word",
+    "plan/machine.py": "the recipe's word, and names of the driver's programs",
+    "cli/common.py": "the option with the recipe's words",
+    "cli/doctor.py": "the line on NCCL",
+}
+"""Files that name a kind of device -> why."""
+
+
+def names_of_devices(file: str) -> Iterator[str]:
+    """Uses of a device by its kind: torch's modules for one, tensors' attributes, and words."""
+    for node in nodes(modules()[file]):
+        if isinstance(node, ast.Attribute) and node.attr in ("cuda", "is_cuda", "xpu", "mps", "accelerator"):
+            yield f"{file}:{node.lineno} {ast.unparse(node)}"
+        if isinstance(node, ast.Constant) and node.value in ("cuda", "xpu", "mps", "nccl", "cuda:0"):
+            yield f"{file}:{node.lineno} {node.value!r}"
+
+
+def test_devices_are_named_in_one_file() -> None:
+    """So that another kind of accelerator is a row there. Files for other systems use those systems' words."""
+    files = [file for file in FILES if not file.startswith(("engines/", "imports/"))]
+    uses = [use for file in files if file not in NAMES_DEVICES for use in names_of_devices(file)]
+    assert not uses
+    assert all(any(names_of_devices(file)) for file in NAMES_DEVICES)
+
+
 MAKES_FUNCTIONS = {"functools.partial", "partial", "property", "torch.compile", "torch.compiler.disable"}
 
 

@@ -94,9 +94,10 @@ def test_what_is_found_is_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def fake_cuda(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
-    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: count)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
+    monkeypatch.setattr(torch.accelerator, "set_device_index", lambda number: None)
 
 
 @pytest.mark.parametrize(("count", "local_rank", "expected"), [(8, 3, 3), (1, 0, 0), (1, 3, 0)])
@@ -105,13 +106,13 @@ def test_a_process_that_sees_one_gpu_uses_it(
 ) -> None:
     """As under `srun --gpus-per-task=1`."""
     fake_cuda(monkeypatch, count)
-    assert choose_device(Machine("cuda", H100, count, 1), local_rank) == torch.device("cuda", expected)
+    assert choose_device(Machine("gpu", H100, count, 1), local_rank) == torch.device("cuda", expected)
 
 
 def test_more_ranks_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     fake_cuda(monkeypatch, 2)
     with pytest.raises(UserError, match="local rank 2 has no GPU: torch sees 2 here"):
-        choose_device(Machine("cuda", H100, 2, 1), 2)
+        choose_device(Machine("gpu", H100, 2, 1), 2)
 
 
 @pytest.mark.parametrize(("uuids", "shared"), [(["a", "b", "c"], None), (["a", "b", "a"], "ranks 0 and 2")])

@@ -248,7 +248,7 @@ def names(trainer: Trainer) -> Storages:
 
 # ---- what would fit, rehearsed --------------------------------------------------------------------------------------
 
-GPU = Machine("cuda", "NVIDIA H100 80GB HBM3", 8, 80 * 10**9, 10**12)
+GPU = Machine("gpu", "NVIDIA H100 80GB HBM3", 8, 80 * 10**9, 10**12)
 CPU = Machine("cpu", "cpu", 8, 64 * 10**9)
 
 LLAMA = {"family": "llama", "hidden": 1024, "num_layers": 2, "num_heads": 16, "ffn": 4096, "vocab": 32000}

@@ -119,7 +119,7 @@ def test_rates_that_a_cluster_file_lacks_are_named(
 
 
 def test_local_is_this_machine() -> None:
-    h200 = Machine(kind="cuda", name="NVIDIA H200", devices=2, memory_bytes=150 * 10**9)
+    h200 = Machine(kind="gpu", name="NVIDIA H200", devices=2, memory_bytes=150 * 10**9)
     cluster = resolve_cluster("local", base_dir=Path(), machine=h200)
     assert (cluster.name, cluster.device, cluster.devices) == ("local", "H200-SXM-141GB", 2)
     assert (cluster.memory_gb, cluster.host_memory_gb) == (150, HOST_GB)
@@ -130,7 +130,7 @@ def test_local_is_this_machine() -> None:
 
 
 def test_gpus_without_fp8_are_known() -> None:
-    machines = {name: Machine("cuda", name, 1, 10**10) for name in ("NVIDIA A100-SXM4-80GB", "NVIDIA L4", "A card")}
+    machines = {name: Machine("gpu", name, 1, 10**10) for name in ("NVIDIA A100-SXM4-80GB", "NVIDIA L4", "A card")}
     assert [multiplies_fp8(machine) for machine in machines.values()] == [False, True, True]
     assert not multiplies_fp8(Machine("cpu", "cpu", 1, 10**10))
 

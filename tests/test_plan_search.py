@@ -313,7 +313,7 @@ def test_what_the_engine_cannot_run_is_said() -> None:
     job = Job(
         model=blueprint(spec), sequence=8192, global_batch=128, micro_batch=1, layout=LayoutSpec(dp_shard=8, zero=3)
     )
-    check = layout_check(Run(model=ModelFields(name="llama-3-8b"), data=DataSpec(sequence_length=8192)), spec, "cuda")
+    check = layout_check(Run(model=ModelFields(name="llama-3-8b"), data=DataSpec(sequence_length=8192)), spec, "gpu")
     assert refusal(job, check) is None
     assert passes(check)(job.with_layout(dp_shard=4, tp=2))
     assert not passes(check)(job.with_layout(dp_shard=1, tp=64, zero=0))
@@ -402,7 +402,7 @@ def test_some_layers_recompute_where_that_suffices(recipe: Path) -> None:
     (recipe.parent / "plan.yaml").write_text(dump_recipe(planned_run(run, plan)))
     chosen = load_recipe(recipe.parent / "plan.yaml")
     assert facts["chosen"]["recompute"] == plain_recompute(chosen.training.recompute)
-    machine = Machine("cuda", "H100", 8, round(plan.case.cluster.memory_gb * 1e9))
+    machine = Machine("gpu", "H100", 8, round(plan.case.cluster.memory_gb * 1e9))
     resolved = resolve_run(chosen, base_dir=recipe.parent, machine=machine)
     assert len(resolved.recompute) == 80
     assert len(set(resolved.recompute)) > 1
@@ -615,7 +615,7 @@ def test_what_plan_chooses_check_accepts(recipe: Path, words: str) -> None:
     run = load_recipe(recipe, ["training.global_batch=12", "data.sequence_length=1024", *words.split("|")])
     plan, facts = plan_recipe(run, base_dir=recipe.parent)
     chosen = planned_run(run, plan)
-    machine = Machine("cuda", "H100", 8, round(plan.case.cluster.memory_gb * 1e9))
+    machine = Machine("gpu", "H100", 8, round(plan.case.cluster.memory_gb * 1e9))
     assert resolve_run(chosen, base_dir=recipe.parent, machine=machine).micro_batch == facts["chosen"]["micro_batch"]
     if words == "finetune={method: qlora}":
         assert "set double_quantization=false" in facts["strategies"]["TP"]["missing"]
@@ -635,9 +635,9 @@ def test_what_plan_chooses_check_accepts(recipe: Path, words: str) -> None:
 def test_whatever_the_search_calls_runnable_is_not_refused(recipe: Path, words: str) -> None:
     """Every layout of four devices, fine-tuned; some are refused, and the search knows them."""
     short = ["training.global_batch=4", "training.micro_batch=1", "data.sequence_length=1024", "model=gpt2", words]
-    run, machine = load_recipe(recipe, short), Machine("cuda", "H100", 8, 80 * 2**30)
+    run, machine = load_recipe(recipe, short), Machine("gpu", "H100", 8, 80 * 2**30)
     spec = resolve_model(run.model, base_dir=recipe.parent)
-    check = layout_check(run, spec, "cuda")
+    check = layout_check(run, spec, "gpu")
     base = engine_job(run, blueprint(spec), global_batch=4, micro_batch=1, layout=LayoutSpec(dp_replicate=2))
     found = layouts(base, device_cluster("h100", 4), SearchLimits(micro_batch=False))
     everything = [replace(base, layout=layout, micro_batch=micro) for layout, micro in found]

@@ -207,7 +207,7 @@ def peaks(layout: dict[str, Any]) -> tuple[float, float]:
         "training": {"micro_batch": 1, "global_batch": 8},
         "layout": {"dp_shard": 4, **layout},
     }
-    machine = Machine("cuda", "NVIDIA H100 80GB HBM3", 8, 80 * 10**9, 10**12)
+    machine = Machine("gpu", "NVIDIA H100 80GB HBM3", 8, 80 * 10**9, 10**12)
     run = resolve_run(Run.model_validate(sections), base_dir=Path(), machine=machine)
     batch, micro = run.global_batch, run.micro_batch
     job = engine_job(run.run, blueprint(run.model), global_batch=batch, micro_batch=micro)

@@ -16,7 +16,7 @@ from meshwright.spec.run import Run
 from meshwright.trainer.remedies import remedies, remedy_lines
 from meshwright.trainer.resolve import resolve_run
 
-GPU = Machine("cuda", "NVIDIA H100 80GB HBM3", 8, 80 * 10**9, 10**12)
+GPU = Machine("gpu", "NVIDIA H100 80GB HBM3", 8, 80 * 10**9, 10**12)
 CPU = Machine("cpu", "cpu", 8, 64 * 10**9)
 
 SITUATIONS: list[tuple[Machine, float, dict[str, Any]]] = [

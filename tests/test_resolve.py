@@ -14,7 +14,7 @@ from meshwright.spec.recompute import RecomputeSpec
 from meshwright.spec.run import Run
 from meshwright.trainer.resolve import resolve_run
 
-H100 = Machine(kind="cuda", name="NVIDIA H100 80GB HBM3", devices=8, memory_bytes=80 * 2**30)
+H100 = Machine(kind="gpu", name="NVIDIA H100 80GB HBM3", devices=8, memory_bytes=80 * 2**30)
 
 
 def run(model: Any = "llama-3-8b", **sections: Any) -> Run:
@@ -54,7 +54,7 @@ def test_a_learning_rate_given_for_a_batch_is_scaled_to_the_run_s(layout: Any, s
     assert resolve_run(resolved.run, base_dir=Path(), machine=H100).run.training.optimizer == rates  # not twice
 
 
-SMALL = Machine(kind="cuda", name="NVIDIA A100-SXM4-40GB", devices=8, memory_bytes=40 * 2**30)
+SMALL = Machine(kind="gpu", name="NVIDIA A100-SXM4-40GB", devices=8, memory_bytes=40 * 2**30)
 LONG: dict[str, Any] = {"data": {"sequence_length": 8192}, "layout": {"dp_shard": 8}}
 
 
@@ -80,7 +80,7 @@ def test_recomputation_is_chosen_for_products_as_this_gpu_computes_them() -> Non
     training = {"global_batch": 128, "precision": "fp8"}
     layout = {"dp_shard": 8, "offload": "none"}
     recipe = run(data={"sequence_length": 1024}, layout=layout, training=training)
-    machines = [Machine("cuda", name, 8, 34 * 2**30) for name in ("NVIDIA H100 80GB HBM3", "NVIDIA A100-SXM4-80GB")]
+    machines = [Machine("gpu", name, 8, 34 * 2**30) for name in ("NVIDIA H100 80GB HBM3", "NVIDIA A100-SXM4-80GB")]
     hopper, ampere = (resolve_run(recipe, base_dir=Path(), machine=machine).run.training for machine in machines)
     assert isinstance(hopper.recompute, RecomputeSpec)
     assert isinstance(ampere.recompute, RecomputeSpec)

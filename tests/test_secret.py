@@ -18,6 +18,7 @@ from launched import Program, listening
 from meshwright.comm import objects
 from meshwright.comm.store import SignedStore, StrangerError
 from meshwright.launch.meeting import (
+    ELSEWHERE,
     SECRET_FILE,
     arrival,
     await_arrivals,
@@ -202,6 +203,12 @@ def test_who_arrives_without_the_secret_is_told() -> None:
 def test_ranks_listen_at_the_interface_that_leads_to_the_first() -> None:
     assert interface_towards("127.0.0.1") == loopback()
     assert interface_towards("no.such.host.invalid") is None
+
+
+def test_a_machine_whose_own_name_is_a_loopback_address_is_reached_by_its_default_route(monkeypatch) -> None:
+    monkeypatch.setattr(socket, "gethostbyname", lambda host: "127.0.1.1")
+    assert interface_towards("this-machine") == interface_towards(ELSEWHERE) != loopback()
+    assert interface_towards("127.0.1.1") == loopback()
 
 
 STRANGE = {"watch-0/stuck": ("0", STUCK), "verdict-0": ('{"again": true}', MISUSE)}

@@ -396,10 +396,10 @@ def test_what_makes_no_sense_is_refused(offload: dict[str, Any], message: str) -
 def test_one_process_on_a_gpu_and_transformers_models_keep_their_weights() -> None:
     made = tiny_run(layout := LayoutSpec.model_validate({"offload": ALL_DISK}))
     assert not layout_check(made.run, made.model, "cpu")(layout)
-    (refused,) = layout_check(made.run, made.model, "cuda")(layout)
+    (refused,) = layout_check(made.run, made.model, "gpu")(layout)
     assert "use parameters=host, or several processes" in refused
     several = layout.model_copy(update={"dp_shard": 2})
-    assert not layout_check(made.run, made.model, "cuda")(several)
+    assert not layout_check(made.run, made.model, "gpu")(several)
     foreign = made.model.model_copy(update={"foreign": "{}"})
     assert any("constants would stay on the host" in misfit for misfit in find_misfits(several, foreign, 16))
 

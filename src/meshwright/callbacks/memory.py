@@ -4,6 +4,7 @@ import torch
 
 from meshwright.callbacks.callback import Callback, Record, Training
 from meshwright.callbacks.memory_page import memory_page
+from meshwright.devices import on_cpu
 from meshwright.parallel.ledger import Storages
 from meshwright.parallel.timeline import RecordingLedger
 from meshwright.spec.errors import UserError
@@ -51,7 +52,7 @@ class MemoryTimeline(Callback):
             self._end(training)
         if training.step == self._first:
             place = training.run_dir / "memory" / f"rank-{self.rank}-step-{training.step}"
-            more = f" and {place.name}.pickle" if training.device.type == "cuda" else ""
+            more = f" and {place.name}.pickle" if not on_cpu(training.device) else ""
             training.say(f"memory of step {training.step}: {place}.html{more}")
         self._begin(training)
 
@@ -67,7 +68,7 @@ class MemoryTimeline(Callback):
         device = training.device.type
         running = RecordingLedger(lambda: _storages(training), training.model, device_type=device)
         running.watch(local_tensor(tensor) for tensor in all_tensors() if local_tensor(tensor).device.type == device)
-        if device == "cuda":
+        if not on_cpu(training.device):
             record_allocations()
         self._running = running
         running.__enter__()
@@ -80,7 +81,7 @@ class MemoryTimeline(Callback):
         folder.mkdir(parents=True, exist_ok=True)
         title = f"Memory of step {training.step} on rank {self.rank}"
         (folder / f"{name}.html").write_text(memory_page(title, running.report()))
-        if training.device.type == "cuda":
+        if not on_cpu(training.device):
             save_allocations(folder / f"{name}.pickle")
 
 

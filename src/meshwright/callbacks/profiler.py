@@ -2,8 +2,7 @@
 
 from collections.abc import Sequence
 
-import torch
-from torch.profiler import ProfilerActivity, profile
+from torch.profiler import profile, supported_activities
 
 from meshwright.callbacks.callback import Callback, Record, Training
 from meshwright.spec.errors import UserError
@@ -66,7 +65,7 @@ class Profiler(Callback):
             return
         self._tracing = True
         if training.rank in self.ranks:
-            activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * torch.cuda.is_available()
+            activities = supported_activities()  # the CPU, and an accelerator if there is one
             # One cycle: PyTorch 2.11 warns that it would clear the events of earlier ones.
             self._running = profile(
                 activities=activities, profile_memory=self.memory, with_stack=self.stacks, acc_events=True

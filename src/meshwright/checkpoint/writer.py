@@ -27,6 +27,7 @@ from meshwright.checkpoint.dcp import ShardPlan, local_part, plan_shards, write_
 from meshwright.checkpoint.manifest import STAGING, TRAINER, checkpoint_name, describe_file, point_at, prune, publish
 from meshwright.checkpoint.metadata import METADATA
 from meshwright.comm.objects import from_first, gather, rank
+from meshwright.devices import on_cpu, synchronize_all, with_my_device
 from meshwright.spec.checkpoint import CheckpointSpec
 
 Files = dict[str, dict[str, Any]]
@@ -137,14 +138,15 @@ class CheckpointWriter:
         """Host copies of `parts`, in buffers that every save reuses; pinned if `parts` are on a GPU."""
         for name, part in parts.items():
             if name not in self._buffers:
-                self._buffers[name] = torch.empty_like(part, device="cpu", pin_memory=part.is_cuda)
+                self._buffers[name] = torch.empty_like(part, device="cpu", pin_memory=not on_cpu(part))
             self._buffers[name].copy_(part, non_blocking=True)
-        if any(part.is_cuda for part in parts.values()):
-            torch.cuda.synchronize()
+        synchronize_all(parts.values())
         return self._buffers
 
     def _start(self, work: Callable[..., None], *args: Any) -> None:
-        self._thread = threading.Thread(target=work, args=args, name="meshwright-checkpoint", daemon=True)
+        self._thread = threading.Thread(
+            target=with_my_device(work), args=args, name="meshwright-checkpoint", daemon=True
+        )
         self._thread.start()
 
     @property

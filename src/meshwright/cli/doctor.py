@@ -140,12 +140,14 @@ def _torch() -> Iterator[Finding]:
     import torch
     import torch.distributed as dist
 
+    from meshwright.devices import accelerator_is_here, built_for, device_count
+
     machine = find_machine("auto")
     if machine.kind == "cpu":
         yield Finding("gpus", "optional", f"{machine.note or 'none'}; training runs on the CPU")
-    elif torch.cuda.is_available():
-        gpus = f"{torch.cuda.device_count()} x {machine.name}, {machine.memory_bytes / 2**30:.0f} GiB each"
-        yield Finding("gpus", "ok", f"{gpus}, CUDA {torch.version.cuda}")
+    elif accelerator_is_here():
+        gpus = f"{device_count()} x {machine.name}, {machine.memory_bytes / 2**30:.0f} GiB each"
+        yield Finding("gpus", "ok", f"{gpus}, {built_for()}")
     else:
         yield Finding(
             "gpus",

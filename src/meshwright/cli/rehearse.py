@@ -86,7 +86,7 @@ def _machine(cluster: ClusterSpec) -> Machine:
     memory_bytes = int(cluster.memory_gb * 1e9)
     if cluster.device == "cpu":
         return Machine("cpu", "cpu", cluster.per_node, memory_bytes * cluster.per_node)
-    return Machine("cuda", cluster.device, cluster.per_node, memory_bytes)
+    return Machine("gpu", cluster.device, cluster.per_node, memory_bytes)
 
 
 def _lines(resolved: ResolvedRun, reports: list[dict[str, Any]]) -> list[str]:

@@ -32,6 +32,7 @@ from typing import Any, NoReturn, TypeAlias, cast
 
 import numpy as np
 
+from meshwright.devices import accelerator_is_here
 from meshwright.launch.signals import STOP_SIGNALS
 
 LOADED = (
@@ -96,9 +97,8 @@ def can_fork() -> bool:
     """Whether workers may be forks here."""
     if sys.platform != "linux":
         return False
-    import torch
 
-    return not torch.cuda.is_available()
+    return not accelerator_is_here()
 
 
 def _load() -> None:

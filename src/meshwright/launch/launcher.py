@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from meshwright.comm.objects import gather_everywhere, sign_with, signing_secret
 from meshwright.comm.store import SignedStore
+from meshwright.devices import backend_of, on_cpu
 from meshwright.launch import forkserver
 from meshwright.launch.meeting import await_arrivals, interface_towards, loopback, new_secret, open_store, share_secret
 from meshwright.launch.sentry import Sentry
@@ -261,14 +262,14 @@ def join_group(worker: Worker, run: Run | RankJob, device: torch.device) -> None
             f"the layout needs {run.layout.world_size} processes, but {worker.world_size} were started; start "
             f"{run.layout.world_size}, or change the degrees under layout:"
         )
-    backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
+    backend = backend_of([device.type])
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")  # torch's flight recorder, which the watchdog reads
     store: dist.Store = dist.HashStore()  # for a single process, which only offloading needs
     if worker.store:
         plain, signed = _meet(worker, run)
         _choose_interface(worker)
         # On GPUs, NCCL's threads also use the store, and must never wait for Python.
-        store = signed if backend == "gloo" else plain
+        store = signed if on_cpu(device) else plain
         connection = watch_store(worker)
         assert connection is not None
         watched = connection, worker.store, worker.rank, worker.world_size

@@ -155,10 +155,20 @@ def arrival(rank: int) -> str:
     return f"arrived/{rank}"
 
 
+ELSEWHERE = "192.0.2.1"
+"""An address of no machine (RFC 5737), to look up the default route."""
+
+
 def interface_towards(host: str) -> str | None:
-    """The network interface by which this machine reaches `host`; None if it cannot be determined."""
+    """The network interface by which this machine reaches `host`; None if it cannot be determined.
+
+    Many systems give their own name an address that only they can reach (127.0.1.1 in /etc/hosts): then the interface
+    of the default route.
+    """
     with contextlib.suppress(OSError):
         address = socket.gethostbyname(host)
+        if address.startswith("127.") and host not in (address, "localhost"):
+            address = ELSEWHERE
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
             probe.connect((address, 9))  # sends nothing, only looks up the route
             mine = probe.getsockname()[0]

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from meshwright.devices import accelerator_is_here, on_cpu
 from meshwright.models.cache import LayerCache
 from meshwright.models.cpu_kernels import causal_attention, serves_training
 from meshwright.models.linear import Linear
@@ -24,7 +25,7 @@ from meshwright.spec.model import ModelSpec
 
 varlen_attn: Any = None
 """The flash kernel for packed documents; None without a GPU, or if torch was built without it."""
-if torch.cuda.is_available():  # skipped on CPUs: the import loads torch's compiler, 1.5 s
+if accelerator_is_here():  # skipped on CPUs: the import loads torch's compiler, 1.5 s
     with contextlib.suppress(ImportError):
         from torch.nn.attention.varlen import varlen_attn
 
@@ -107,7 +108,7 @@ def scaled_dot_product(
 ) -> torch.Tensor:
     """Attention [B, H, T, K] by the fastest kernel for device and dtype; `mask` is from `attention_mask`."""
     repeats = q_BHTK.shape[1] // k_BGSK.shape[1]
-    if repeats > 1 and q_BHTK.is_cuda and (mask is not None or q_BHTK.dtype in (torch.float32, torch.float64)):
+    if repeats > 1 and not on_cpu(q_BHTK) and (mask is not None or q_BHTK.dtype in (torch.float32, torch.float64)):
         # Only CUDA's flash kernel shares keys between heads, and it takes neither fp32 nor masks; without
         # this SDPA would fall back to its slow path, which holds all T x S scores.
         k_BGSK, v_BGSK = k_BGSK.repeat_interleave(repeats, 1), v_BGSK.repeat_interleave(repeats, 1)
@@ -146,7 +147,7 @@ def serves_varlen(q_BHTK: torch.Tensor) -> bool:
 
 def has_varlen(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether that kernel can be used for a device and a dtype."""
-    return device.type == "cuda" and dtype in (torch.bfloat16, torch.float16) and "window_size" in VARLEN
+    return not on_cpu(device) and dtype in (torch.bfloat16, torch.float16) and "window_size" in VARLEN
 
 
 def attend_varlen(

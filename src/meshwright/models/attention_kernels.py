@@ -174,7 +174,7 @@ def _flex(q_BHTK: torch.Tensor, k_BGSK: torch.Tensor, v_BGSK: torch.Tensor, mask
 def _flex_kernel(device_type: str) -> Callable[..., Any]:
     from torch.nn.attention.flex_attention import flex_attention
 
-    return torch.compile(flex_attention, dynamic=False) if device_type == "cuda" else flex_attention
+    return torch.compile(flex_attention, dynamic=False) if device_type != "cpu" else flex_attention
 
 
 def _sees(mask: Mask) -> Callable[..., torch.Tensor]:

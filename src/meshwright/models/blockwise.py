@@ -73,7 +73,7 @@ def decode_nf4(packed: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -
     Uses bitsandbytes' kernel if `load_kernels` has found it; it gives the same bits.
     """
     packed, scales = packed.reshape(-1, BLOCK // 2), scales.reshape(-1, 1)
-    if _kernels and packed.device.type in ("cpu", "cuda") and dtype in KERNEL_DTYPES and len(scales):
+    if _kernels and packed.device.type != "meta" and dtype in KERNEL_DTYPES and len(scales):
         decode = torch.ops.bitsandbytes.dequantize_4bit.default
         return decode(packed, scales.view(-1), BLOCK, "nf4", (len(scales), BLOCK), dtype).view(-1)
     pairs, decoded = _pairs(packed.device), torch.empty(len(scales), BLOCK, dtype=dtype, device=packed.device)

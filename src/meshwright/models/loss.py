@@ -14,16 +14,17 @@ from typing import Protocol
 
 import torch
 
+from meshwright.devices import of_kind
 from meshwright.models.cpu_kernels import matmul
 from meshwright.torch_internals import assert_on_device
 
 IGNORED = -100
 """The label of a token that is not trained on."""
 
-CHUNK_BYTES = {"cpu": 2**26, "cuda": 2**30}
+CHUNK_BYTES = {"cpu": 2**26, "gpu": 2**30}
 """Bytes of logits held at a time. Larger chunks mean fewer passes over the head's gradient: one per chunk."""
 
-WIDE_BYTES = {"cpu": 2**22, "cuda": 2**28}
+WIDE_BYTES = {"cpu": 2**22, "gpu": 2**28}
 """Numbers held in fp32 at a time; on a CPU few enough that every pass after the first reads from the cache."""
 
 BUDGETS_OF: ContextVar[str | None] = ContextVar("BUDGETS_OF", default=None)
@@ -244,4 +245,5 @@ def _wide_rows(matrix: torch.Tensor) -> int:
 
 
 def _budget(budgets: dict[str, int], tensor: torch.Tensor) -> int:
-    return budgets["cpu" if (BUDGETS_OF.get() or tensor.device.type) == "cpu" else "cuda"]
+    kind = BUDGETS_OF.get()
+    return of_kind(budgets, tensor) if kind is None else budgets[kind]

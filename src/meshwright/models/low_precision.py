@@ -23,6 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from meshwright.devices import capability_of, on_cpu
 from meshwright.models.cpu_kernels import linear, matmul
 from meshwright.models.dropout import Draws, drawn_bits, hash_key
 from meshwright.models.linear import Kept, Product
@@ -336,9 +337,9 @@ class LowPrecision(Product):
 
 def has_kernel(recipe: Recipe, device: torch.device, dtype: torch.dtype) -> bool:
     """Whether a kernel, not emulation, computes products of this recipe on this device."""
-    if device.type != "cuda" or dtype != torch.bfloat16 or recipe.name not in KERNELS:
+    if on_cpu(device) or dtype != torch.bfloat16 or recipe.name not in KERNELS:
         return False
-    return torch.cuda.get_device_capability(device) >= KERNEL_CAPABILITY
+    return capability_of(device) >= KERNEL_CAPABILITY
 
 
 def _by_kernel(left: Encoded, right: Encoded, dtype: torch.dtype) -> torch.Tensor:

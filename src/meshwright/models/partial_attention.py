@@ -11,6 +11,7 @@ from typing import Literal, NamedTuple
 
 import torch
 
+from meshwright.devices import on_cpu
 from meshwright.models.cpu_kernels import SCORES
 from meshwright.models.loss import wide
 from meshwright.torch_internals import FLASH_CPU, FLASH_CPU_BACKWARD, FLASH_CUDA, FLASH_CUDA_BACKWARD
@@ -88,11 +89,11 @@ def _flash_kernels(q_BHQK: torch.Tensor, v_BHSK: torch.Tensor):
     """torch's flash kernels (forward, backward) if they support this dtype, device and head width; else None."""
     if q_BHQK.shape[-1] != v_BHSK.shape[-1]:
         return None
-    if q_BHQK.device.type == "cpu":
+    if on_cpu(q_BHQK):
         return FLASH_CPU, _flash_backward_cpu
     half = q_BHQK.dtype in (torch.bfloat16, torch.float16)
-    if q_BHQK.is_cuda and half and q_BHQK.shape[-1] % 8 == 0 and q_BHQK.shape[-1] <= 256:
-        return FLASH_CUDA, _flash_backward_cuda
+    if half and q_BHQK.shape[-1] % 8 == 0 and q_BHQK.shape[-1] <= 256:
+        return FLASH_CUDA, _flash_backward_gpu
     return None
 
 
@@ -101,7 +102,7 @@ def _flash_backward_cpu(queries: Queries, k: torch.Tensor, v: torch.Tensor, caus
     return FLASH_CPU_BACKWARD(grad, q, k, v, y, logsumexp, 0.0, causal)
 
 
-def _flash_backward_cuda(queries: Queries, k: torch.Tensor, v: torch.Tensor, causal: bool):
+def _flash_backward_gpu(queries: Queries, k: torch.Tensor, v: torch.Tensor, causal: bool):
     grad, q, y, logsumexp = queries
     # Without dropout the random state is not read, and without nested tensors neither are the sequences' offsets.
     unused = torch.empty(2, dtype=torch.uint64, device=q.device)

@@ -18,6 +18,7 @@ from typing import assert_never
 
 import torch
 
+from meshwright.devices import of_kind
 from meshwright.models.dropout import drawn_bits, hash_key
 from meshwright.optim.shards import begin_of, local
 from meshwright.spec.training import Rounding
@@ -25,7 +26,7 @@ from meshwright.spec.training import Rounding
 COMPENSATION = "compensation"
 """The state with a bf16 weight's rounding error, under kahan."""
 
-AT_ONCE = {"cuda": 2**24, "cpu": 2**18}
+AT_ONCE = {"gpu": 2**24, "cpu": 2**18}
 """Numbers of a tensor that are cast to fp32 at a time, about eight copies of each; a GPU runs fastest with few
 kernels."""
 
@@ -60,7 +61,7 @@ class Bf16:
     def parts(self, parameter: torch.Tensor) -> Iterator[Rows]:
         """This rank's rows of a parameter, at most `AT_ONCE` numbers at a time."""
         here = as_rows(parameter)
-        rows = max(1, AT_ONCE.get(here.device.type, AT_ONCE["cpu"]) // max(1, here.shape[1]))
+        rows = max(1, of_kind(AT_ONCE, here) // max(1, here.shape[1]))
         return (slice(start, min(start + rows, len(here))) for start in range(0, len(here), rows))
 
     def read(self, parameter: torch.Tensor, state: Mapping[str, torch.Tensor], rows: Rows) -> torch.Tensor:

@@ -7,6 +7,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from meshwright.comm import collectives
+from meshwright.devices import on_cpu
 from meshwright.optim.shards import local
 from meshwright.spec.errors import UserError
 from meshwright.torch_internals import multiply_all_, norms_of_all
@@ -24,7 +25,7 @@ def global_gradient_norm(
     parameters on different meshes may be mixed. `stages`: ranks that hold the other parameters, pipeline stages.
     """
     totals: dict[tuple, torch.Tensor] = {}
-    waiting: dict[tuple, list[torch.Tensor]] = {}
+    waiting: dict[tuple[tuple, torch.dtype], list[torch.Tensor]] = {}
     groups: dict[tuple, list[dist.ProcessGroup]] = {}
     for parameter in parameters:
         gradient = parameter.grad
@@ -38,13 +39,12 @@ def global_gradient_norm(
             key = (mesh, axes)
             groups[key] = [mesh.get_group(axis) for axis in axes if mesh.size(axis) > 1]
             gradient = gradient.to_local()
-        if gradient.device.type == "cpu":  # at once: an offloaded gradient leaves memory before the next one comes
+        if on_cpu(gradient):  # at once: an offloaded gradient leaves memory before the next one comes
             totals[key] = totals.get(key, 0.0) + sum_of_squares([gradient])
         else:
-            waiting.setdefault((*key, gradient.dtype), []).append(gradient)
-    for (*key, _), gradients in waiting.items():
-        axes = tuple(key)
-        totals[axes] = totals.get(axes, 0.0) + sum_of_squares(gradients)
+            waiting.setdefault((key, gradient.dtype), []).append(gradient)
+    for (key, _), gradients in waiting.items():
+        totals[key] = totals.get(key, 0.0) + sum_of_squares(gradients)
     if not totals and stages is None:
         raise UserError("no parameter has a gradient, so the gradient norm is undefined")
     for key, total in totals.items():

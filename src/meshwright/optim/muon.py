@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 
+from meshwright.devices import on_cpu
 from meshwright.optim.bf16 import widened
 from meshwright.optim.parameterwise import Parameterwise, next_step, steps_done
 from meshwright.optim.shards import local, part_like, whole
@@ -59,7 +60,7 @@ def orthogonalise(matrix: torch.Tensor, steps: int) -> torch.Tensor:
     Iterates in bf16 on GPUs, as published, and in the matrix's own dtype on CPUs, where proofs run.
     """
     a, b, c = NEWTON_SCHULZ
-    x = matrix.bfloat16() if matrix.is_cuda and matrix.dtype == torch.float32 else matrix
+    x = matrix.bfloat16() if not on_cpu(matrix) and matrix.dtype == torch.float32 else matrix
     tall = x.size(0) > x.size(1)
     x = x.T if tall else x
     x = x / (x.norm() + 1e-7)

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from meshwright.devices import on_cpu, synchronize_all
 from meshwright.optim.adamw import ParameterwiseAdamW
 from meshwright.spec.errors import UserError
 
@@ -29,8 +30,7 @@ class PagedAdamW(ParameterwiseAdamW):
     def step(self, closure: None = None) -> None:
         """Update every parameter that has a gradient."""
         super().step(closure)
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()  # the driver moves pages while kernels run
+        synchronize_all(self.param_groups[0]["params"])  # the driver moves pages while kernels run
 
     def update(
         self, parameter: torch.Tensor, gradient: torch.Tensor, state: dict[str, torch.Tensor], group: dict[str, Any]
@@ -53,7 +53,7 @@ class PagedAdamW(ParameterwiseAdamW):
         """The state of a parameter before its first step: moments are zero."""
 
         def zeros() -> torch.Tensor:
-            if parameter.device.type != "cuda" or parameter.numel() < SMALLEST_PAGED:
+            if on_cpu(parameter) or parameter.numel() < SMALLEST_PAGED:
                 return torch.zeros_like(parameter)
             paged = self._functional.get_paged(*parameter.shape, dtype=torch.float32, device=parameter.device)
             self._functional.fill(paged, 0)

@@ -59,7 +59,7 @@ class Meshes:
 def build_meshes(layout: LayoutSpec, device_type: str) -> Meshes:
     """The meshes of all ranks; collective.
 
-    Needs an initialised process group of exactly `layout.world_size` ranks. `device_type` is "cpu" or "cuda".
+    Needs an initialised process group of exactly `layout.world_size` ranks. `device_type`: the ranks' devices'.
     """
     world = init_device_mesh(device_type, (layout.world_size,), mesh_dim_names=("world",))
 

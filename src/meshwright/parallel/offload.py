@@ -13,7 +13,6 @@ product) comes back contiguous. Our own blocks save no such views; transformers'
 the last bit.
 """
 
-import functools
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -23,6 +22,7 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.tensor import DTensor
 
+from meshwright.devices import current_stream, on_cpu, on_stream, side_stream
 from meshwright.models.slots import Compute, Wrapped
 from meshwright.torch_internals import leaves, local_tensor
 
@@ -36,37 +36,32 @@ class HostCopy:
     def __init__(self, tensor: torch.Tensor) -> None:
         self.device = tensor.device
         self._back: torch.Tensor | None = None
-        if self.device.type != "cuda":
+        if on_cpu(self.device):
             self._host = tensor.detach().clone()
             return
         self._host = torch.empty_like(tensor, device="cpu", pin_memory=True)
-        side = _side_stream(self.device)
-        side.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(side):
+        side = side_stream(self.device)
+        side.wait_stream(current_stream(self.device))
+        with on_stream(side):
             self._host.copy_(tensor, non_blocking=True)
         tensor.record_stream(side)
 
     def fetch(self) -> None:
         """Begin the copy to the device."""
-        if self._back is None and self.device.type == "cuda":
-            with torch.cuda.stream(_side_stream(self.device)):
+        if self._back is None and not on_cpu(self.device):
+            with on_stream(side_stream(self.device)):
                 self._back = self._host.to(self.device, non_blocking=True)
-                self._ready = torch.cuda.current_stream(self.device).record_event()
+                self._ready = current_stream(self.device).record_event()
 
     def back(self) -> torch.Tensor:
         """The tensor on its device; the same one at every call."""
         self.fetch()
         if self._back is None:
             return self._host
-        stream = torch.cuda.current_stream(self.device)
+        stream = current_stream(self.device)
         stream.wait_event(self._ready)
         self._back.record_stream(stream)
         return self._back
-
-
-@functools.cache
-def _side_stream(device: torch.device) -> torch.cuda.Stream:
-    return torch.cuda.Stream(device)
 
 
 class _Pass:

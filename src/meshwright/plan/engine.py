@@ -37,14 +37,14 @@ ON_CPU = replace(MESHWRIGHT, context_bytes=0.45e9, chunk_bytes=2**26, wide_bytes
 class Processor:
     """The kind of device that ranks compute on."""
 
-    kind: Literal["cpu", "cuda"] = "cuda"
+    kind: Literal["cpu", "gpu"] = "gpu"
     fp8: bool = True
     """Whether a GPU multiplies fp8."""
 
     @classmethod
     def of(cls, cluster: ClusterSpec) -> "Processor":
         """The devices of a cluster."""
-        return cls("cpu" if cluster.device == "cpu" else "cuda", "fp8" in cluster.tflops)
+        return cls("cpu" if cluster.device == "cpu" else "gpu", "fp8" in cluster.tflops)
 
 
 GPU = Processor()
@@ -121,7 +121,7 @@ def method_fields(finetune: FinetuneSpec | None, model: Blueprint) -> dict[str, 
 
 def engine_stack(training: TrainingSpec, *, alone: bool, processor: Processor = GPU) -> Stack:
     """The cost per parameter under a recipe's precision and optimizer; `alone`: without a mesh."""
-    dtypes, recipe, on_gpu = training.dtypes, training.product_recipe, processor.kind == "cuda"
+    dtypes, recipe, on_gpu = training.dtypes, training.product_recipe, processor.kind == "gpu"
     return replace(
         MESHWRIGHT if on_gpu else ON_CPU,
         fused=training.compile,
@@ -153,7 +153,7 @@ def _moment_bytes(training: TrainingSpec) -> float:
     return MOMENT_BYTES.get(optimizer.name, 2 * moment.bytes) + compensation
 
 
-def layout_check(run: Run, model: ModelSpec, device: Literal["cpu", "cuda"]) -> LayoutCheck:
+def layout_check(run: Run, model: ModelSpec, device: Literal["cpu", "gpu"]) -> LayoutCheck:
     """A function that returns why the engine refuses a layout for a recipe's model, sequences, fine-tuning and
     optimizer. The planner applies it to every candidate, and recipe resolution to the recipe's own layout."""
     table = finetuned_table(model, run.finetune) if run.finetune else ()
@@ -163,13 +163,13 @@ def layout_check(run: Run, model: ModelSpec, device: Literal["cpu", "cuda"]) -> 
     whole = parameter_table(model) if narrow else ()
 
     def check(layout: LayoutSpec) -> list[str]:
-        pages = device == "cuda" and layout.world_size == 1 and layout.offload == "none"
+        pages = device == "gpu" and layout.world_size == 1 and layout.offload == "none"
         if run.training.optimizer.name == "paged_adamw" and not pages:
             return [
                 "training.optimizer.name=paged_adamw needs one process on an NVIDIA GPU; adamw_8bit needs little "
                 "memory everywhere, and layout.offload=cpu no GPU memory"
             ]
-        if device == "cuda" and layout.alone and layout.tiers.parameters == "disk":
+        if device == "gpu" and layout.alone and layout.tiers.parameters == "disk":
             return [
                 "layout.offload.parameters=disk: one process on a GPU cannot compute with weights on disk; use "
                 "parameters=host, or several processes (dp_shard)"

@@ -190,7 +190,7 @@ def resolve_cluster(text: str | ClusterSpec, *, base_dir: Path, machine: Machine
 
 def local_cluster(machine: Machine, ranks: int | None = None) -> ClusterSpec:
     """This machine: its GPUs with their table row, or `ranks` processes (default: one a core) on its CPU cores."""
-    if machine.kind == "cuda":
+    if machine.is_gpu:
         spec = device_cluster(machine.name, machine.devices, per_node=machine.devices)
         found = {"name": "local", "memory_gb": machine.memory_bytes / 1e9}
         if machine.host_memory_bytes:
@@ -225,7 +225,7 @@ def _achieved(row: dict[str, str], sibling: dict[str, str], precision: str, peak
 
 def multiplies_fp8(machine: Machine) -> bool:
     """Whether a machine's GPUs have matrix products in fp8; assumed of a GPU that the table does not list."""
-    return machine.kind == "cuda" and (not is_known(machine.name) or "fp8" in device_cluster(machine.name, 1).tflops)
+    return machine.is_gpu and (not is_known(machine.name) or "fp8" in device_cluster(machine.name, 1).tflops)
 
 
 def _words(name: str) -> tuple[str, int | None, str | None]:

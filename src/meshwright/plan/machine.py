@@ -23,7 +23,7 @@ Ask = Callable[[list[str]], str | None]
 class Machine:
     """This machine's identical devices, one process each."""
 
-    kind: Literal["cpu", "cuda"]
+    kind: Literal["cpu", "gpu"]
     name: str
     """Product name of a GPU, or `cpu`."""
     devices: int
@@ -35,14 +35,19 @@ class Machine:
     note: str = ""
     """A warning about its GPUs."""
 
+    @property
+    def is_gpu(self) -> bool:
+        """Whether its devices are GPUs."""
+        return self.kind != "cpu"
+
     def memory_per_rank(self, local_ranks: int) -> int:
         """Bytes that each of `local_ranks` processes on this machine can count on."""
-        return self.memory_bytes if self.kind == "cuda" else self.memory_bytes // max(1, local_ranks)
+        return self.memory_bytes if self.is_gpu else self.memory_bytes // max(1, local_ranks)
 
     def host_per_rank(self, ranks: int) -> float:
         """Bytes of host memory beside GPUs that each of a run's processes here can count on; endless if unknown, and on
         a CPU, whose memory is the device's."""
-        known = self.kind == "cuda" and self.host_memory_bytes > 0
+        known = self.is_gpu and self.host_memory_bytes > 0
         return self.host_memory_bytes / max(1, min(ranks, self.devices)) if known else inf
 
 
@@ -54,7 +59,7 @@ def find_machine(device: str = "auto") -> Machine:
         smallest = min(gpus, key=lambda gpu: gpu.memory_bytes)
         if len({gpu.name for gpu in gpus}) > 1:
             note = f"the GPUs differ: {', '.join(gpu.name for gpu in gpus)}; all are taken for {smallest.name}"
-        return Machine("cuda", smallest.name, len(gpus), smallest.memory_bytes, memory_there(), note)
+        return Machine("gpu", smallest.name, len(gpus), smallest.memory_bytes, memory_there(), note)
     if device == "cuda":
         raise UserError(f"device=cuda, but {note or 'this machine has no GPU'}; use device=cpu")
     return Machine("cpu", "cpu", len(os.sched_getaffinity(0)), memory_there(), note=note)
@@ -75,7 +80,8 @@ SIGNS = ("dev/nvidiactl", "dev/kfd", "dev/dxg")
 COLUMNS = "index,uuid,name,memory.total,mig.mode.current"
 ASK_TORCH = """
 import json, torch
-gpus = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
+of = torch.get_device_module()
+gpus = [of.get_device_properties(i) for i in range(torch.accelerator.device_count())]
 print(json.dumps([torch.__version__, [[gpu.name, gpu.total_memory] for gpu in gpus]]))
 """
 

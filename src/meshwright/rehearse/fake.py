@@ -54,7 +54,7 @@ def budgets_of_gpu() -> Iterator[None]:
 
     (Autograd with fake tensors of a missing device crashes the process.)
     """
-    token = loss.BUDGETS_OF.set("cuda")
+    token = loss.BUDGETS_OF.set("gpu")
     try:
         yield
     finally:

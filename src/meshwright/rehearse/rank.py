@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.planner import SavePlan
 
 from meshwright.data.loader import HostBatch, Loader
 from meshwright.data.packing import ConcatenatedSamples
+from meshwright.devices import CPU
 from meshwright.launch.launcher import Worker
 from meshwright.parallel import Meshes, build_meshes
 from meshwright.parallel.error_feedback import ERRORS
@@ -38,7 +39,6 @@ from meshwright.trainer.state import gradient_errors, state_tensors
 
 LASTING = "model.", "optimizer.", ERRORS
 """The beginnings of the names of state on the device."""
-CPU = torch.device("cpu")
 """The device of fake tensors: autograd crashes if one is on a missing device."""
 
 

@@ -12,6 +12,7 @@ from meshwright.checkpoint.hf import HfForm, export_hf
 from meshwright.checkpoint.hf_proof import probe_tokens, prove_adapter
 from meshwright.checkpoint.peft import Base, read_adapter, write_adapter
 from meshwright.checkpoint.peft_config import unread_by_vllm
+from meshwright.devices import CPU
 from meshwright.families import parameter_table, pretrained_directory, state_table
 from meshwright.families.hub import hub_id
 from meshwright.finetune import apply_finetune
@@ -87,7 +88,7 @@ def _on_plain_base(trained: TrainedModel, run: ResolvedRun, kept: Mapping[str, t
     model = build_model(trained.spec, dtype=torch.float32)
     apply_finetune(model, finetune.model_copy(update={"base": "plain"}), torch.float32)
     frozen = [*(row for row in model.table if not row.trained), *state_table(trained.spec)]
-    materialize(model, frozen, base_weights(run), torch.device("cpu"))
+    materialize(model, frozen, base_weights(run), CPU)
     parameters = dict(model.named_parameters())
     for name, tensor in kept.items():
         parameters[name].copy_(tensor)

@@ -13,6 +13,7 @@ from typing import Any, assert_never
 import torch
 
 from meshwright.data.tokenizer import TextTokenizer
+from meshwright.devices import CPU
 from meshwright.models.rope import rope_frequencies
 from meshwright.serve.gguf_tokenizer import Vocabulary, vocabulary_of
 from meshwright.spec.errors import UserError
@@ -142,7 +143,7 @@ class StoredModel:
                 del waiting[name]
         if self.spec.rope_scaling is not None and self.spec.rope_scaling.kind == "llama3":
             plain = self.spec.model_copy(update={"rope_scaling": None})
-            cpu = torch.device("cpu")
+            cpu = CPU
             yield "rope_freqs.weight", rope_frequencies(plain, cpu) / rope_frequencies(self.spec, cpu)
 
     def _name(self, ours: str) -> tuple[str, str | None]:

@@ -24,6 +24,7 @@ from meshwright.data.prepare import StartingModel, prepare_corpus
 from meshwright.data.readers import told_apart
 from meshwright.data.sources import find_files
 from meshwright.data.tokenizer import TextTokenizer, load_tokenizer
+from meshwright.devices import CPU, on_cpu
 from meshwright.families import parameter_table, pretrained_directory, read_hf_directory, state_table
 from meshwright.families.hub import cached_snapshot
 from meshwright.families.quantized import split_misfit
@@ -337,7 +338,7 @@ def _with_weights(resolved: ResolvedRun, checkpoint: Path, trained: str, weights
         apply_finetune(model, finetune, dtype)
         split_over(model, weights)
         frozen = [row for row in model.table if not row.trained]
-        materialize(model, frozen, kept_weights(resolved), torch.device("cpu"))
+        materialize(model, frozen, kept_weights(resolved), CPU)
         kept = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
         kept |= named_state(model)
     learnt = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
@@ -372,7 +373,7 @@ def _from_hf_directory(
     directory: Path, device: torch.device, dtype: str | None, family: str | None, weights: Weights
 ) -> TrainedModel:
     spec = read_hf_directory(directory, family=family)
-    computed = torch_dtype(dtype or (BF16 if device.type == "cuda" else FP32))
+    computed = torch_dtype(dtype or (FP32 if on_cpu(device) else BF16))
     if is_to_stay_on_disk(weights, spec, computed, device):
         model = hf_model_from_disk(directory, spec, computed)
     else:

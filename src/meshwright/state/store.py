@@ -22,6 +22,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 
+from meshwright.devices import CPU
 from meshwright.models.dtypes import torch_dtype
 from meshwright.optim.build import Builder, Optimizers, build_optimizers
 from meshwright.optim.clip import scale_gradients
@@ -207,9 +208,9 @@ class HostStore(StateStore):
     @staticmethod
     def home(device: torch.device) -> torch.device:
         """See `StateStore`."""
-        return torch.device("cpu")
+        return CPU
 
     @staticmethod
     def offload_policy(device_type: str) -> OffloadPolicy:
         """See `StateStore`: pinned memory, which a GPU reads while it computes."""
-        return CPUOffloadPolicy(pin_memory=device_type == "cuda")
+        return CPUOffloadPolicy(pin_memory=device_type != CPU.type)

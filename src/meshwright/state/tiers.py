@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 
+from meshwright.devices import on_cpu
 from meshwright.spec.offload import PAGE_CACHE_SHARE, OffloadSpec
 from meshwright.state.files import Home, StateFile, aligned_buffer, check_directory, rounded
 
@@ -74,11 +75,11 @@ class Tier:
         """A new home of this many bytes, zeros."""
         if self.offload.optimizer == "disk":
             return StateFile(self.directory, f"rank{self.rank}-{name}", size, checksums=self.offload.checksums)
-        return HostMemory(size, pinned=self.device.type == "cuda")
+        return HostMemory(size, pinned=not on_cpu(self.device))
 
     def buffer(self, size: int) -> torch.Tensor:
         """A buffer for reading and writing a home."""
-        return aligned_buffer(size, pinned=self.device.type == "cuda")
+        return aligned_buffer(size, pinned=not on_cpu(self.device))
 
 
 def give_back_what_is_freed() -> None:

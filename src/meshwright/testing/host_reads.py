@@ -1,6 +1,6 @@
 """Host synchronisations, found on a CPU: every operation with which a step would wait for a GPU."""
 
-import sys
+import inspect
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -82,7 +82,7 @@ def _by_mask(name: str, args: Any) -> bool:
 
 def _place() -> str:
     """The innermost function of this package, outside its tests' helpers, that called the operation."""
-    frame = sys._getframe(1)
+    frame = inspect.currentframe()
     while frame is not None:
         file = Path(frame.f_code.co_filename)
         if file.is_relative_to(PACKAGE) and file.parent.name != "testing" and file.name != "torch_internals.py":

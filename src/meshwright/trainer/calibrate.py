@@ -13,6 +13,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from meshwright.comm import collectives
+from meshwright.devices import CPU, accelerator, backend_of, of_kind, on_cpu, synchronize
 from meshwright.models.dtypes import torch_dtype
 from meshwright.plan.hardware import local_cluster
 from meshwright.plan.machine import Machine, find_machine
@@ -20,14 +21,16 @@ from meshwright.spec.cluster import ClusterSpec, CollectiveCost, Measured
 from meshwright.spec.precision import BF16, FP32
 from meshwright.storage.scratch import scratch_folder
 
-LARGE = {"cpu": 1024, "cuda": 8192}
-SMALL = {"cpu": 64, "cuda": 256}
+LARGE = {"cpu": 1024, "gpu": 8192}
+SMALL = {"cpu": 64, "gpu": 256}
 """Sides of the square products that measure a device's rate and the fixed cost of a product."""
-COPY_BYTES = {"cpu": 2**27, "cuda": 2**30}
-MESSAGE_BYTES = {"cpu": (2**12, 2**22, 2**25), "cuda": (2**12, 2**24, 2**28)}
+COPY_BYTES = {"cpu": 2**27, "gpu": 2**30}
+MESSAGE_BYTES = {"cpu": (2**12, 2**22, 2**25), "gpu": (2**12, 2**24, 2**28)}
 """Payloads of the all-reduces, from the smallest, which measures latency, to the largest."""
 MEASURED = (FP32, BF16)
 TINY_OPERATORS = 200
+MANY = 20
+"""Small products between two synchronisations, each of which costs as much as a product."""
 
 
 def calibrate(machine: Machine | None = None, *, ranks: int | None = None, seconds: float = 1.0) -> ClusterSpec:
@@ -42,7 +45,7 @@ def calibrate(machine: Machine | None = None, *, ranks: int | None = None, secon
     with scratch_folder("calibrate") as folder, context.Pool(ranks) as pool:
         threads = max(1, len(os.sched_getaffinity(0)) // ranks)
         store = f"file://{folder / 'store'}"
-        jobs = [(rank, ranks, machine.kind, threads, store, seconds) for rank in range(ranks)]
+        jobs = [(rank, ranks, machine.is_gpu, threads, store, seconds) for rank in range(ranks)]
         found = pool.map(_measure_rank, jobs, chunksize=1)
     slowest = {name: _slowest(name, [measured[name] for measured in found]) for name in found[0]}
     measured = Measured(
@@ -51,36 +54,38 @@ def calibrate(machine: Machine | None = None, *, ranks: int | None = None, secon
         memory_gb_s=slowest["memory"],
         attention_tflops=slowest["attention"],
         host_us=slowest["host"],
-        collectives={"link": _collective(slowest, MESSAGE_BYTES[machine.kind], ranks)} if ranks > 1 else {},
+        collectives={"link": _collective(slowest, MESSAGE_BYTES["gpu" if machine.is_gpu else "cpu"], ranks)}
+        if ranks > 1
+        else {},
     )
     source = f"measured on {socket.gethostname()} with {ranks} simultaneous ranks, torch {torch.__version__}"
     return cluster.model_copy(update={"measured": measured, "source": source})
 
 
-def _measure_rank(job: tuple[int, int, str, int, str, float]) -> dict[str, float]:
+def _measure_rank(job: tuple[int, int, bool, int, str, float]) -> dict[str, float]:
     """The measurements of one rank, while all others measure the same."""
-    rank, ranks, kind, threads, store, seconds = job
+    rank, ranks, on_gpu, threads, store, seconds = job
     torch.set_num_threads(threads)
-    device = torch.device(kind, rank) if kind == "cuda" else torch.device("cpu")
+    device = accelerator(rank) if on_gpu else CPU
     found: dict[str, float] = {}
-    dist.init_process_group("nccl" if kind == "cuda" else "gloo", init_method=store, rank=rank, world_size=ranks)
+    dist.init_process_group(backend_of([device.type]), init_method=store, rank=rank, world_size=ranks)
     dist.barrier()
     for measured in MEASURED:
         dtype = torch_dtype(measured)
-        large, small = LARGE[kind], SMALL[kind]
+        large, small = of_kind(LARGE, device), of_kind(SMALL, device)
         took = _seconds(_product(large, dtype, device), seconds, device)
         found[f"matmul {measured}"] = 2 * large**3 / took / 1e12
-        found[f"start {measured}"] = max(0.0, _seconds(_product(small, dtype, device), seconds / 4, device)
+        found[f"start {measured}"] = max(0.0, _seconds(_product(small, dtype, device, MANY), seconds / 4, device) / MANY
                                      - 2 * small**3 / (2 * large**3 / took)) * 1e6  # fmt: skip
-    source = torch.ones(COPY_BYTES[kind] // 4, device=device)
+    source = torch.ones(of_kind(COPY_BYTES, device) // 4, device=device)
     target = torch.empty_like(source)
-    found["memory"] = 2 * COPY_BYTES[kind] / _seconds(lambda: target.copy_(source), seconds, device) / 1e9
-    found["attention"] = _attention_tflops(kind, device, seconds)
+    found["memory"] = 2 * of_kind(COPY_BYTES, device) / _seconds(lambda: target.copy_(source), seconds, device) / 1e9
+    found["attention"] = _attention_tflops(device, seconds)
     tiny = torch.ones(1, device=device)
     many = _seconds(lambda: [tiny.add_(1) for _ in range(TINY_OPERATORS)], seconds, device)
     found["host"] = many / TINY_OPERATORS * 1e6
     if ranks > 1:
-        for size in MESSAGE_BYTES[kind]:
+        for size in of_kind(MESSAGE_BYTES, device):
             payload = torch.ones(size // 4, device=device)
             found[f"reduce {size}"] = _times(lambda p=payload: collectives.all_reduce_(p), 7, device)
     dist.barrier()
@@ -88,16 +93,16 @@ def _measure_rank(job: tuple[int, int, str, int, str, float]) -> dict[str, float
     return found
 
 
-def _product(side: int, dtype: torch.dtype, device: torch.device) -> Callable[[], Any]:
+def _product(side: int, dtype: torch.dtype, device: torch.device, times: int = 1) -> Callable[[], Any]:
     left, right = (torch.randn(side, side, device=device).to(dtype) for _ in range(2))
     out = torch.empty(side, side, dtype=dtype, device=device)
-    return lambda: torch.mm(left, right, out=out)
+    return lambda: [torch.mm(left, right, out=out) for _ in range(times)]
 
 
-def _attention_tflops(kind: str, device: torch.device, seconds: float) -> float:
+def _attention_tflops(device: torch.device, seconds: float) -> float:
     """TFLOP/s of causal attention, forward and backward, counting only unmasked products."""
-    heads, length, width = (8, 512, 64) if kind == "cpu" else (32, 4096, 128)
-    dtype = torch.float32 if kind == "cpu" else torch.bfloat16
+    heads, length, width = (8, 512, 64) if on_cpu(device) else (32, 4096, 128)
+    dtype = torch.float32 if on_cpu(device) else torch.bfloat16
     q, k, v = (torch.randn(1, heads, length, width, device=device, dtype=dtype, requires_grad=True) for _ in range(3))
     weights = torch.ones(1, heads, length, width, device=device, dtype=dtype)
 
@@ -120,8 +125,7 @@ def _times(action: Callable[[], Any], repeats: int, device: torch.device) -> flo
     for _ in range(repeats):
         start = time.perf_counter()
         action()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
+        synchronize(device)
         took.append(time.perf_counter() - start)
     return median(took)
 

@@ -11,6 +11,18 @@ import time
 import torch
 
 from meshwright.comm.objects import gather_everywhere
+from meshwright.devices import (
+    CPU,
+    accelerator,
+    accelerator_is_here,
+    device_count,
+    identity_of,
+    of_kind,
+    on_cpu,
+    peak_reserved_bytes,
+    release_unused,
+    synchronize,
+)
 from meshwright.launch.launcher import make_cublas_deterministic
 from meshwright.models.cpu_kernels import matmul
 from meshwright.models.dtypes import torch_dtype
@@ -20,7 +32,8 @@ from meshwright.spec.errors import UserError
 from meshwright.spec.precision import Precision
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # malloc.h
-SIZES = (256, 512, 1024)
+SIZES = {"cpu": (256, 512, 1024), "gpu": (1024, 2048, 4096, 8192)}
+"""Sides of the square products; a small one on a GPU is mostly the time to start it."""
 PRODUCT_SECONDS = 0.1
 """Duration of the matrix products that measure a device's speed."""
 
@@ -28,27 +41,25 @@ PRODUCT_SECONDS = 0.1
 def choose_device(machine: Machine, local_rank: int) -> torch.device:
     """The device of the local rank; raises `UserError` if torch cannot use the machine's GPU."""
     if machine.kind == "cpu":
-        return torch.device("cpu")
-    if not torch.cuda.is_available():
+        return CPU
+    if not accelerator_is_here():
         raise UserError(
             f"this machine has a {machine.name}, but torch {torch.__version__} cannot use it; install a CUDA build "
             "of torch, or set device=cpu"
         )
-    seen = torch.cuda.device_count()
+    seen = device_count()
     # A scheduler may show each process its own GPU alone (srun --gpus-per-task=1); `check_own_gpu` finds a shared one.
     number = 0 if seen == 1 else local_rank
     if number >= seen:
         raise UserError(f"local rank {local_rank} has no GPU: torch sees {seen} here; use fewer ranks")
-    device = torch.device("cuda", number)
-    torch.cuda.set_device(device)
-    return device
+    return accelerator(number)
 
 
 def check_own_gpu(device: torch.device) -> None:
     """Raise `UserError` on all ranks if two ranks have one GPU, with which NCCL would fail. Collective."""
-    if device.type == "cpu":
+    if on_cpu(device):
         return
-    everyone = gather_everywhere((platform.node(), str(torch.cuda.get_device_properties(device).uuid)))
+    everyone = gather_everywhere((platform.node(), identity_of(device)))
     for rank, place in enumerate(everyone):
         first = everyone.index(place)
         if first != rank:
@@ -60,7 +71,7 @@ def check_own_gpu(device: torch.device) -> None:
 
 def peak_flops(device: torch.device, machine: Machine, precision: Precision) -> tuple[float, str]:
     """The FLOP/s that MFU is measured against, and the origin of the figure."""
-    known = datasheet_flops(machine.name, precision.compute) if device.type == "cuda" else None
+    known = datasheet_flops(machine.name, precision.compute) if not on_cpu(device) else None
     if known is not None:
         return known, f"datasheet, {machine.name}, dense {precision.compute}"
     measured, size = _measured_matmul_flops(device, torch_dtype(precision.compute), torch.get_num_threads())
@@ -69,8 +80,8 @@ def peak_flops(device: torch.device, machine: Machine, precision: Precision) -> 
 
 def peak_memory_bytes(device: torch.device) -> int:
     """Peak memory of this process: reserved GPU memory, or the resident set on a CPU."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_reserved(device)
+    if not on_cpu(device):
+        return peak_reserved_bytes(device)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
@@ -89,17 +100,10 @@ def keep_freed_memory() -> None:
 def free_all() -> None:
     """Return unused memory to the device and the system."""
     gc.collect()
-    if torch.cuda.is_initialized():
-        torch.cuda.empty_cache()
+    release_unused()
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
     if trim is not None:
         trim(0)
-
-
-def synchronise(device: torch.device) -> None:
-    """Wait until the device has finished its queued work."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def use_deterministic_kernels() -> None:
@@ -118,8 +122,9 @@ def _measured_matmul_flops(device: torch.device, dtype: torch.dtype, threads: in
 
     Measured once per process for each number of computing `threads`.
     """
-    size, seconds = SIZES[0], _seconds_of_product(device, dtype, SIZES[0])
-    for larger in SIZES[1:]:
+    size, *sizes = of_kind(SIZES, device)
+    seconds = _seconds_of_product(device, dtype, size)
+    for larger in sizes:
         if seconds * (larger / size) ** 3 > PRODUCT_SECONDS:
             break
         size, seconds = larger, _seconds_of_product(device, dtype, larger)
@@ -130,9 +135,9 @@ def _seconds_of_product(device: torch.device, dtype: torch.dtype, size: int) -> 
     a = torch.ones(size, size, device=device, dtype=dtype)
     best = float("inf")
     for _ in range(6):
-        synchronise(device)
+        synchronize(device)
         began = time.perf_counter()
         matmul(a, a)
-        synchronise(device)
+        synchronize(device)
         best = min(best, time.perf_counter() - began)
     return best

@@ -77,7 +77,7 @@ class Display(Callback):
         """`pressure`: a remark about the machine's memory, if any."""
         self.pressure = pressure
         self.steps, self.memory_bytes, self.enabled = steps, memory_bytes, enabled
-        self.per_rank = "tok/s/gpu" if device == "cuda" else "tok/s/rank"
+        self.per_rank = "tok/s/rank" if device == "cpu" else "tok/s/gpu"
         self.stream = stream or sys.stdout
         self.live = enabled and self.stream.isatty()
         self.bar = notebook_bar(steps) if enabled else None

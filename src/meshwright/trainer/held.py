@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from meshwright.devices import on_cpu, reserved_bytes
 from meshwright.launch.memory import resident
 from meshwright.torch_internals import (
     all_tensors,
@@ -74,8 +75,8 @@ def held(trainer: Trainer, trace: TracebackType | None = None) -> HeldMemory:
     for tensor in everything:
         count.add(tensor, "unnamed", TEMPORARIES)
     kinds = dict.fromkeys(KINDS, 0) | count.kinds
-    if trainer.device.type == "cuda":
-        total, own = torch.cuda.memory_reserved(trainer.device), 0
+    if not on_cpu(trainer.device):
+        total, own = reserved_bytes(trainer.device), 0
     else:
         total, own = resident(), trainer.process_bytes
     kinds[PROCESS] = own

@@ -6,9 +6,10 @@ from meshwright.checkpoint.verify import newest_good_checkpoint
 from meshwright.data.loader import Loader
 from meshwright.data.mixture import mean_context, training_samples
 from meshwright.data.prepare import Corpus
+from meshwright.devices import synchronize
 from meshwright.plan.flops import flops_per_token
 from meshwright.spec.run import ResolvedRun
-from meshwright.trainer.device import peak_memory_bytes, synchronise
+from meshwright.trainer.device import peak_memory_bytes
 from meshwright.trainer.metrics import StepClock, StepRecord
 from meshwright.trainer.saver import Saver
 from meshwright.trainer.session import Session
@@ -58,7 +59,7 @@ def train_loop(session: Session) -> int:
                 session.begin_step()
                 clock.begin()
                 result = trainer.train_step(trainer.step, loader.microbatches(trainer.step - 1 + trainer.passed_over))
-                synchronise(trainer.device)
+                synchronize(trainer.device)
                 clock.end()
                 if slow := trainer.store.complaint():
                     session.say(f"warning: {slow}")

@@ -158,7 +158,7 @@ def page_of(resolved: ResolvedRun, moment: OutOfMemoryState, run_dir: Path | Non
 def room(resolved: ResolvedRun, machine: Machine) -> float:
     """Bytes available to a rank on this machine."""
     ranks = min(resolved.run.layout.world_size, machine.devices)
-    return machine.memory_per_rank(ranks) if machine.kind == "cuda" else memory_room(ranks)
+    return machine.memory_per_rank(ranks) if machine.is_gpu else memory_room(ranks)
 
 
 def _here(resolved: ResolvedRun, machine: Machine) -> ResolvedRun:
@@ -222,7 +222,7 @@ def page_of_killed(resolved: ResolvedRun, run_dir: Path, rank: int, held_bytes: 
     machine = find_machine(resolved.run.device)
     ranks = min(resolved.run.layout.world_size, machine.devices)
     moment = OutOfMemoryState(rank, f"{KILLED} while it held {held_bytes / GB:.3g} GB")
-    moment.limit = 0.0 if machine.kind == "cuda" else (there - resident()) / ranks  # beside this launcher
+    moment.limit = 0.0 if machine.is_gpu else (there - resident()) / ranks  # beside this launcher
     return str(page_of(resolved, moment, run_dir))
 
 

@@ -32,7 +32,7 @@ from meshwright.spec.training import MOST_WARMUP, TrainingSpec
 MEMORY_SHARE = 0.8
 """Fraction of device memory that a prediction may fill; the rest covers memory that `plan.memory` does not count."""
 
-ENOUGH_TOKENS = {"cpu": 4096, "cuda": 32768}
+ENOUGH_TOKENS = {"cpu": 4096, "gpu": 32768}
 """Tokens per microbatch beyond which matrix products do not get faster."""
 
 BUBBLE_ROUNDS = 4
@@ -266,7 +266,7 @@ def _relieved(
     needs = predict_memory(job).total
     # PyTorch cannot compile full recomputation of a block with split weights.
     recomputes = "recompute" not in training.model_fields_set and not (training.compile and layout.tp > 1)
-    moves = machine.kind == "cuda" and "offload" not in layout.model_fields_set
+    moves = machine.is_gpu and "offload" not in layout.model_fields_set
     if needs <= limit or not (recomputes or moves):
         return None
     found: list[tuple[Recompute, LayoutSpec]] = []

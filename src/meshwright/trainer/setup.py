@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from meshwright.callbacks import Callback
+from meshwright.devices import CPU, name_of
 from meshwright.families import finetuned_table, low_precision_state, state_table
 from meshwright.finetune import apply_finetune
 from meshwright.launch.launcher import Worker, join_group, threads_per_rank
@@ -55,7 +56,7 @@ class RankContext:
     """Where one rank runs; by default the only process, on a CPU."""
 
     worker: Worker = field(default_factory=Worker)
-    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    device: torch.device = CPU
     meshes: Meshes | None = None
     """None: without a process group."""
 
@@ -259,7 +260,7 @@ def describe_environment(trainer: Trainer) -> dict[str, Any]:
         "python": platform.python_version(),
         "torch": torch.__version__,
         "platform": platform.platform(),
-        "device": torch.cuda.get_device_name(trainer.device) if trainer.device.type == "cuda" else "cpu",
+        "device": name_of(trainer.device),
         "threads": torch.get_num_threads(),
         "world_size": trainer.worker.world_size,
         "peak_flops": trainer.peak[0],

@@ -16,6 +16,7 @@ from meshwright.checkpoint.manifest import (
     read_manifest,
 )
 from meshwright.checkpoint.verify import START_ANEW, newest_good_checkpoint, read_values, verify_checkpoint
+from meshwright.devices import CPU, random_state_of, set_random_state
 from meshwright.families import finetuned_table
 from meshwright.families.low_precision import HISTORY
 from meshwright.models import named_state
@@ -364,16 +365,12 @@ def seed_generators(trainer: Trainer) -> None:
 
 def random_state(trainer: Trainer) -> dict[str, torch.Tensor]:
     """The states of this rank's generators, under names unique to the rank."""
-    states = {f"random.cpu.{trainer.worker.rank}": torch.get_rng_state()}
-    if trainer.device.type == "cuda":
-        states[f"random.cuda.{trainer.worker.rank}"] = torch.cuda.get_rng_state(trainer.device)
-    return states
+    return {f"random.{device.type}.{trainer.worker.rank}": random_state_of(device) for device in {CPU, trainer.device}}
 
 
 def restore_random_state(trainer: Trainer, tensors: dict[str, torch.Tensor]) -> None:
     """Give this rank's generators the states among `tensors`."""
-    for name in random_state(trainer):
-        if name in tensors and name.startswith("random.cpu"):
-            torch.set_rng_state(tensors[name])
-        elif name in tensors:
-            torch.cuda.set_rng_state(tensors[name], trainer.device)
+    for device in {CPU, trainer.device}:
+        name = f"random.{device.type}.{trainer.worker.rank}"
+        if name in tensors:
+            set_random_state(device, tensors[name])

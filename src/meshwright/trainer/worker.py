@@ -5,6 +5,7 @@ import json
 import os
 import sys
 import time
+import traceback
 from pathlib import Path
 
 import torch.distributed as dist
@@ -65,4 +66,10 @@ def report_to_parent(message: str) -> None:
 
 
 if __name__ == "__main__":
-    exit_at_once(main())
+    try:
+        status = main()
+    except Exception:
+        # Printed here: Python's own end waits for NCCL, which may wait for the other ranks, and they for this one.
+        traceback.print_exc()
+        status = 1
+    exit_at_once(status)
