@@ -60,7 +60,7 @@ test-slurm: $(VENV)/.dev ## run the documented Slurm script on a Slurm of two ma
 test-fast: $(VENV)/.dev ## run what finds most mistakes, in minutes: of tests over several ranks one case each
 	@$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder --fast
 
-attack: $(VENV)/.dev ## damage, kill and starve runs at random; fails where anything is silent, hangs or shows a trace
+attack: $(VENV)/.dev ## damage every kind of file, kill and starve runs, attack servers; fails where anything is silent, hangs or shows a trace
 	@PYTHONPATH=src:tests $(BIN)/python -P -m attack $(ATTACK)
 
 mutants: $(VENV)/.dev ## try verify on planted faults and random layouts (an hour; goes on where it was stopped), and write docs/mutants.md

@@ -1,11 +1,13 @@
 """The CPU time of each check by itself: `PYTHONPATH=src python -P benchmarks/check_parts.py`."""
 
+import argparse
 import os
 import pickle
 import statistics
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -20,7 +22,7 @@ BLOCKS = 64
 VALUE = {"loss": 1.0, "names": ["x"] * 100}
 
 
-def cpu(work: Callable[[], object], times: int, rounds: int = 9) -> str:
+def cpu(work: Callable[[], object], times: int, rounds: int) -> str:
     """Microseconds of one call: median, least and largest over rounds."""
     found = []
     for _ in range(rounds):
@@ -33,6 +35,9 @@ def cpu(work: Callable[[], object], times: int, rounds: int = 9) -> str:
 
 def main() -> None:
     """Print a Markdown table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=9)
+    cost = partial(cpu, rounds=parser.parse_args().rounds)
     with tempfile.TemporaryDirectory() as name:
         path = Path(name) / "tokens.bin"
         path.write_bytes(os.urandom(BLOCKS * BLOCK))
@@ -63,11 +68,11 @@ def main() -> None:
                 pass
 
         for what, with_it, without in (
-            (f"{BLOCKS} blocks of tokens, read first", cpu(compared, 5), "-"),
-            ("2048 tokens, read again", cpu(lambda: checked[4096:6144], 2000), cpu(lambda: plain[4096:6144], 2000)),
-            ("an object of 1 KB, sent and read", cpu(sent, 500), cpu(pickled, 500)),
-            ("a sign of life, written and read", cpu(lambda: pulse(signed), 500), cpu(lambda: pulse(store), 500)),
-            ("the lock, taken and given back", cpu(lock, 5), "-"),
+            (f"{BLOCKS} blocks of tokens, read first", cost(compared, 5), "-"),
+            ("2048 tokens, read again", cost(lambda: checked[4096:6144], 2000), cost(lambda: plain[4096:6144], 2000)),
+            ("an object of 1 KB, sent and read", cost(sent, 500), cost(pickled, 500)),
+            ("a sign of life, written and read", cost(lambda: pulse(signed), 500), cost(lambda: pulse(store), 500)),
+            ("the lock, taken and given back", cost(lock, 5), "-"),
         ):  # fmt: skip
             print(f"| {what} | {with_it} | {without} |", flush=True)
 

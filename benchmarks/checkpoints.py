@@ -14,6 +14,7 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable
+from concurrent.futures import Future
 from pathlib import Path
 
 import torch
@@ -68,7 +69,7 @@ def ours(writer: CheckpointWriter, step: int, tensors: dict[str, torch.Tensor]) 
     assert outcome is not None
     assert outcome.problem is None
     asynchronous = writer.spec.asynchronous
-    return (writer.copied_seconds if asynchronous else outcome.total_seconds), outcome.total_seconds
+    return (outcome.blocked_seconds if asynchronous else outcome.total_seconds), outcome.total_seconds
 
 
 def torch_async(folder: Path, tensors: dict[str, torch.Tensor]) -> Times:
@@ -76,6 +77,7 @@ def torch_async(folder: Path, tensors: dict[str, torch.Tensor]) -> Times:
     began = time.perf_counter()
     future = dcp.async_save(dict(tensors), checkpoint_id=folder)
     blocked = time.perf_counter() - began
+    assert isinstance(future, Future)
     future.result()
     return blocked, time.perf_counter() - began
 

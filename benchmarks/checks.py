@@ -19,7 +19,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-SHORT, LONG = 1, 301
+SHORT = 1
 RECIPE = """\
 model: {family: llama, hidden: 64, num_layers: 2, num_heads: 4, max_positions: 128}
 data: {sources: text.txt, tokenizer_vocab: 1000, sequence_length: 128, cache_dir: cache}
@@ -85,6 +85,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--ranks", type=int, default=1)
+    parser.add_argument("--steps", type=int, default=300, help="the long run's, beside the short one's")
     arguments = parser.parse_args()
     found: dict[tuple[bool, int], list[tuple[float, float]]] = {}
     with tempfile.TemporaryDirectory() as name:
@@ -95,26 +96,26 @@ def main() -> None:
         measured(words, folder, checked=True)  # the tokens are prepared once
         for number in range(arguments.rounds):
             for checked in (True, False) if number % 2 else (False, True):  # neither always comes first
-                for steps in (SHORT, LONG):
+                for steps in (SHORT, SHORT + arguments.steps):
                     spent = measured([*words, f"training.steps={steps}"], folder, checked=checked)
                     found.setdefault((checked, steps), []).append(spent)
-    print(table(found))
+    print(table(found, SHORT + arguments.steps))
     print(json.dumps([[*key, value] for key, value in found.items()]))
 
 
-def table(found: dict[tuple[bool, int], list[tuple[float, float]]]) -> str:
+def table(found: dict[tuple[bool, int], list[tuple[float, float]]], most: int) -> str:
     """Medians with and without, and the median, least and largest of the differences and ratios of single rounds."""
     lines = ["| | with checks | without | round by round: median (least to largest) |", "|---|---:|---:|---|"]
     for which, name in enumerate(("CPU", "wall")):
         start, long = ([[spent[which] for spent in found[checked, steps]] for checked in (True, False)]
-                       for steps in (SHORT, LONG))  # fmt: skip
+                       for steps in (SHORT, most))  # fmt: skip
         steps = [[b - a for a, b in zip(*pair, strict=True)] for pair in zip(start, long, strict=True)]
         gaps = [a - b for a, b in zip(*start, strict=True)]
         ratios = [a / b for a, b in zip(*steps, strict=True)]
         lines += [
             f"| start-up, {name} s | {statistics.median(start[0]):.2f} | {statistics.median(start[1]):.2f} | "
             f"{statistics.median(gaps):+.3f} s ({min(gaps):+.3f} to {max(gaps):+.3f}) |",
-            f"| {LONG - SHORT} steps, {name} s | {statistics.median(steps[0]):.2f} | "
+            f"| {most - SHORT} steps, {name} s | {statistics.median(steps[0]):.2f} | "
             f"{statistics.median(steps[1]):.2f} | "
             f"{statistics.median(ratios):.3f} times ({min(ratios):.3f} to {max(ratios):.3f}) |",
         ]

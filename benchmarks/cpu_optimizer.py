@@ -10,10 +10,11 @@ ratios of neighbouring turns, which a busy machine changes less than either time
 import argparse
 import os
 import statistics
+import sys
 import time
+from importlib import import_module
 
 import torch
-from deepspeed.ops.adam import DeepSpeedCPUAdam  # type: ignore[import-not-found]
 
 from meshwright.optim.adamw import ShardedAdamW
 
@@ -38,18 +39,23 @@ def seconds(optimizer: torch.optim.Optimizer) -> float:
 
 def main() -> None:
     """Measure, and print a table."""
-    words = argparse.ArgumentParser()
+    words = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     words.add_argument("--millions", type=int, nargs="+", default=[10, 100])
     words.add_argument("--turns", type=int, default=15)
     asked = words.parse_args()
+    try:
+        cpu_adam = import_module("deepspeed.ops.adam").DeepSpeedCPUAdam
+    except ImportError as error:
+        sys.exit(f"this interpreter has no DeepSpeed ({error}): pip install deepspeed")
     torch.set_num_threads(len(os.sched_getaffinity(0)))
     print("| parameters, millions | ours, ms | CPUAdam, ms | ours / CPUAdam |\n|---|---|---|---|")
     for millions in asked.millions:
         ours, theirs = (parameters(millions, 2**20) for _ in range(2))
         fused = ShardedAdamW([{"params": ours, "weight_decay": 0.1}], **SETTINGS)
-        deepspeed = DeepSpeedCPUAdam(theirs, weight_decay=0.1, adamw_mode=True, **SETTINGS)
+        deepspeed = cpu_adam(theirs, weight_decay=0.1, adamw_mode=True, **SETTINGS)
         for _ in range(2):
-            seconds(fused), seconds(deepspeed)
+            seconds(fused)
+            seconds(deepspeed)
         for one, other in zip(ours, theirs, strict=True):
             torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
         turns = [(seconds(fused), seconds(deepspeed)) for _ in range(asked.turns)]

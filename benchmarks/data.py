@@ -28,6 +28,7 @@ import sys
 import tempfile
 import time
 from datetime import UTC, datetime
+from importlib import import_module
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -36,7 +37,7 @@ import numpy as np
 
 from meshwright.data.best_fit import assign_bins
 from meshwright.data.encoders import num_cores
-from meshwright.data.loader import Loader
+from meshwright.data.loader import BatchShare, Loader
 from meshwright.data.mixture import training_samples
 from meshwright.data.prepare import prepare_corpus
 from meshwright.data.readers import read_documents
@@ -197,7 +198,7 @@ def loader_table(arguments: argparse.Namespace) -> str:
         data = DataSpec(sequence_length=256, packing=packing, separate_documents=packing == "best_fit",
                         cache_dir=str(arguments.work / "cache"))  # fmt: skip
         mixture = training_samples(prepare_corpus(data, base_dir=Path()), data)
-        with Loader(mixture, seed=0, global_batch=8, micro_batch=4, rank=0, world_size=2) as loader:
+        with Loader(mixture, BatchShare(rank=0, world_size=2), seed=0, global_batch=8, micro_batch=4) as loader:
             began = time.perf_counter()
             for number in range(500):
                 loader._read(number)
@@ -291,7 +292,8 @@ def encode_line(line: str) -> list[int]:
 def pack_by_trl(arguments: argparse.Namespace) -> dict[str, Any]:
     """trl's `bfd_split`, in its default batches and all at once."""
     import datasets
-    from trl import pack_dataset
+
+    pack_dataset = import_module("trl").pack_dataset
 
     datasets.disable_progress_bars()
     lengths = np.load(arguments.work / "lengths.npy")

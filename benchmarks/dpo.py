@@ -11,6 +11,8 @@ import json
 import sys
 import tempfile
 from collections.abc import Iterator
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,7 @@ import numpy as np
 import torch
 
 from meshwright import Run, train
-from meshwright.checkpoint.hf import export_hf
+from meshwright.checkpoint.hf import HfForm, export_hf
 from meshwright.data.loader import Loader
 from meshwright.data.mixture import training_samples
 from meshwright.data.prepare import StartingModel, prepare_corpus
@@ -37,6 +39,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--trl", type=Path, required=True, help="folder where trl is installed")
     sys.path.append(str(parser.parse_args().trl))
+    if not find_spec("trl"):
+        sys.exit(f"no module named 'trl' in {sys.path[-1]}: pip install --target {sys.path[-1]} --no-deps trl")
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         recipe = prepare(folder)
@@ -70,7 +74,7 @@ def prepare(folder: Path) -> Run:
     model = build_model(spec, device="cpu")
     initialize(model, parameter_table(spec), seed=0)
     parameters = ((name, tensor.detach()) for name, tensor in model.named_parameters())
-    export_hf(parameters, spec, folder / "base", tokenizer_dir=folder / "tokenizer", dtype=torch.float32)
+    export_hf(parameters, spec, folder / "base", HfForm(tokenizer_dir=folder / "tokenizer", dtype=torch.float32))
     return Run.model_validate(
         {
             "model": {"name": str(folder / "base"), "weights": "pretrained"},
@@ -105,6 +109,7 @@ def pairs_of(recipe: Run) -> Iterator[dict[str, list[int]]]:
         for step in range(STEPS):
             (batch,) = loader.microbatches(step)
             assert batch.document_ids is not None
+            assert batch.labels is not None
             for inputs, labels, documents in zip(batch.tokens, batch.labels, batch.document_ids, strict=True):
                 found = []
                 for document in (0, 1):
@@ -122,15 +127,15 @@ def trl_losses(folder: Path, recipe: Run) -> list[float]:
     """The losses that trl's trainer logs for the same pairs."""
     from datasets import Dataset
     from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
-    from trl import DPOConfig, DPOTrainer
 
+    trl = import_module("trl")
     losses: list[float] = []
 
     class Listener(TrainerCallback):
         def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
             losses.extend(float(logs[key]) for key in ("loss",) if key in logs)
 
-    class AsGiven(DPOTrainer):
+    class AsGiven(trl.DPOTrainer):
         def _prepare_dataset(self, dataset: Any, *args: Any, **kwargs: Any) -> Any:
             return dataset
 
@@ -138,7 +143,7 @@ def trl_losses(folder: Path, recipe: Run) -> list[float]:
     tokenizer.pad_token = tokenizer.eos_token
     trainer = AsGiven(
         model=AutoModelForCausalLM.from_pretrained(folder / "base", dtype=torch.float32),
-        args=DPOConfig(
+        args=trl.DPOConfig(
             output_dir=str(folder / "trl"),
             max_steps=STEPS,
             per_device_train_batch_size=BATCH,

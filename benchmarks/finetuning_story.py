@@ -7,6 +7,7 @@ Every model is trained by `meshwright train` in a process of its own, from the r
 its own. A folder that holds some of the runs already is continued.
 """
 
+import argparse
 import ast
 import json
 import platform
@@ -216,6 +217,8 @@ def by_command(folder: Path, name: str) -> None:
 
 
 if __name__ == "__main__":
-    place = Path(sys.argv[1])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path, help="where the runs are, or will be")
+    place = parser.parse_args().folder
     outcome = story(place, by_command)
     PAGE.write_text(page(outcome, len((place / TALKS).read_text().splitlines())), encoding="utf-8")

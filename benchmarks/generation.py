@@ -30,7 +30,7 @@ from typing import Any
 
 import torch
 
-from meshwright.checkpoint.hf import export_hf
+from meshwright.checkpoint.hf import HfForm, export_hf
 from meshwright.families import parameter_table, resolve_model
 from meshwright.models import Decoder, build_model, initialize, named_tensors
 from meshwright.models.compiled import compile_step
@@ -82,14 +82,8 @@ def three(name: str, dtype: torch.dtype) -> tuple[Decoder, Decoder, Any]:
     model = build_model(spec, device="cpu")
     initialize(model, parameter_table(spec), seed=0)
     with tempfile.TemporaryDirectory() as folder:
-        export_hf(
-            named_tensors(model).items(),
-            spec,
-            Path(folder) / "hf",
-            tokenizer_dir=None,
-            dtype=torch.float32,
-            prove=False,
-        )
+        form = HfForm(dtype=torch.float32)
+        export_hf(named_tensors(model).items(), spec, Path(folder) / "hf", form, prove=False)
         theirs = AutoModelForCausalLM.from_pretrained(Path(folder) / "hf", dtype=dtype).eval()
     model.to(dtype).eval()
     compiled = copy.deepcopy(model)

@@ -26,7 +26,6 @@ STRATEGIES = {
     "pipedream": ("pipedream", "asynchronous", "late"),
 }
 """Strategy -> the names by which a file is known to know it."""
-STARTS = 7
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
@@ -36,21 +35,22 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("before", type=Path)
     parser.add_argument("after", type=Path)
+    parser.add_argument("--starts", type=int, default=7, help="of `meshwright --help`, whose median is told")
     arguments = parser.parse_args()
     for tree in (arguments.before, arguments.after):
         if not (tree / "src").is_dir():
             parser.error(
                 f"{tree} has no src/; give the root of a checkout, as from git worktree add --detach {tree} REVISION"
             )
-    print("\n".join(table(arguments.before, arguments.after)))
+    print("\n".join(table(arguments.before, arguments.after, arguments.starts)))
     return 0
 
 
-def table(before: Path, after: Path) -> Iterator[str]:
+def table(before: Path, after: Path, starts: int) -> Iterator[str]:
     """The rows: figures of the whole, then lines by room."""
     facts = [figures(root / "src" / "meshwright") for root in (before, after)]
     for counted, root in zip(facts, (before, after), strict=True):
-        counted["`meshwright --help`, processor seconds"] = f"{start_seconds(root / 'src'):.2f}"
+        counted["`meshwright --help`, processor seconds"] = f"{start_seconds(root / 'src', starts):.2f}"
     yield "| | before | now |"
     yield "|---|---|---|"
     for name in dict.fromkeys(name for counted in facts for name in counted):
@@ -95,11 +95,11 @@ def names(tree: ast.AST) -> Iterator[str]:
             yield node.value
 
 
-def start_seconds(path: Path) -> float:
+def start_seconds(path: Path, starts: int) -> float:
     """Median processor seconds of `--help`, compiled files at hand."""
     code = f"import sys; sys.path.insert(0, {str(path)!r}); from meshwright.cli.main import main; main(['--help'])"
     taken = []
-    for _ in range(STARTS + 1):
+    for _ in range(starts + 1):
         spent = resource.getrusage(resource.RUSAGE_CHILDREN)
         subprocess.run([sys.executable, "-P", "-c", code], stdout=subprocess.DEVNULL, check=False)
         now = resource.getrusage(resource.RUSAGE_CHILDREN)

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from meshwright.checkpoint.hf import export_hf
+from meshwright.checkpoint.hf import HfForm, export_hf
 from meshwright.data.tokenizer import train_tokenizer
 from meshwright.families import parameter_table, resolve_model
 from meshwright.models import build_model, initialize, named_tensors
@@ -91,9 +91,8 @@ def exports(family: str, folder: Path, vllm: Path | None) -> Any:
     spec = resolve_model(ModelFields(family=family, vocab=300, **sizes_of(family)), base_dir=Path())  # type: ignore[arg-type]
     model = build_model(spec, device="cpu")
     initialize(model, parameter_table(spec), seed=1)
-    export_hf(
-        named_tensors(model).items(), spec, base, tokenizer_dir=folder / "tokenizer", dtype=torch.float32, prove=False
-    )
+    form = HfForm(tokenizer_dir=folder / "tokenizer", dtype=torch.float32)
+    export_hf(named_tensors(model).items(), spec, base, form, prove=False)
     dense = open_trained(base, device="cpu", dtype="fp32")
     yield (
         "dense",

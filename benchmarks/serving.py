@@ -135,7 +135,7 @@ def make_model(folder: Path, **shapes: Any) -> Path:
     """A llama of random weights with a tokenizer, as a Hugging Face directory."""
     import torch
 
-    from meshwright.checkpoint.hf import export_hf
+    from meshwright.checkpoint.hf import HfForm, export_hf
     from meshwright.data.tokenizer import train_tokenizer
     from meshwright.families import parameter_table, resolve_model
     from meshwright.models import build_model, initialize, named_tensors
@@ -151,9 +151,8 @@ def make_model(folder: Path, **shapes: Any) -> Path:
     into, tensors = folder / "hf", named_tensors(model)
     with torch.no_grad():
         tensors["output.weight"][tokenizer.eos_id] = 0  # its logit is never the largest, so no answer ends early
-    export_hf(
-        tensors.items(), spec, into, tokenizer_dir=folder / "tokenizer", dtype=torch.float32, token_ids=ids, prove=False
-    )
+    form = HfForm(tokenizer_dir=folder / "tokenizer", dtype=torch.float32, token_ids=ids)
+    export_hf(tensors.items(), spec, into, form, prove=False)
     return into
 
 

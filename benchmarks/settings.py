@@ -81,8 +81,14 @@ def one(overrides: list[str], batch: int) -> dict[str, Any]:
     with scratch_folder("settings") as folder:
         run = parse_spec(RECIPE, Run, [*overrides, f"run_dir={folder}"])
         ranks = run.layout.world_size
-        sizes = {"global_batch": batch, "micro_batch": batch // 2 // ranks, "accumulation": 2}
-        resolved = ResolvedRun(run=run, model=resolve_model(run.model, base_dir=Path()), reasons={}, **sizes)
+        resolved = ResolvedRun(
+            run=run,
+            model=resolve_model(run.model, base_dir=Path()),
+            reasons={},
+            global_batch=batch,
+            micro_batch=batch // 2 // ranks,
+            accumulation=2,
+        )
         if ranks == 1:
             return on_this_rank(resolved)
         found = RankPool().run(ranks, on_this_rank, resolved, timeout=200)

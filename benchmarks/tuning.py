@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from workload import Report, Workload
 
-from meshwright.checkpoint.hf import export_hf
+from meshwright.checkpoint.hf import HfForm, export_hf
 from meshwright.data.loader import HostBatch, Loader
 from meshwright.data.mixture import training_samples
 from meshwright.data.prepare import StartingModel, prepare_corpus
@@ -78,7 +78,7 @@ class Tuning:
 
     def tokens(self) -> list[int]:
         """Tokens of records, padding left out, in every step."""
-        return [sum(map(used, batch.labels)) for batch in self.batches()]
+        return [sum(map(used, batch.labels)) for batch in self.batches() if batch.labels is not None]
 
 
 def used(labels_T: np.ndarray) -> int:
@@ -96,7 +96,8 @@ def prepare(folder: Path) -> None:
     corpus = prepare_corpus(source, base_dir=Path())
     corpus.tokenizer.save(folder / "tokenizer")
     parameters = ((name, tensor.detach()) for name, tensor in model.named_parameters())
-    export_hf(parameters, spec, folder / "base", tokenizer_dir=folder / "tokenizer", dtype=torch.float32, prove=False)
+    form = HfForm(tokenizer_dir=folder / "tokenizer", dtype=torch.float32)
+    export_hf(parameters, spec, folder / "base", form, prove=False)
     numbers, text = np.random.default_rng(0), corpus.streams[0].train.tokens
     with (folder / "records.jsonl").open("w") as stream:
         for _ in range(2000):

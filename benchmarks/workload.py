@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Protocol
 
 import torch
 
@@ -91,6 +92,20 @@ class Workload:
                 yield torch.from_numpy(microbatch.tokens), torch.from_numpy(microbatch.labels)
 
 
+class Timed(Protocol):
+    """What a report needs to know of the work."""
+
+    @property
+    def turn(self) -> int:
+        """Steps of a turn."""
+        ...
+
+    @property
+    def warm_up(self) -> int:
+        """Steps before the first turn."""
+        ...
+
+
 class Report:
     """Times the steps of one engine's process, a turn at a time, and tells the parent by lines of json.
 
@@ -98,7 +113,7 @@ class Report:
     alive together, but only one computes.
     """
 
-    def __init__(self, workload: Workload, began: float) -> None:
+    def __init__(self, workload: Timed, began: float) -> None:
         self.workload, self.began = workload, began
         self.losses: list[float] = []
         self._seconds: list[float] = []

@@ -1,5 +1,6 @@
 """Compares every page that a script writes with what the script writes now: `make check` runs it."""
 
+import argparse
 import os
 import runpy
 import sys
@@ -27,4 +28,5 @@ def main() -> int:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__).parse_args()
     sys.exit(main())

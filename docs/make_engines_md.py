@@ -3,6 +3,7 @@
 Of comparisons with one `title` the newest file's is shown.
 """
 
+import argparse
 import json
 from collections.abc import Iterator
 from dataclasses import replace
@@ -400,4 +401,5 @@ def _measured(result: dict[str, Any]) -> list[str]:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__).parse_args()
     PAGE.write_text(page(), encoding="utf-8")

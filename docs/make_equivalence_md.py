@@ -1,5 +1,6 @@
 """Writes docs/equivalence.md from the layouts that tests compare with one process: run it after adding one."""
 
+import argparse
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -110,4 +111,5 @@ def _fields(layout: dict[str, object]) -> str:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__).parse_args()
     PAGE.write_text(page(), encoding="utf-8")

@@ -1,5 +1,6 @@
 """Writes docs/files.md from the docstrings of the source files: run it after changing one."""
 
+import argparse
 import ast
 from collections.abc import Iterator
 from pathlib import Path
@@ -65,4 +66,5 @@ def _first_sentence(docstring: str) -> str:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__).parse_args()
     PAGE.write_text(page(), encoding="utf-8")

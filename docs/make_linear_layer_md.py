@@ -1,5 +1,6 @@
 """Writes docs/one-linear-layer.md, the slots of a model under five strategies at once: run it after changing one."""
 
+import argparse
 import inspect
 import subprocess
 import sys
@@ -133,7 +134,9 @@ def _trains(parameter: nn.Parameter) -> str:
 
 
 if __name__ == "__main__":
-    if "--show" in sys.argv:
+    words = argparse.ArgumentParser(description=__doc__)
+    words.add_argument("--show", action="store_true", help="print the layers instead")
+    if words.parse_args().show:
         print("\n".join(show()))
     else:
         PAGE.write_text(page(), encoding="utf-8")

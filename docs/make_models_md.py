@@ -1,5 +1,6 @@
 """Writes docs/models.md from the families' presets and parameter tables: run it after changing one."""
 
+import argparse
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -125,4 +126,5 @@ def _notes(model: ModelSpec) -> str:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__).parse_args()
     PAGE.write_text(page(), encoding="utf-8")

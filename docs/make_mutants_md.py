@@ -1,5 +1,6 @@
 """Writes docs/mutants.md from docs/mutants.json, which `make mutants` fills."""
 
+import argparse
 import json
 from pathlib import Path
 from typing import Any
@@ -80,4 +81,5 @@ def page() -> str:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__).parse_args()
     PAGE.write_text(page())

@@ -1,5 +1,6 @@
 """Writes docs/plan-validation.md, the planner's error on published runs: run it after changing the planner."""
 
+import argparse
 import csv
 import json
 import statistics
@@ -289,4 +290,5 @@ def _percent(value: float | None) -> str:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__).parse_args()
     PAGE.write_text(page(), encoding="utf-8")

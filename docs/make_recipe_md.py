@@ -1,5 +1,6 @@
 """Writes docs/recipe.md from the fields of `meshwright.spec`: run it after changing one."""
 
+import argparse
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
@@ -92,4 +93,5 @@ def _specs_in(annotation: Any) -> Iterator[type[Spec]]:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__).parse_args()
     PAGE.write_text(page(), encoding="utf-8")

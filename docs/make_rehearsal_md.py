@@ -4,9 +4,9 @@ With `--measure` it rehearses every cell (minutes) and writes docs/rehearsal.jso
 and from what the planner says now.
 """
 
+import argparse
 import json
 import statistics
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -196,11 +196,7 @@ def is_exact(row: dict[str, Any], resolved: ResolvedRun) -> bool:
 
 
 def planned_traffic(resolved: ResolvedRun) -> int | None:
-    """The same by the planner's formulas, counts and loss left out; None where they do not cover the layout, or leave
-    out the maxima that scales are made of."""
-    recipe = resolved.run.training.product_recipe
-    if recipe == "delayed" or (recipe is not None and resolved.run.layout.tp > 1):
-        return None
+    """The same by the planner's formulas, counts and loss left out; None where they do not cover the run."""
     try:
         return sum(size for key, size in predict_traffic(resolved).items() if key != ("all-reduce", "world"))
     except ValueError:
@@ -297,6 +293,8 @@ def _described(changes: dict[str, Any]) -> str:
 
 
 if __name__ == "__main__":
-    if "--measure" in sys.argv:
+    words = argparse.ArgumentParser(description=__doc__)
+    words.add_argument("--measure", action="store_true", help="measure anew first")
+    if words.parse_args().measure:
         measure()
     PAGE.write_text(page(), encoding="utf-8")

@@ -1,5 +1,6 @@
 """Writes docs/schedules.md from the schedules themselves: run it after changing one."""
 
+import argparse
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -139,4 +140,5 @@ def _picture(name: str) -> Iterator[str]:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__).parse_args()
     PAGE.write_text(page(), encoding="utf-8")

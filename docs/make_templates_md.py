@@ -5,11 +5,11 @@ Given folders of .jinja files (named after their source) it tries each template 
 holds no template: files are identified by name and SHA-256.
 """
 
+import argparse
 import datetime
 import hashlib
 import json
 import re
-import sys
 import tempfile
 from collections import Counter
 from collections.abc import Iterator
@@ -200,6 +200,8 @@ only by Meshwright, and {wrong} are wrong.
 
 
 if __name__ == "__main__":
-    if folders := sys.argv[1:]:
-        DATA.write_text(json.dumps(measure([Path(folder) for folder in folders]), indent=1) + "\n")
+    words = argparse.ArgumentParser(description=__doc__)
+    words.add_argument("folders", type=Path, nargs="*", help="models' directories: measure anew first")
+    if folders := words.parse_args().folders:
+        DATA.write_text(json.dumps(measure(folders), indent=1) + "\n")
     PAGE.write_text(page())

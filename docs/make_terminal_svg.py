@@ -6,6 +6,7 @@ Runs the three commands in a temporary folder (a minute on two cores) and writes
 leaves out are marked by an ellipsis; nothing else is edited.
 """
 
+import argparse
 import html
 import os
 import re
@@ -109,4 +110,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__).parse_args()
     main()

@@ -1,5 +1,6 @@
 """Writes docs/traffic.md, the bytes that every layout communicates in a step: run it after changing a formula."""
 
+import argparse
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -101,4 +102,5 @@ def _table(layouts: Iterable[dict[str, Any]], name: str) -> Iterator[str]:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__).parse_args()
     PAGE.write_text(page(), encoding="utf-8")

@@ -3,9 +3,9 @@
 With `--measure` it trains (minutes) and writes docs/loss-curves.json; it always writes docs/loss-curves.svg from that.
 """
 
+import argparse
 import json
 import math
-import sys
 from pathlib import Path
 
 from meshwright.families import resolve_model
@@ -138,8 +138,11 @@ def page_facts(losses: dict[str, list[float]]) -> tuple[float, str]:
 
 
 if __name__ == "__main__":
+    words = argparse.ArgumentParser(description=__doc__)
+    words.add_argument("--measure", action="store_true", help="train anew first")
+    arguments = words.parse_args()
     assert all(LayoutSpec.model_validate(layout) for layout in LAYOUTS.values())
-    if "--measure" in sys.argv:
+    if arguments.measure:
         DATA.write_text(json.dumps(measure()) + "\n")
     measured = json.loads(DATA.read_text())
     PLOT.write_text(draw(measured))

@@ -5,9 +5,9 @@ With `--measure` it trains (minutes, on the CPU) and writes docs/precision.json 
 pictures docs/precision.svg and docs/bf16.svg and prints the tables of docs/precision.md from those.
 """
 
+import argparse
 import json
 import math
-import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -145,10 +145,13 @@ def table(losses: dict[str, list[float]]) -> list[str]:
 
 
 if __name__ == "__main__":
+    words = argparse.ArgumentParser(description=__doc__)
+    words.add_argument("--measure", nargs="+", default=[], choices=[study.name for study in STUDIES], help="anew first")
+    arguments = words.parse_args()
     torch.set_num_threads(1)
     for study in STUDIES:
         data = DOCS / f"{study.name}.json"
-        if study.name in sys.argv[2:] and sys.argv[1] == "--measure":
+        if study.name in arguments.measure:
             data.write_text(json.dumps(measure(study)) + "\n")
         measured = json.loads(data.read_text())
         (DOCS / f"{study.name}.svg").write_text(draw(study, measured))

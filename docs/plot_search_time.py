@@ -4,6 +4,7 @@ With `--measure` it searches, each cluster in a process of its own, and writes d
 docs/search-time.svg from that.
 """
 
+import argparse
 import json
 import math
 import resource
@@ -91,10 +92,14 @@ def table(rows: list[dict[str, float]]) -> str:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) == 3:  # one search, for a process of its own
-        print(json.dumps(measure(int(sys.argv[2]))))
+    words = argparse.ArgumentParser(description=__doc__)
+    words.add_argument("--measure", action="store_true", help="search anew first")
+    words.add_argument("--one", type=int, metavar="DEVICES", help="one search, for a process of its own")
+    arguments = words.parse_args()
+    if arguments.one:
+        print(json.dumps(measure(arguments.one)))
         sys.exit()
-    if "--measure" in sys.argv:
+    if arguments.measure:
         words = [sys.executable, __file__, "--one"]
         found = [subprocess.run([*words, str(n)], check=True, capture_output=True).stdout for n in DEVICES]
         DATA.write_text(json.dumps([json.loads(text) for text in found], indent=1) + "\n", encoding="utf-8")

@@ -1,6 +1,8 @@
 """A callback: it asks for a checkpoint where the gradient's norm has doubled since the step before."""
 
+import argparse
 from pathlib import Path
+from typing import Any
 
 from meshwright import Callback, Run, train
 
@@ -32,7 +34,7 @@ RUN = {
     "data": {"sources": "*.py", "tokenizer_vocab": 320, "sequence_length": 32},
     "training": {"steps": 4, "global_batch": 8, "precision": "fp32", "lr_schedule": {"warmup": 1}},
 }
-PLUGGED = {"callbacks": [Jumps()]}
+PLUGGED: dict[str, Any] = {"callbacks": [Jumps()]}
 
 
 def main(**more):
@@ -42,6 +44,7 @@ def main(**more):
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__).parse_args()
     from callback import main  # under its own name, by which worker processes find Jumps
 
     print(main(layout={"dp_shard": 2}))

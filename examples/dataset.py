@@ -1,6 +1,8 @@
 """A dataset: endless sequences of token ids to be copied. It is read as far as the run needs."""
 
+import argparse
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -25,7 +27,7 @@ RUN = {
     "data": {"sequence_length": 32},
     "training": {"steps": 4, "global_batch": 8, "precision": "fp32", "lr_schedule": {"warmup": 1}},
 }
-PLUGGED = {"dataset": Copies()}
+PLUGGED: dict[str, Any] = {"dataset": Copies()}
 
 
 def main(**more):
@@ -35,4 +37,5 @@ def main(**more):
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__).parse_args()
     print(main(layout={"dp_shard": 2}))

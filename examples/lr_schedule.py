@@ -1,6 +1,8 @@
 """A learning-rate schedule: a function of the step."""
 
+import argparse
 from pathlib import Path
+from typing import Any
 
 from meshwright import Run, train
 
@@ -15,7 +17,7 @@ RUN = {
     "data": {"sources": "*.py", "tokenizer_vocab": 320, "sequence_length": 32},
     "training": {"steps": 4, "global_batch": 8, "precision": "fp32"},
 }
-PLUGGED = {"lr_schedule": inverse_root}
+PLUGGED: dict[str, Any] = {"lr_schedule": inverse_root}
 
 
 def main(**more):
@@ -25,6 +27,7 @@ def main(**more):
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__).parse_args()
     from lr_schedule import main  # under its own name, by which worker processes find inverse_root
 
     print(main(layout={"dp_replicate": 2}))

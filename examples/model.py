@@ -1,6 +1,8 @@
 """A model: blocks of one's own, made of layers that every strategy can split."""
 
+import argparse
 from pathlib import Path
+from typing import Any
 
 from meshwright import Block, Model, Run, train
 from meshwright.models import FeedForward, Linear
@@ -9,9 +11,9 @@ from meshwright.models import FeedForward, Linear
 class SquaredReLU(FeedForward):
     """Primer's feed-forward layer (So et al., 2021)."""
 
-    def forward(self, x):
-        x = x if self.entry is None else self.entry(x)  # where tensor parallelism gathers the sequence
-        return self.w2(self.w1(x).relu() ** 2)
+    def forward(self, x_BTD):
+        x_BTD = x_BTD if self.entry is None else self.entry(x_BTD)  # where tensor parallelism gathers the sequence
+        return self.w2(self.w1(x_BTD).relu() ** 2)
 
 
 class GatedBlock(Block):
@@ -22,10 +24,10 @@ class GatedBlock(Block):
         self.feed_forward = SquaredReLU(spec, spec.ffn)
         self.gate = Linear(spec.hidden, spec.hidden, bias=False)
 
-    def compute(self, x, rope=None, mask=None, cache=None):
-        h = self.attention_norm(x)
-        x = x + self.gate(h).sigmoid() * self.attention(h, rope, mask, cache)
-        return x + self.feed_forward(self.feed_forward_norm(x))
+    def compute(self, x_BTD, rope=None, mask=None, cache=None):
+        h_BTD = self.attention_norm(x_BTD)
+        x_BTD = x_BTD + self.gate(h_BTD).sigmoid() * self.attention(h_BTD, rope, mask, cache)
+        return x_BTD + self.feed_forward(self.feed_forward_norm(x_BTD))
 
 
 class Gated(Model):
@@ -41,7 +43,7 @@ RUN = {
     "data": {"sources": "*.py", "tokenizer_vocab": 320, "sequence_length": 32},
     "training": {"steps": 4, "global_batch": 8, "precision": "fp32", "lr_schedule": {"warmup": 1}},
 }
-PLUGGED = {"model": Gated}
+PLUGGED: dict[str, Any] = {"model": Gated}
 
 
 def main(**more):
@@ -51,6 +53,7 @@ def main(**more):
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__).parse_args()
     from model import main  # under its own name, by which worker processes find Gated
 
     print(main(layout={"tp": 2}))

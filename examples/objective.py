@@ -1,6 +1,8 @@
 """An objective: next-token cross-entropy and the square of the softmax's normaliser."""
 
+import argparse
 from pathlib import Path
+from typing import Any
 
 from meshwright import Objective, Run, Sums, train
 
@@ -16,9 +18,10 @@ class ZLoss(Objective):
     def count(self, batch):
         return int((batch.labels != -100).sum())
 
-    def sums(self, hidden, head, batch):
-        z = head.token_terms(hidden, batch.labels, lambda logits, labels: logits.logsumexp() ** 2).sum()
-        return Sums(head.loss(hidden, batch.labels) + self.weight * z, {"z": z.detach()})
+    def sums(self, hidden_BTD, head, batch):
+        assert batch.labels is not None  # as in every batch of training
+        z = head.token_terms(hidden_BTD, batch.labels, lambda logits, labels: logits.logsumexp() ** 2).sum()
+        return Sums(head.loss(hidden_BTD, batch.labels) + self.weight * z, {"z": z.detach()})
 
 
 RUN = {
@@ -26,7 +29,7 @@ RUN = {
     "data": {"sources": "*.py", "tokenizer_vocab": 320, "sequence_length": 32},
     "training": {"steps": 4, "global_batch": 8, "precision": "fp32", "lr_schedule": {"warmup": 1}},
 }
-PLUGGED = {"objective": ZLoss()}
+PLUGGED: dict[str, Any] = {"objective": ZLoss()}
 
 
 def main(**more):
@@ -36,6 +39,7 @@ def main(**more):
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__).parse_args()
     from objective import main  # under its own name, by which worker processes find ZLoss
 
     print(main(layout={"tp": 2}))

@@ -1,6 +1,8 @@
 """An optimizer: any torch.optim.Optimizer that says what it looks at."""
 
+import argparse
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -16,7 +18,7 @@ class Lion(torch.optim.Optimizer):
     def __init__(self, params, lr, betas=(0.9, 0.99), weight_decay=0.0):
         super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
 
-    def step(self):
+    def step(self, closure=None) -> Any:
         for group in self.param_groups:
             for p in group["params"]:
                 if p.grad is not None:
@@ -31,7 +33,7 @@ RUN = {
     "data": {"sources": "*.py", "tokenizer_vocab": 320, "sequence_length": 32},
     "training": {"steps": 4, "global_batch": 8, "precision": "fp32", "lr_schedule": {"warmup": 1}},
 }
-PLUGGED = {"optimizer": Lion}
+PLUGGED: dict[str, Any] = {"optimizer": Lion}
 
 
 def main(**more):
@@ -41,6 +43,7 @@ def main(**more):
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__).parse_args()
     from optimizer import main  # under its own name, by which worker processes find Lion
 
     print(main(layout={"dp_shard": 2}))

@@ -1,6 +1,8 @@
 """A tracker: the loss of every step as a line of a .csv file. Trackers from Python are callbacks like others."""
 
+import argparse
 from pathlib import Path
+from typing import Any
 
 from meshwright import Run, Tracker, train
 
@@ -24,7 +26,7 @@ RUN = {
     "data": {"sources": "*.py", "tokenizer_vocab": 320, "sequence_length": 32},
     "training": {"steps": 4, "global_batch": 8, "precision": "fp32", "lr_schedule": {"warmup": 1}},
 }
-PLUGGED = {"callbacks": [Csv()]}
+PLUGGED: dict[str, Any] = {"callbacks": [Csv()]}
 
 
 def main(**more):
@@ -34,6 +36,7 @@ def main(**more):
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__).parse_args()
     from tracker import main  # under its own name, by which worker processes find Csv
 
     print(main(layout={"tp": 2}))

@@ -91,22 +91,32 @@ class Block(nn.Module):
         return x_BTD + self.mlp(self.post_attention_layernorm(x_BTD))
 
 
+class Body(nn.Module):
+    """Tokens in, the last hidden states out; Hugging Face calls it `model`."""
+
+    def __init__(self, config: dict):
+        super().__init__()
+        self.embed_tokens = nn.Embedding(config["vocab_size"], config["hidden_size"])
+        self.layers = nn.ModuleList(Block(config) for _ in range(config["num_hidden_layers"]))
+        self.norm = nn.RMSNorm(config["hidden_size"], eps=config["rms_norm_eps"])
+
+    def forward(self, tokens_BT: torch.Tensor) -> torch.Tensor:
+        x_BTD = self.embed_tokens(tokens_BT)
+        for block in self.layers:
+            x_BTD = block(x_BTD)
+        return self.norm(x_BTD)
+
+
 class Llama(nn.Module):
     """Tokens in, logits of the next token out."""
 
     def __init__(self, config: dict):
         super().__init__()
-        self.model = nn.Module()
-        self.model.embed_tokens = nn.Embedding(config["vocab_size"], config["hidden_size"])
-        self.model.layers = nn.ModuleList(Block(config) for _ in range(config["num_hidden_layers"]))
-        self.model.norm = nn.RMSNorm(config["hidden_size"], eps=config["rms_norm_eps"])
+        self.model = Body(config)
         self.lm_head = nn.Linear(config["hidden_size"], config["vocab_size"], bias=False)
 
     def forward(self, tokens_BT: torch.Tensor) -> torch.Tensor:
-        x_BTD = self.model.embed_tokens(tokens_BT)
-        for block in self.model.layers:
-            x_BTD = block(x_BTD)
-        return self.lm_head(self.model.norm(x_BTD))
+        return self.lm_head(self.model(tokens_BT))
 
 
 def load_base(folder: Path, dtype: torch.dtype) -> Llama:

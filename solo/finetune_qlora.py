@@ -1,4 +1,4 @@
-"""QLoRA, whole, in one file: fine-tune the model of train.py with its matrices frozen in four bits.
+"""QLoRA in one file, beside train.py: fine-tune its model with the matrices frozen in four bits.
 
     python solo/train.py                                        # first a base: learns Python, leaves solo.pt
     python solo/finetune_qlora.py                               # then this: the base learns to write like asyncio
@@ -69,8 +69,8 @@ class FrozenProduct(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, *grad_outputs):
-        (grad_MN,) = grad_outputs
-        return grad_MN @ decode(*ctx.saved_tensors, ctx.shape_ND, grad_MN.dtype), None, None, None
+        (grad_MN,), (codes, scales) = grad_outputs, ctx.saved_tensors
+        return grad_MN @ decode(codes, scales, ctx.shape_ND, grad_MN.dtype), None, None, None
 
 
 class QLoraLinear(nn.Module):

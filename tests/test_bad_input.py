@@ -6,6 +6,8 @@ import argparse
 import json
 import os
 import shutil
+import signal
+import socket
 from types import SimpleNamespace
 
 import pytest
@@ -35,6 +37,20 @@ def folder(tmp_path, monkeypatch):
     (tmp_path / "a.txt").write_text("one fish two fish\n" * 30)
     (tmp_path / "b.txt").write_text("red fish blue fish\n" * 30)
     return tmp_path
+
+
+@pytest.fixture
+def time_limit():
+    """Ends a test that waits."""
+
+    def end(*_):
+        raise TimeoutError
+
+    before = signal.signal(signal.SIGALRM, end)
+    signal.alarm(60)
+    yield
+    signal.alarm(0)
+    signal.signal(signal.SIGALRM, before)
 
 
 def errors(capsys):
@@ -191,6 +207,45 @@ def test_tokenizers(tokenizer, prepare, message, folder, capsys):
     assert message in line
 
 
+NOT_FILES = {
+    # command line, {} for the file: its name
+    "check {}": "x.yaml",
+    "train {}": "x.yaml",
+    "plan {}": "x.yaml",
+    "plan validate {}": "x.csv",
+    "rehearse {}": "x.yaml",
+    "verify {}": "x.yaml",
+    "compare {}": "x.yaml",
+    "data prepare {}": "x.yaml",
+    "data audit {}": "x.yaml",
+    "import {}": "x.yaml",
+    "import {} --write y.yaml": "x.py",
+    "import  {}": "x.sh",
+    "import {} ": "x.json",
+    "check run.yaml data.sources={}": "x.jsonl",
+    "check run.yaml data.tokenizer={}": "x.json",
+    "check run.yaml model.name=.": "config.json",
+    "eval hf --tasks {} --device cpu": "x.jsonl",
+    "judge {} --judge http://127.0.0.1:9 --answers a": "x.jsonl",
+}
+KINDS = {"pipe": os.mkfifo, "socket": lambda path: bound(path), "device": lambda path: os.symlink("/dev/zero", path)}
+
+
+def bound(path):
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(path)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_not_a_file_is_refused_by_every_verb_that_reads_one(kind, folder, capsys, time_limit):
+    """A reader of a pipe waits, and one of /dev/zero never ends."""
+    for words, name in NOT_FILES.items():
+        KINDS[kind](name)
+        assert main([word.format(name) for word in words.split()]) in (1, 2), words
+        assert any(f"{name} is a {kind}, not a file" in line for line in errors(capsys)), words
+        os.unlink(name)
+
+
 CONFIG = {"model_type": "llama", "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
 CONFIG |= {"intermediate_size": 32, "vocab_size": 260, "max_position_embeddings": 32, "rms_norm_eps": 1e-5}
 
@@ -198,10 +253,16 @@ CONFIGS = {
     # config.json of the model's directory: the start of the one line
     json.dumps(CONFIG | {"model_type": ["a"]}): "hf/config.json: model_type is ['a'], not a name",
     json.dumps(CONFIG | {"model_type": {}}): "hf/config.json: model_type is {}, not a name",
-    json.dumps(CONFIG | {"vocab_size": -1}): "hf/config.json: vocab_size is -1: Input should be greater than or",
-    json.dumps(CONFIG | {"hidden_size": 64 * 10**12}): "hf/config.json: hidden_size is 64000000000000: Input should be",
-    json.dumps(CONFIG | {"num_hidden_layers": 10**9}): "hf/config.json: num_hidden_layers is 1000000000: Input should",
-    json.dumps(CONFIG | {"rms_norm_eps": float("nan")}): "hf/config.json: rms_norm_eps is nan: Input should be",
+    json.dumps(CONFIG | {"vocab_size": -1}): "hf/config.json: vocab_size: -1 is not allowed: must be at least 1",
+    json.dumps(
+        CONFIG | {"hidden_size": 64 * 10**12}
+    ): "hf/config.json: hidden_size: 64000000000000 is not allowed: must be at",
+    json.dumps(
+        CONFIG | {"num_hidden_layers": 10**9}
+    ): "hf/config.json: num_hidden_layers: 1000000000 is not allowed: must be",
+    json.dumps(
+        CONFIG | {"rms_norm_eps": float("nan")}
+    ): "hf/config.json: rms_norm_eps: NaN is not allowed: must be a finite number",
     "[" * 100_000: "hf/config.json: its JSON is nested too deeply",
 }
 

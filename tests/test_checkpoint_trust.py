@@ -1,6 +1,7 @@
 """Damaged, lying and foreign folders among checkpoints are reported and skipped; foreign ones are never touched."""
 
 import json
+import os
 import pickle
 import shutil
 from collections.abc import Callable
@@ -85,6 +86,18 @@ def test_manifests_that_are_none(tmp_path: Path, text: str, message: str) -> Non
     assert message in faults[0]
     with pytest.raises(CheckpointError, match="step-00000003 is intact: continue from it with --resume step-00000003"):
         verify_checkpoint(tmp_path / "step-00000006", to_resume=True)
+
+
+@pytest.mark.parametrize(("replace", "what"), [(os.mkfifo, "a pipe"), (Path.mkdir, "a folder")])
+def test_a_manifest_that_is_no_file_is_passed_over(tmp_path: Path, replace: Callable[[Path], Any], what: str) -> None:
+    """`--resume auto` refused the run instead."""
+    save(tmp_path, 3, 6)
+    path = tmp_path / "step-00000006/manifest.json"
+    path.unlink()
+    replace(path)
+    found, faults = newest_good_checkpoint(tmp_path)
+    assert found == tmp_path / "step-00000003"
+    assert f"is {what}, not a file" in faults[0]
 
 
 def test_a_checkpoint_that_lies_about_its_step_is_refused(tmp_path: Path) -> None:

@@ -68,6 +68,23 @@ def test_what_is_saved_is_the_state_at_the_beginning(tmp_path: Path, monkeypatch
     assert {name: buffer.data_ptr() for name, buffer in writer._buffers.items()} == buffers  # used again
 
 
+def test_the_folder_of_an_unfinished_save_cannot_be_guessed_from_the_one_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever may write beside it cannot put a link there first."""
+    suffixes, really = list[str](), writer_module.write_shards
+
+    def look(folder: Path, *args: Any) -> Any:
+        suffixes.append(folder.name.rpartition("-")[2])
+        return really(folder, *args)
+
+    monkeypatch.setattr(writer_module, "write_shards", look)
+    writer = CheckpointWriter(tmp_path, CheckpointSpec())
+    for step in (1, 2, 3):
+        save(writer, step, {"a": torch.ones(2)})
+    assert len(set(suffixes)) == 3
+
+
 def test_stages_follow_one_another_between_steps(tmp_path: Path) -> None:
     writer = CheckpointWriter(tmp_path, CheckpointSpec())
     assert writer.settle() is None

@@ -117,6 +117,25 @@ def test_a_check_reports_sizes_batch_data_and_a_sample(folder, capsys):
     assert "no errors; train it with: meshwright train run.yaml" in text
 
 
+def test_a_check_tells_the_traffic_of_a_step(folder, capsys):
+    """ZeRO-3 scatters every gradient once, in fp32; the formulas have their own tests."""
+    assert main(["check", "run.yaml", "training.precision=fp32", "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    sent = {(entry["kind"], entry["axis"]): entry["bytes"] for entry in facts["traffic"]}
+    assert sent["reduce-scatter", "shard"] == 4 * facts["model"]["parameters"]
+    assert main(["check", "run.yaml", "training.precision=fp32"]) == 0
+    text = capsys.readouterr().out
+    assert "traffic    of the first rank in a step\n" in text
+    assert "           all-gather over shard: " in text
+    assert main(["check", "run.yaml", "layout.dp_shard=1", "--json"]) == 0
+    assert "traffic" not in json.loads(capsys.readouterr().out)
+
+
+def test_a_check_says_where_traffic_is_not_predicted(folder, capsys):
+    assert main(["check", "run.yaml", "layout={tp: 2}", "training.precision=fp8"]) == 0
+    assert "traffic    traffic is not predicted for tensorwise scales" in capsys.readouterr().out
+
+
 def test_a_check_for_machines(folder, capsys):
     assert main(["check", "run.yaml", "--json", "training.steps=7"]) == 0
     facts = json.loads(capsys.readouterr().out)
@@ -168,7 +187,7 @@ MISUSES = {
     ("--verion",): "unknown option '--verion'; did you mean '--version'?",
     ("check",): "the following arguments are required: RECIPE; see 'meshwright check --help'",
     ("check", "nowhere.yaml"): "nowhere.yaml: no such file or directory",
-    ("check", "."): ".: is a directory",
+    ("check", "."): ". is a folder, not a file",
     (
         "check",
         "demo",

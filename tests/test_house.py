@@ -2,8 +2,6 @@
 
 import ast
 import functools
-import importlib
-import importlib.util
 import subprocess
 import sys
 from collections import Counter
@@ -328,27 +326,6 @@ def loss(): pass
 import torch.nn.functional as F
 """
     assert len(set(overrides(ast.parse(code)))) == 8
-
-
-def test_benchmarks_import_what_exists() -> None:
-    """No test runs them."""
-    missing = [
-        f"{script.name}: {node.module}.{alias.name}"
-        for script in (SOURCE.parents[1] / "benchmarks").glob("*.py")
-        for node in ast.walk(ast.parse(script.read_text()))
-        if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "meshwright"
-        for alias in node.names
-        if not is_there(node.module, alias.name)
-    ]
-    assert not missing
-
-
-def is_there(module: str, name: str) -> bool:
-    """Whether a module of ours has a name."""
-    try:
-        return hasattr(importlib.import_module(module), name) or bool(importlib.util.find_spec(f"{module}.{name}"))
-    except ModuleNotFoundError:
-        return False
 
 
 def test_every_module_says_what_it_is_for() -> None:

@@ -76,7 +76,10 @@ class Code:
 
 BAD = {
     "code": ({"config": Code()}, "cannot be read as plain tensors"),
-    "sizes": ({"model_args": ARGUMENTS | {"n_embd": "x"}}, "no valid sizes"),
+    "sizes": (
+        {"model_args": ARGUMENTS | {"n_embd": "x"}},
+        "model_args.n_embd: 'x' is not allowed: must be a whole number",
+    ),
     "other": ({"model_args": None}, "is not a nanoGPT checkpoint"),
     "shape": ({"model_args": ARGUMENTS | {"vocab_size": 48}}, "which does not match model_args"),
     "missing": ({"model": {}}, "has no tensor"),

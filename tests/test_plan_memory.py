@@ -1,6 +1,7 @@
 """Memory against the literature (ZeRO paper, DeepSpeed, Korthikanti et al.); blueprints against tables."""
 
 import json
+import re
 import runpy
 from dataclasses import replace
 from itertools import product
@@ -169,9 +170,16 @@ def test_the_planner_agrees_with_what_was_rehearsed() -> None:
     rehearsal = SimpleNamespace(**runpy.run_path(str(DOCS / "make_rehearsal_md.py")))
     rows = json.loads((DOCS / "rehearsal.json").read_text())
     assert {tuple(row["cell"]) for row in rows} == set(rehearsal.cells())
+    worst = 0.0
     for row in rows:
         resolved = rehearsal.resolved_cell(*row["cell"])
         for rank, peak in row["peaks"].items():
             far = 0.03 if resolved.run.training.product_recipe is None else 0.08
-            assert rehearsal.planned_bytes(resolved, int(rank)) == pytest.approx(peak, rel=far), row["cell"]
+            planned = rehearsal.planned_bytes(resolved, int(rank))
+            assert planned == pytest.approx(peak, rel=far), row["cell"]
+            worst = max(worst, abs(planned / peak - 1))
         assert rehearsal.is_exact(row, resolved), row["cell"]
+    for page in ("README.md", "docs/plan.md", "docs/verbs.md"):
+        text = (DOCS.parent / page).read_text()
+        assert f"within {100 * worst:.1f} %" in text, page
+        assert set(re.findall(r"(\d+) cells", text)) <= {str(len(rows))}, page

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from meshwright.cli.main import main
-from meshwright.cli.rehearse import size_text
+from meshwright.cli.output import size_text
 from meshwright.models import cpu_kernels
 from meshwright.models.moe import Router
 from meshwright.parallel.traffic import Traffic

@@ -150,3 +150,22 @@ def test_it_is_one_readable_file_of_torch_and_the_standard_library() -> None:
         if name
     }
     assert modules <= set(sys.stdlib_module_names) | {"torch"}
+
+
+@pytest.mark.parametrize(
+    ("name", "libraries"),
+    [
+        ("train", {"torch"}),
+        ("finetune_lora", {"torch", "safetensors", "tokenizers"}),
+        ("finetune_qlora", {"torch", "train"}),
+    ],
+)
+def test_a_file_imports_what_its_pages_say(name: str, libraries: set[str]) -> None:
+    """As README.md and ARCHITECTURE.md say."""
+    imported = set[str]()
+    for node in ast.walk(ast.parse((SOLO.parent / f"{name}.py").read_text())):
+        if isinstance(node, ast.Import):
+            imported |= {alias.name.partition(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            imported.add((node.module or "").partition(".")[0])
+    assert imported - sys.stdlib_module_names == libraries

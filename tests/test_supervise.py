@@ -16,10 +16,12 @@ import pytest
 import torch.distributed as dist
 
 from meshwright.checkpoint.manifest import checkpoint_name
+from meshwright.launch import launchers as launchers_module
 from meshwright.launch import supervise as supervise_module
+from meshwright.launch.launchers import POLL_SECONDS
 from meshwright.launch.memory import MemoryWatch, host_pressure, memory_for_files, memory_there
 from meshwright.launch.signals import StopRequest
-from meshwright.launch.status import CRASH_LOOP, OUT_OF_MEMORY, STOPPED, STUCK
+from meshwright.launch.status import CRASH_LOOP, OUT_OF_MEMORY, STOPPED, STUCK, TrainingStopped
 from meshwright.launch.supervise import RestartPolicy, WorkerSpec, supervise
 from meshwright.trainer.metrics import stepped_since
 
@@ -45,10 +47,10 @@ def job(folder: Path, script: str, *, ranks: int = 2, store: dist.Store | None =
 
     command = [sys.executable, "-c", PRELUDE + script]
     stepped = functools.partial(stepped_since, folder / "metrics.jsonl")
-    nodes = options.pop("nodes", 1)
+    nodes, node = options.pop("nodes", 1), options.pop("node", 0)
     policy = RestartPolicy(**{"run_dir": folder, "restarts": 3, "stepped": stepped, **options})
     store = store or dist.HashStore()
-    return WorkerSpec(command=command, environments=environments, policy=policy, store=store, nodes=nodes)
+    return WorkerSpec(command=command, environments=environments, policy=policy, store=store, node=node, nodes=nodes)
 
 
 def run(job: WorkerSpec) -> int:
@@ -173,25 +175,117 @@ def test_whoever_keeps_nothing_is_not_told_to_resume(folder: Path, capfd: pytest
     assert capfd.readouterr().err == ""
 
 
-def test_the_launchers_of_two_machines_decide_alike(folder: Path) -> None:
-    """One machine's worker crashes twice; the other machine's launcher restarts its own each time."""
-    store, statuses = dist.HashStore(), {}
-    crashing = "step(); ready(); sys.exit(attempt < 2 and 9)"
-    waiting = "ready(); time.sleep(600 if attempt < 2 else 0); assert attempt == 2"
-    stop = StopRequest(raises=True)
-    stop.running()
+def two_machines(folder: Path, scripts: list[str], stops: list[StopRequest]) -> list[int]:
+    """The statuses of two machines' launchers, one rank each, that share a store."""
+    store, statuses = dist.HashStore(), [-1, -1]
 
-    def launch(name: str, script: str) -> None:
-        statuses[name] = supervise(job(folder, script, ranks=1, store=store, nodes=2), stop)
+    def launch(node: int) -> None:
+        try:
+            statuses[node] = supervise(
+                job(folder, scripts[node], ranks=1, store=store, node=node, nodes=2), stops[node]
+            )
+        except TrainingStopped as stopped:
+            statuses[node] = stopped.status
 
-    machines = [threading.Thread(target=launch, args=pair) for pair in (("a", crashing), ("b", waiting))]
+    machines = [threading.Thread(target=launch, args=[node]) for node in (0, 1)]
     for machine in machines:
         machine.start()
     for machine in machines:
-        machine.join(60)
-    assert statuses == {"a": 0, "b": 0}
+        machine.join(20)  # seconds; the limit of a meeting is 30
+    return statuses
+
+
+WAITING = "ready(); time.sleep(600 if attempt < 2 else 0); assert attempt == 2"
+
+
+def test_the_launchers_of_two_machines_decide_alike(folder: Path) -> None:
+    """One machine's worker crashes twice; the other machine's launcher restarts its own each time."""
+    stop = StopRequest(raises=True)
+    assert two_machines(folder, ["step(); ready(); sys.exit(attempt < 2 and 9)", WAITING], [stop, stop]) == [0, 0]
     assert (folder / "ready.0.2").exists()
     assert not (folder / "checkpoints" / checkpoint_name(1)).exists()
+
+
+def test_there_is_no_restart_without_a_launcher_that_was_told_to_stop(
+    folder: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """It says so, and the other one ends at once; before, its new rank waited for `arrive_within`."""
+    stops = [StopRequest(raises=True), StopRequest(raises=True)]
+
+    def stop_the_second() -> None:
+        while not (folder / "ready.0.0").exists():
+            time.sleep(0.02)
+        stops[1].number = signal.SIGTERM
+        time.sleep(2 * POLL_SECONDS)  # until it has been forwarded
+        (folder / "stopped").touch()
+
+    threading.Thread(target=stop_the_second, daemon=True).start()
+    crashing = "step()\nwhile not os.path.exists('stopped'): time.sleep(0.01)\nsys.exit(9)"
+    ignoring = "signal.signal(signal.SIGTERM, signal.SIG_IGN); ready(); time.sleep(600)"
+    assert two_machines(folder, [crashing, ignoring], stops) == [STUCK, 9]
+    said = capfd.readouterr().err
+    assert "the launcher of machine 1 on " in said
+    assert "has ended; there is no restart without it" in said
+    assert "starting again" not in said
+
+
+def test_there_is_no_waiting_for_ranks_whose_launcher_was_ended(
+    folder: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """By a second signal, while the ranks run."""
+
+    class Ended(StopRequest):
+        def running(self) -> None:
+            raise TrainingStopped(128 + signal.SIGTERM)
+
+    stops = [StopRequest(raises=True), Ended(raises=True)]
+    assert two_machines(folder, ["time.sleep(600)", ""], stops) == [STUCK, 128 + signal.SIGTERM]
+    assert "the launcher of machine 1 on " in capfd.readouterr().err
+
+
+def test_there_is_no_restart_without_a_launcher_that_does_not_answer(
+    folder: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its machine is down, or its cable was cut; before, new ranks waited three times for `arrive_within`."""
+    monkeypatch.setattr(launchers_module, "MEET_SECONDS", 0.3)
+    store = dist.HashStore()
+    assert run(job(folder, "step(); ready(); sys.exit(9)", ranks=1, store=store, nodes=2)) == STUCK
+    said = capfd.readouterr().err
+    assert "error: rank 0 ended with status 9" in said
+    assert "error: the launcher of machine 1 has ended, or has not answered for 0.3 s" in said
+    assert "starting again" not in said
+    assert not (folder / "ready.0.1").exists()
+
+
+class Unreachable(dist.Store):
+    """A store behind a cut cable."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.over = threading.Event()
+
+    def set(self, key: str, value: str) -> None:
+        self.over.wait()
+
+    def check(self, keys: list[str]) -> bool:
+        return not self.over.wait()
+
+    def compare_set(self, key: str, expected_value: str, desired_value: str) -> bytes:
+        self.over.wait()
+        raise dist.DistError
+
+
+def test_a_machine_without_network_ends_by_itself(
+    folder: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After one limit, without an announcement of a restart."""
+    monkeypatch.setattr(launchers_module, "ANSWER_SECONDS", 0.3)
+    store = Unreachable()
+    assert run(job(folder, "step(); sys.exit(9)", ranks=1, store=store, node=1, nodes=2)) == STUCK
+    store.over.set()
+    said = capfd.readouterr().err
+    assert "error: the launcher of the first machine does not answer" in said
+    assert "starting again" not in said
 
 
 def write_all(root: Path, files: dict[str, str]) -> None:

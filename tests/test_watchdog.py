@@ -11,8 +11,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from meshwright.launch.launcher import Worker, join_group
+from meshwright.launch.launcher import Nodes, Worker, join_group, start_workers
+from meshwright.launch.signals import StopRequest
 from meshwright.launch.status import STUCK, StuckError
+from meshwright.launch.supervise import RestartPolicy
 from meshwright.launch.watchdog import TIMES_LONGEST, TIMES_UNKNOWN, Collective, RankReport, Watchdog, explain
 from meshwright.spec.guards import GuardSpec
 from meshwright.spec.run import Run
@@ -167,3 +169,11 @@ def test_nobody_at_the_address_is_told() -> None:
     run = Run.model_validate({"model": "gpt2-124m", "layout": {"dp_replicate": 2}, "guards": {"arrive_within": 0.3}})
     with pytest.raises(StuckError, match=r"rank 1 on .* could not connect to 127\.0\.0\.1:9 within 0.3 s"):
         join_group(Worker(rank=1, world_size=2, store="127.0.0.1:9"), run, torch.device("cpu"))
+
+
+def test_a_first_machine_that_does_not_answer_is_told() -> None:
+    """With status 69, like a rank that never arrives; it was 2, the status of a wrong recipe."""
+    run = Run.model_validate({"model": "gpt2-124m", "layout": {"dp_replicate": 2}, "guards": {"arrive_within": 0.3}})
+    nodes = Nodes(count=2, rank=1, port=9)
+    with pytest.raises(StuckError, match=r"launcher of the first machine, 127\.0\.0\.1:9, did not answer within 0.3 s"):
+        start_workers(run, nodes, [], StopRequest(raises=True), RestartPolicy(run_dir=None))

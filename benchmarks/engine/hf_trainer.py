@@ -1,6 +1,7 @@
 """Engine `hf_trainer`: Hugging Face's Trainer over transformers' GPT-2, with every hyper-parameter explicit."""
 
 import tempfile
+from typing import Any
 
 from transformers import Trainer, TrainerCallback, TrainingArguments
 from workload import BETAS, CLIP, EPS, LR, WEIGHT_DECAY, describe, read_arguments
@@ -22,7 +23,7 @@ class Clock(TrainerCallback):
 
 
 # `shift_labels` says that labels are already moved on by one: each token is trained, as by the other engines.
-rows = [
+rows: Any = [
     {"input_ids": row, "labels": label, "shift_labels": label}
     for inputs, labels in workload.batches()
     for row, label in zip(inputs, labels, strict=True)

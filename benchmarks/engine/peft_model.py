@@ -27,7 +27,7 @@ def build(work: Tuning) -> Any:
     if work.method == "qlora":
         model = prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
     adapters = LoraConfig(
-        r=RANK, lora_alpha=ALPHA, lora_dropout=0.0, target_modules="all-linear", task_type="CAUSAL_LM"
+        r=RANK, lora_alpha=round(ALPHA), lora_dropout=0.0, target_modules="all-linear", task_type="CAUSAL_LM"
     )
     return get_peft_model(model, adapters)
 
@@ -37,6 +37,8 @@ def rows_of(work: Tuning) -> list[dict[str, torch.Tensor]]:
     others as long as the longest of their batch."""
     rows = []
     for batch in work.batches():
+        assert batch.labels is not None
+        assert batch.document_ids is not None
         length = -(-max(map(used, batch.labels)) // MULTIPLE) * MULTIPLE
         for inputs, labels, documents in zip(batch.tokens, batch.labels, batch.document_ids, strict=True):
             moved = torch.from_numpy(labels)

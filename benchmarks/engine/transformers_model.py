@@ -7,7 +7,7 @@ import torch
 from transformers import GPT2LMHeadModel
 from workload import Workload
 
-from meshwright.checkpoint.hf import export_hf
+from meshwright.checkpoint.hf import HfForm, export_hf
 
 
 def build(workload: Workload) -> GPT2LMHeadModel:
@@ -15,7 +15,7 @@ def build(workload: Workload) -> GPT2LMHeadModel:
     with tempfile.TemporaryDirectory() as folder:
         directory = Path(folder) / "gpt2"
         parameters = ((name, tensor.detach()) for name, tensor in workload.model().named_parameters())
-        export_hf(parameters, workload.spec, directory, tokenizer_dir=None, dtype=torch.float32, prove=False)
+        export_hf(parameters, workload.spec, directory, HfForm(dtype=torch.float32), prove=False)
         model = GPT2LMHeadModel.from_pretrained(
             directory,
             attn_implementation="sdpa",

@@ -5,12 +5,11 @@ import json
 import os
 import sys
 import time
+from importlib import import_module
 from pathlib import Path
 
-import deepspeed
 import torch
 import torch.distributed as dist
-from deepspeed.ops.adam import DeepSpeedCPUAdam
 from transformers import LlamaConfig, LlamaForCausalLM
 
 BUCKET = 2**20
@@ -20,6 +19,7 @@ BUCKET = 2**20
 def main() -> None:
     """Train, and print seconds and losses of every step."""
     words = json.loads(sys.argv[1])
+    deepspeed = import_module("deepspeed")
     os.environ.setdefault("LOCAL_RANK", "0")
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     deepspeed.init_distributed()
@@ -38,7 +38,9 @@ def main() -> None:
         model = LlamaForCausalLM(config)
     model.gradient_checkpointing_enable()
     model.train()
-    optimizer = DeepSpeedCPUAdam(model.parameters(), lr=3e-4, betas=(0.9, 0.95), weight_decay=0.1)
+    optimizer = import_module("deepspeed.ops.adam").DeepSpeedCPUAdam(
+        model.parameters(), lr=3e-4, betas=(0.9, 0.95), weight_decay=0.1
+    )
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=settings)
     seconds, losses = [], []
     for step in range(words["steps"]):

@@ -5,10 +5,13 @@
 Needs Accelerate and torch only. The rate should move when the optimizer steps: at every second microbatch.
 """
 
+import argparse
+
 import accelerate
 import torch
 from accelerate import Accelerator
 
+argparse.ArgumentParser(description=__doc__).parse_args()
 accelerator = Accelerator(gradient_accumulation_steps=2, cpu=True)
 net = torch.nn.Linear(4, 1)
 optimizer = torch.optim.SGD(net.parameters(), lr=1.0)

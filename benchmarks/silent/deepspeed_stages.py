@@ -7,8 +7,9 @@ Every rank has rows of its own; plain PyTorch sees those of all. Needs DeepSpeed
 
 import argparse
 import os
+import sys
+from importlib import import_module
 
-import deepspeed
 import torch
 import torch.distributed as dist
 
@@ -19,6 +20,10 @@ parser.add_argument("--sum-fp32", action="store_true", help="gradients of bf16 a
 parser.add_argument("--twice", action="store_true", help="the middle layer is used twice in a pass")
 parser.add_argument("--accumulation", type=int, default=1)
 options = parser.parse_args()
+try:
+    deepspeed = import_module("deepspeed")
+except ImportError as error:
+    sys.exit(f"DeepSpeed is missing ({error}): pip install deepspeed")
 
 
 class Net(torch.nn.Module):
@@ -58,6 +63,7 @@ for _ in range(2):  # two steps: what the first leaves behind shows in the secon
         engine.step()
     with torch.no_grad():
         for parameter in plain.parameters():
+            assert parameter.grad is not None
             parameter.sub_(parameter.grad)
             parameter.grad = None
 with deepspeed.zero.GatheredParameters(list(net.parameters()), enabled=options.stage == 3):

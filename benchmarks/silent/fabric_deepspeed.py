@@ -6,9 +6,18 @@ Needs Fabric and DeepSpeed only. The gradient of the mean of both rows is 11 and
 be 0 after the first row and -11 after the second.
 """
 
-import deepspeed
+import argparse
+import sys
+from importlib import import_module
+
 import torch
 from lightning_fabric import Fabric, __version__, strategies
+
+argparse.ArgumentParser(description=__doc__).parse_args()
+try:
+    deepspeed = import_module("deepspeed")
+except ImportError as error:
+    sys.exit(f"DeepSpeed is missing ({error}): pip install deepspeed")
 
 
 class OnCPU(strategies.DeepSpeedStrategy):
@@ -34,7 +43,8 @@ for way, accumulation in ways.items():
                 if way.startswith("engine"):
                     strategy.model.step()  # it clears the gradients
                 elif row == 20 or "each" in way:
-                    optimizer.step(), optimizer.zero_grad()
+                    optimizer.step()
+                    optimizer.zero_grad()
                 with deepspeed.zero.GatheredParameters(plain.weight):
                     weights.append(plain.weight.item())
         except KeyError as error:

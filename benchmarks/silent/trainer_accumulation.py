@@ -7,6 +7,7 @@ Needs transformers and Accelerate only. The two lines should be equal: both are 
 
 import argparse
 import tempfile
+from typing import Any
 
 import torch
 import transformers
@@ -15,27 +16,22 @@ from transformers import LlamaConfig, LlamaForCausalLM, OPTConfig, OPTForCausalL
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("--model", choices=["llama", "opt"], default="llama")
 options = parser.parse_args()
-shape = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+shape: dict[str, Any] = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
 
 
 def build() -> torch.nn.Module:
     torch.manual_seed(0)
     if options.model == "llama":
         return LlamaForCausalLM(LlamaConfig(**shape, intermediate_size=64))
-    more = {"ffn_dim": 64, "word_embed_proj_dim": 32, "max_position_embeddings": 64, "dropout": 0.0}
+    more: dict[str, Any] = {"ffn_dim": 64, "word_embed_proj_dim": 32, "max_position_embeddings": 64, "dropout": 0.0}
     return OPTForCausalLM(OPTConfig(**shape, **more))
 
 
-rows = []
+rows: Any = []
 for number, trained in enumerate((30, 2, 30, 2, 2, 2, 2, 2)):
     tokens = torch.randint(0, 64, (32,), generator=torch.Generator().manual_seed(number))
     labels = torch.where(torch.arange(32) < 32 - trained, -100, tokens)
     rows.append({"input_ids": tokens, "labels": labels})
-
-
-class InOrder(Trainer):
-    def _get_train_sampler(self, *args):
-        return torch.utils.data.SequentialSampler(self.train_dataset)
 
 
 for parts in (1, 2, 4):
@@ -43,8 +39,9 @@ for parts in (1, 2, 4):
         arguments = TrainingArguments(
             folder, max_steps=1, per_device_train_batch_size=8 // parts, gradient_accumulation_steps=parts,
             use_cpu=True, logging_steps=1, report_to=[], disable_tqdm=True, save_strategy="no", max_grad_norm=1e9,
+            train_sampling_strategy="sequential",
         )  # fmt: skip
-        trainer = InOrder(build(), arguments, train_dataset=rows)
+        trainer = Trainer(build(), arguments, train_dataset=rows)
         trainer.train()
         logged = trainer.state.log_history[0]
         print(f"transformers {transformers.__version__} {options.model}, {parts} parts: loss {logged['loss']}, "

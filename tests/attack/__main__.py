@@ -1,19 +1,18 @@
-"""The standing attack: random damage by users, disks, networks and strangers to a run.
+"""The standing attack: damage by users, disks, networks and strangers to a run, a server, a judge's client.
 
-Each trial damages a copy of a good folder, or a running job, and checks the outcome. A trial fails if the result
-differs without a message, if a refusal does not name the fault, if a stack trace is shown, or if it does not end. A
-failure prints the seed that repeats it, for --again.
+Every kind of attack is a table: what is attacked, by what is done to it. A round tries each cell once, in order; then
+random cells follow, at random places and moments. A trial fails if the result differs without a message, if a refusal
+does not name the fault, if a stack trace is shown, or if it does not end. A failure prints the seed that repeats it,
+for --again.
 """
 
 import argparse
-import json
+import contextlib
 import multiprocessing
 import os
-import subprocess
 import sys
 import tempfile
 import time
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
@@ -23,17 +22,24 @@ from pathlib import Path
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
-from attack.files import TARGETS, damage_trial
+from attack.files import TARGETS, Damaged
 from attack.good import make_good
 from attack.inputs import data_files, data_trial, drawn_trials, recipe_trial, recipes
-from attack.machines import FAULTS, disk_trial, faults, network_trial, possible
-from attack.processes import Expected, expect, signal_trial
-from attack.trial import FAILURES, Trial
+from attack.judged import Judged
+from attack.machines import FAULTS, Disk, Network, faults, possible
+from attack.planted import PLANTED, noticed
+from attack.processes import Expected, SignalledJob, SignalledMachine, expect
+from attack.report import cells_of, keep, show, summary, tables
+from attack.served import ServedModel
+from attack.trial import FAILURES, Kind, Trial, trial_of
 
-ROOT = Path(__file__).parents[2]
-FATES = ("survived", "named", "as written", *FAILURES)
-PER_KIND: Mapping[str, float] = {"killed job": 0.25, "stopped rank": 0.05, "network": 0.05, "random recipes": 2}
-"""Numbers of trials of the slow kinds and of the widest kind, relative to the others'."""
+SLOW: Mapping[str, float] = {
+    "signalled job": 0.25,
+    "one of two launchers": 0.1,
+    "network of two machines": 0.05,
+    "random recipes": 2,
+}
+"""Numbers of random trials of the slow kinds and of the widest kind, relative to the others'."""
 
 
 class Attacks:
@@ -43,7 +49,6 @@ class Attacks:
         self.folder, self.good = folder, make_good(folder)
         self._expected: Expected | None = None
 
-    @property
     def expected(self) -> Expected:
         """The attacked job, undisturbed."""
         self._expected = self._expected or expect(self.good, self.place)
@@ -56,76 +61,93 @@ class Attacks:
         place.mkdir(exist_ok=True)
         return place
 
-    def trial(self, seed: str) -> Trial:
-        """The trial of a seed, which begins with its kind: `network/0/3/cut`."""
-        kind = seed.split("/", 1)[0]
-        for target in TARGETS:
-            if target.attack == kind:
-                return damage_trial(self.good, self.place, target, seed)
-        if kind == "full or read-only disk":
-            return disk_trial(self.good, self.place, seed)
-        if kind == "network":
-            return network_trial(self.good, self.place, self.expected, seed)
-        return signal_trial(self.good, self.place, self.expected, seed)
+    def tabular(self, name: str) -> Kind:
+        """The kind of a name that has cells, for this process."""
+        return next(kind for kind in self._tabular() if kind.name == name)
 
-    def kinds(self, deadline: float = inf) -> dict[str, Callable[[int, int], Iterable[Trial]]]:
-        """For each kind, a function that makes trials from a count and a seed; none begins after `deadline`."""
-        drawn = {
-            "random recipes": (recipes(), recipe_trial),
-            "random records": (data_files(), data_trial),
-        }
-        found: dict[str, Callable[[int, int], Iterable[Trial]]] = {
-            target.attack: partial(self._each, target.attack, deadline) for target in TARGETS
-        }
-        for kind, (strategy, one) in drawn.items():
-            found[kind] = partial(self._drawn, strategy, one, deadline)
-        found |= {kind: partial(self._each, kind, deadline) for kind in ("killed job", "stopped rank")}
+    def _tabular(self) -> list[Kind]:
+        good, place = self.good, self.place
+        kinds: list[Kind] = [Damaged(target, good, place) for target in TARGETS]
+        kinds += [ServedModel(good, place), Judged(good, place)]
+        kinds += [SignalledJob(good, place, self.expected), SignalledMachine(good, place, self.expected)]
         if not possible():
-            found |= {kind: partial(self._each, kind, deadline) for kind in ("full or read-only disk", "network")}
-        return found
+            kinds += [Disk(good, place), Network(good, place, self.expected)]
+        return kinds
 
-    def _each(self, kind: str, deadline: float, count: int, seed: int) -> Iterator[Trial]:
-        kinds_of_fault = faults() if kind == "network" else ()
-        if kind == "network" and kinds_of_fault != FAULTS:
-            print("no slow and lossy links: this kernel has no netem", flush=True)
-        for number in range(count):
-            if time.monotonic() > deadline:
-                return
-            fault = f"/{kinds_of_fault[number % len(kinds_of_fault)]}" if kinds_of_fault else ""
-            yield self.trial(f"{kind}/{seed}/{number}{fault}")
+    def names(self) -> list[str]:
+        """All kinds."""
+        return [*(kind.name for kind in self._tabular()), *DRAWN]
 
-    def _drawn(self, strategy, one, deadline: float, count: int, seed: int) -> Iterable[Trial]:
-        return drawn_trials(strategy, partial(one, self.good, self.place), count, seed, deadline)
+    def trials(self, name: str, count: int, seed: int, deadline: float = inf) -> Iterator[Trial]:
+        """Every cell of a kind once, then `count` random trials; of these, none begins after `deadline`."""
+        if name in DRAWN:
+            strategy, one = DRAWN[name]
+            yield from drawn_trials(strategy(), partial(one, self.good, self.place), count, seed, deadline)
+            return
+        kind = self.tabular(name)
+        cells = len(kind.cells())
+        with contextlib.closing(kind) if isinstance(kind, ServedModel) else contextlib.nullcontext():
+            for number in range(cells + count):
+                if number >= cells and time.monotonic() > deadline:
+                    return
+                yield trial_of(kind, f"{name}/{seed}/{number}")
+
+    def again(self, seed: str) -> Trial:
+        """The trial of a seed, which begins with its kind: `network of two machines/0/3`."""
+        return trial_of(self.tabular(seed.partition("/")[0]), seed)
+
+
+DRAWN: Mapping[str, tuple[Callable, Callable]] = {
+    "random recipes": (recipes, recipe_trial),
+    "random records": (data_files, data_trial),
+}
+"""Kinds without cells."""
 
 
 def main(words: Sequence[str] | None = None) -> int:
     """The command."""
     parser = argparse.ArgumentParser(prog="attack", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--trials", type=int, default=120, help="of every kind; fewer of slow ones (default 120)")
+    parser.add_argument(
+        "--trials",
+        type=int,
+        default=60,
+        help="random ones of every kind, after all cells; fewer of slow kinds (default 60)",
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", default="", help="kinds whose name contains this")
     parser.add_argument("--jobs", type=int, default=2, help="kinds that are tried side by side (default 2)")
     parser.add_argument(
-        "--seconds", type=float, default=1800, help="shared among the kinds; no trial begins after that (default 1800)"
+        "--seconds",
+        type=float,
+        default=1800,
+        help="shared among the kinds; no random trial begins after that (default 1800)",
     )
     parser.add_argument("--again", default="", help="one trial, by the seed that its failure printed")
     parser.add_argument(
-        "--keep", type=Path, metavar="FILE", help="add what was found to this JSON file (docs/attack.json)"
+        "--planted", action="store_true", help=f"instead, whether a round notices planted faults: {', '.join(PLANTED)}"
     )
+    parser.add_argument("--keep", type=Path, metavar="FILE", help="add what was found to this file (docs/attack.json)")
     arguments = parser.parse_args(words)
     with tempfile.TemporaryDirectory(prefix="meshwright-attack-") as folder:
-        attacks = Attacks(Path(folder))
+        attacks, began = Attacks(Path(folder)), time.monotonic()
+        if arguments.planted:
+            found = {name: list(noticed(attacks.tabular, name, arguments.seed)) for name in PLANTED}
+            for name, trials in found.items():
+                print(f"{name}: {len(trials)} trials of a round fail")
+                print("".join(f"    {trial.fate}: {trial.done}\n" for trial in trials), end="")
+            return int(not all(found.values()))
         if arguments.again:
-            trials = [attacks.trial(arguments.again)]
-            report(trials[0])
+            trials = [attacks.again(arguments.again)]
+            show(trials[0])
         else:
-            began = time.monotonic()
             trials = campaign(
                 attacks, arguments.trials, arguments.seed, arguments.only, arguments.jobs, arguments.seconds
             )
-            if arguments.keep:
-                keep(arguments.keep, trials, arguments, time.monotonic() - began)
-    print(table(trials))
+        if arguments.keep:
+            command = f"--trials {arguments.trials} --seed {arguments.seed} --jobs {arguments.jobs}"
+            command += f" --only '{arguments.only}'" if arguments.only else ""
+            keep(arguments.keep, trials, command, time.monotonic() - began)
+    print(f"\n{tables(cells_of(trials))}\n\n{summary(trials)}")
     return int(any(trial.fate in FAILURES for trial in trials))
 
 
@@ -135,64 +157,31 @@ def campaign(
     """All kinds of attack whose name contains `only`, in parallel processes; each gets its share of the seconds."""
     if why := possible():
         print(f"no attacks by disks and networks: {why}")
+    elif faults() != FAULTS:
+        print("no slow and lossy links: this kernel has no netem")
     print(f"seed {seed}", flush=True)
-    chosen = [(kind, max(1, round(count * PER_KIND.get(kind, 1)))) for kind in attacks.kinds() if only in kind]
+    chosen = [name for name in attacks.names() if only in name]
     with ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("fork")) as pool:
         share = seconds * jobs / max(1, len(chosen))
-        each = [pool.submit(attack, attacks, kind, number, seed, share) for kind, number in chosen]
+        each = [pool.submit(attack, attacks, name, round(count * SLOW.get(name, 1)), seed, share) for name in chosen]
         return [trial for found in each for trial in found.result()]
 
 
-def attack(attacks: Attacks, kind: str, count: int, seed: int, seconds: float) -> list[Trial]:
-    """`count` trials of one kind, or as many as begin within `seconds`; failures are reported at once."""
-    began, trials = time.monotonic(), []
-    for trial in attacks.kinds(time.monotonic() + seconds)[kind](count, seed):
-        trials.append(trial)
-        if trial.fate in FAILURES:
-            report(trial)
-    print(f"{kind}: {len(trials)} in {time.monotonic() - began:.0f} s", flush=True)
+def attack(attacks: Attacks, name: str, count: int, seed: int, seconds: float) -> list[Trial]:
+    """A round of one kind, and `count` random trials, or as many as begin within `seconds`; failures are reported at
+    once."""
+    began = time.monotonic()
+    trials = list(reported(attacks.trials(name, count, seed, began + seconds)))
+    print(f"{name}: {len(trials)} in {time.monotonic() - began:.0f} s", flush=True)
     return trials
 
 
-def keep(file: Path, trials: Sequence[Trial], arguments: argparse.Namespace, seconds: float) -> None:
-    """Add one campaign to those that `docs/make_security_md.py` shows."""
-    known = json.loads(file.read_text()) if file.exists() else []
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True
-    )
-    found = {kind: Counter(trial.fate for trial in trials if trial.attack == kind) for kind in kinds_of(trials)}
-    command = f"--trials {arguments.trials} --seed {arguments.seed} --jobs {arguments.jobs}"
-    if arguments.only:
-        command += f" --only '{arguments.only}'"
-    about = {
-        "date": time.strftime("%F"),
-        "commit": commit.stdout.strip(),
-        "command": command,
-        "seconds": round(seconds),
-    }
-    file.write_text(json.dumps([*known, {**about, "found": found}], indent=1) + "\n")
-
-
-def kinds_of(trials: Sequence[Trial]) -> list[str]:
-    """The kinds, in order."""
-    return list(dict.fromkeys(trial.attack for trial in trials))
-
-
-def report(trial: Trial) -> None:
-    """One trial, with the end of its output."""
-    said = "".join(f"\n    {line}" for line in trial.said.splitlines()[-20:])
-    print(f"{trial.fate}: {trial.done}  (--again '{trial.seed}'){said}", flush=True)
-
-
-def table(trials: Sequence[Trial]) -> str:
-    """Kinds by fates, as Markdown."""
-    lines = [("attack", "tried", *FATES), ("---",) + ("---:",) * (len(FATES) + 1)]
-    for kind, count in [
-        *((kind, Counter(trial.fate for trial in trials if trial.attack == kind)) for kind in kinds_of(trials)),
-        ("all", Counter(trial.fate for trial in trials)),
-    ]:
-        lines.append((kind, str(count.total()), *(str(count[fate]) for fate in FATES)))
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+def reported(trials: Iterable[Trial]) -> Iterator[Trial]:
+    """The trials; failures are shown."""
+    for trial in trials:
+        if trial.fate in FAILURES:
+            show(trial)
+        yield trial
 
 
 if __name__ == "__main__":

@@ -7,9 +7,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 import yaml
 
 from attack.trial import Ended, copy, run
+from test_imports_weights import ARGUMENTS, state
+
+FIXTURES = Path(__file__).parents[1] / "fixtures" / "imports"
 
 STEPS, TUNED = 6, 2
 """Steps of the run, and of those that tune it."""
@@ -28,6 +32,12 @@ RECIPE: Mapping[str, Any] = {
 TRAIN = ("train", "recipe.yaml")
 RESUME = (*TRAIN, "--resume", "auto")
 START = ("train", "start.yaml")
+TAKE = ("import", "ckpt.pt", "--weights", "taken")
+FOREIGN = (
+    *("axolotl_full.yaml", "factory_lora_dpo.yaml", "foundry_mpt.yaml", "megatron_llama3.sh", "nemo_gpt.yaml"),
+    *("nanogpt_gpt2.py", "nanotron_smol.yaml", "titan_8b.toml", "titan_printed.json", "bridge_llama.yaml"),
+)
+"""Configurations of other systems, in the folder `foreign`."""
 GENERATE = ("--prompt", "def", "--max-tokens", "8", "--temperature", "0", "--json")
 
 
@@ -41,14 +51,16 @@ class Good:
     started: str
     """The same for the run that starts from the exported adapters."""
     texts: Mapping[str, str]
-    """The output of `generate`, by the model's directory in the folder."""
+    """The output of `generate`, by the model's directory in the folder; of `import`, by the file."""
+    taken: bytes
+    """The weights of another system, as a safetensors file."""
 
 
 def make_good(folder: Path) -> Good:
     """Train, export and tune in `folder/good`."""
     good = folder / "good"
     good.mkdir()
-    (good / "text.txt").write_text("".join(f"def f{i}(x):\n    return x * {i} + {i * i % 97}\n\n" for i in range(400)))
+    (good / "text.txt").write_text("".join(f"def f{i}(x):\n    return x * {i} + {i * i % 97}\n\n" for i in range(30)))
     (good / "recipe.yaml").write_text(yaml.safe_dump(dict(RECIPE), sort_keys=False))
     tune = {"method": "lora", "rank": 2}
     training = {**RECIPE["training"], "steps": TUNED}
@@ -71,11 +83,19 @@ def make_good(folder: Path) -> Good:
     last = good / "run/checkpoints/step-00000006"
     shutil.rmtree(last)
     (good / "run/checkpoints/latest").write_text("step-00000004\n")
+    for name in FOREIGN:
+        (good / "foreign").mkdir(exist_ok=True)
+        shutil.copy(FIXTURES / name, good / "foreign")
+    torch.save({"model_args": ARGUMENTS, "model": state(), "config": {}}, good / "ckpt.pt")
+    _must(run(TAKE, good))
+    taken = (good / TAKE[-1] / "model.safetensors").read_bytes()
+    shutil.rmtree(good / TAKE[-1])
     texts = {model: _must(run(("generate", model, *GENERATE), good)).out for model in ("run", "hf")}
+    texts |= {f"foreign/{name}": _must(run(("import", f"foreign/{name}"), good)).out for name in FOREIGN}
     again = copy(good, folder / "again")
     _must(run(RESUME, again))
     assert result_of(again) == trained, "an undamaged run does not resume to the same result"
-    return Good(good, trained, started, texts)
+    return Good(good, trained, started, texts, taken)
 
 
 def result_of(folder: Path, name: str = "run", last: int = STEPS) -> str:

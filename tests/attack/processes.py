@@ -1,12 +1,15 @@
-"""Signals to running jobs, in every phase from start to last save: launcher and ranks killed, ended, or stopped."""
+"""Signals to running jobs, in every phase from start to last save: launchers and ranks killed, ended, or stopped; one
+launcher for both ranks, or one for each, as on two machines."""
 
+import contextlib
 import os
 import random
 import signal
+import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,9 +17,10 @@ from typing import Any
 import yaml
 
 from attack.good import RECIPE, Good, result_of
-from attack.trial import SAID, Ended, Fate, Trial, copy
+from attack.trial import FAILURES, SAID, Cell, Ended, Fate, Trial, copy
 from attack.warm import start_warm
 from meshwright.launch.forkserver import Process
+from meshwright.launch.status import STOPPED
 
 LAST = 40
 JOB: Mapping[str, Any] = {
@@ -29,7 +33,11 @@ JOB: Mapping[str, Any] = {
 }
 """Two ranks that share the model's state."""
 WORDS = ("train", "recipe.yaml", "--resume", "auto")
-KILLS = (signal.SIGKILL, signal.SIGKILL, signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
+KILLS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
+PHASES: Mapping[str, tuple[float, float]] = {"starting": (0.0, 0.3), "training": (0.3, 0.8), "ending": (0.8, 1.1)}
+"""Fractions of the undisturbed job's time."""
+LOADING = "loading"
+"""The phase of a new Python process; else it is a fork of this one, which has loaded everything."""
 LIMIT = 180.0
 """Seconds within which a job must end after a signal, on a busy machine; gloo's own limit is half an hour."""
 
@@ -41,7 +49,8 @@ class Expected:
     result: str
     seconds: float
     """Seconds that a forked job takes."""
-    cold_seconds: float
+    cold: float
+    """The same for a new Python process."""
 
 
 def job_folder(good: Good, folder: Path) -> Path:
@@ -49,10 +58,6 @@ def job_folder(good: Good, folder: Path) -> Path:
     attacked = copy(good.folder, folder)
     (attacked / "recipe.yaml").write_text(yaml.safe_dump(dict(JOB), sort_keys=False))
     return attacked
-
-
-COLD = 8
-"""One of this many jobs is a new Python process, for signals that arrive while it loads."""
 
 
 def start(
@@ -131,34 +136,104 @@ def expect(good: Good, folder: Path) -> Expected:
     return Expected(results.pop(), seconds[False], seconds[True])
 
 
-def signal_trial(good: Good, folder: Path, expected: Expected, seed: str) -> Trial:
-    """One job, one signal."""
-    draw, kind = random.Random(seed), seed.split("/", 1)[0]
-    here = job_folder(good, folder / "attacked")
-    cold = int(seed.rsplit("/", 1)[1]) % COLD == COLD - 1
-    job = start(here, cold=cold)
-    moment = draw.uniform(0.3, 1.1 * expected.cold_seconds) if cold else draw.uniform(0, 1.1 * expected.seconds)
-    time.sleep(moment)
-    ranks = workers(job.pid)
-    if kind == "stopped rank":
-        number, victims = signal.SIGSTOP, ranks[:2]
-    else:
-        number, victims = draw.choice(KILLS), [job.pid, *ranks]
-    victim = draw.choice(victims) if victims else job.pid
-    done = f"{signal.Signals(number).name} to {'the launcher' if victim == job.pid else 'a rank'} after {moment:.2f} s"
-    done += ", from a fresh start" if cold else ""
-    if victims and victim in members(job.pid):
-        os.kill(victim, number)
-    ended = end(job, here)
-    fate, said = _judge(ended)
-    if fate == "named" or ended.status == 0:
-        again = end(start(here, "again"), here, "again")
-        if again.status != 0:
-            fate, said = "hang" if again.status is None else "vague", f"then: {again.out[-SAID:]}{again.err[-SAID:]}"
-        else:
-            same = result_of(here, "job", LAST) == expected.result
-            fate, said = ("survived", "") if same else ("silent", "another result than the undisturbed job's")
-    return Trial(kind, seed, done, fate, said)
+@dataclass(frozen=True)
+class SignalledJob:
+    """A signal to the launcher of a job, or to one of its ranks."""
+
+    good: Good
+    place: Path
+    expected: Callable[[], Expected]
+    name: str = "signalled job"
+
+    def cells(self) -> Sequence[Cell]:
+        """Victims in every phase, by signals; a stopped launcher never ends, so only ranks are stopped."""
+        rows = [f"{who}, {phase}" for who in ("launcher", "rank 0", "rank 1") for phase in PHASES]
+        found = [(row, number.name) for row in (f"launcher, {LOADING}", *rows) for number in KILLS]
+        return found + [(row, signal.SIGSTOP.name) for row in rows if row.startswith("rank")]
+
+    def attempt(self, cell: Cell, draw: random.Random, seed: str) -> Trial:
+        """One job, one signal."""
+        (who, phase), number = cell[0].split(", "), signal.Signals[cell[1]]
+        expected, here = self.expected(), job_folder(self.good, self.place / "attacked")
+        cold = phase == LOADING
+        job = start(here, cold=cold)
+        moment = draw.uniform(*PHASES["starting" if cold else phase]) * (expected.cold if cold else expected.seconds)
+        time.sleep(moment)
+        ranks = workers(job.pid)
+        victim = job.pid if who == "launcher" or len(ranks) < 2 else ranks[int(who[-1])]
+        done = f"{number.name} to {who if victim != job.pid else 'the launcher'} after {moment:.2f} s"
+        if victim != job.pid or number != signal.SIGSTOP:
+            _signal(victim, number)
+        ended = end(job, here)
+        fate, said = _judge(ended)
+        if fate == "named" or ended.status == 0:
+            again = end(start(here, "again"), here, "again")
+            fate, said = judge_last([again], here, expected)
+        return Trial(self.name, seed, done, fate, said, cell)
+
+
+@dataclass(frozen=True)
+class SignalledMachine:
+    """A signal to one of two launchers that share a job, or to its rank; both run on this machine."""
+
+    good: Good
+    place: Path
+    expected: Callable[[], Expected]
+    name: str = "one of two launchers"
+
+    def cells(self) -> Sequence[Cell]:
+        """Victims in the first phases, by signals."""
+        victims = ("launcher 0", "launcher 1", "rank 0", "rank 1")
+        signals = (signal.SIGKILL, signal.SIGTERM, signal.SIGSTOP)
+        phases = ("starting", "training")
+        return [(f"{who}, {phase}", number.name) for who in victims for phase in phases for number in signals]
+
+    def attempt(self, cell: Cell, draw: random.Random, seed: str) -> Trial:
+        """One job, one signal."""
+        (who, phase), number = cell[0].split(", "), signal.Signals[cell[1]]
+        expected, here = self.expected(), job_folder(self.good, self.place / "attacked")
+        jobs = start_pair(here, "first")
+        moment = draw.uniform(*PHASES[phase]) * PAIR_SLOWER * expected.seconds
+        time.sleep(moment)
+        job = jobs[int(who[-1])]
+        ranks = workers(job.pid)
+        victim = ranks[0] if who.startswith("rank") and ranks else job.pid
+        done = f"{number.name} to {who} after {moment:.2f} s"
+        _signal(victim, number)
+        stopped = job if victim == job.pid and number == signal.SIGSTOP else None
+        others = [end(other, here, f"first{rank}") for rank, other in enumerate(jobs) if other is not stopped]
+        if stopped is not None:  # it cannot end, but the others must
+            _signal(stopped.pid, signal.SIGKILL)
+            end(stopped, here, f"first{jobs.index(stopped)}")
+        told = any(one.err.strip() for one in others)  # of a stop, one launcher tells
+        verdicts = [_judge(one) for one in others if not (told and one.status == STOPPED)]
+        fate, said = next((verdict for verdict in verdicts if verdict[0] in FAILURES), ("named", ""))
+        if fate not in FAILURES:
+            again = [end(job, here, f"again{rank}") for rank, job in enumerate(start_pair(here, "again"))]
+            fate, said = judge_last(again, here, expected)
+        return Trial(self.name, seed, done, fate, said, cell)
+
+
+PAIR_SLOWER = 1.5
+"""Two launchers take about so much longer than one."""
+
+
+def start_pair(
+    folder: Path, name: str, *, address: str = "localhost", machines: Sequence[str] = ("", "")
+) -> list[Process]:
+    """The job's two launchers, one for each rank; `machines`: the network namespaces where they run."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    meeting = {"PET_NNODES": "2", "PET_MASTER_ADDR": address, "PET_MASTER_PORT": str(port)}
+    return [
+        start(folder, f"{name}{rank}", {"PET_NODE_RANK": str(rank), **meeting}, machine)
+        for rank, machine in enumerate(machines)
+    ]
+
+
+def _signal(process: int, number: signal.Signals) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(process, number)
 
 
 def _judge(ended: Ended) -> tuple[Fate, str]:
@@ -171,3 +246,15 @@ def _judge(ended: Ended) -> tuple[Fate, str]:
     # Before Python has read the first line of the program, a signal ends it like any other process.
     told = ended.status == 0 or -(ended.status or 0) in KILLS or ended.err.strip()
     return ("named", "") if told else ("vague", said)
+
+
+def judge_last(again: Sequence[Ended], here: Path, expected: Expected) -> tuple[Fate, str]:
+    """The outcome of the job that continues: it must reach the result of an undisturbed one."""
+    for ended in again:
+        if ended.status != 0:
+            return (
+                "hang" if ended.status is None else "vague",
+                f"then: exit {ended.status}\n{ended.out[-SAID:]}{ended.err[-SAID:]}",
+            )
+    same = result_of(here, "job", LAST) == expected.result
+    return ("survived", "") if same else ("silent", "another result than the undisturbed job's")

@@ -2,6 +2,7 @@
 
 import importlib
 import os
+import random
 import resource
 import shutil
 import signal
@@ -11,7 +12,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, Protocol
 
 import meshwright.checkpoint.hf
 import meshwright.cli.check
@@ -57,6 +58,10 @@ class Ended:
         return "Traceback (most recent call last)" in self.err or (self.status or 0) < 0
 
 
+Cell = tuple[str, str]
+"""A kind of file, process or request, and a kind of damage."""
+
+
 @dataclass(frozen=True)
 class Trial:
     """A trial and its outcome."""
@@ -69,6 +74,31 @@ class Trial:
     fate: Fate
     said: str = ""
     """The output of a failure."""
+    cell: Cell = ("", "")
+    """Its place in the table: what was attacked, and how."""
+
+
+class Kind(Protocol):
+    """A kind of attack: a table of cells, each of which can be tried at any place and moment."""
+
+    @property
+    def name(self) -> str:
+        """In tables and seeds."""
+        ...
+
+    def cells(self) -> Sequence[Cell]:
+        """Every cell, in order."""
+        ...
+
+    def attempt(self, cell: Cell, draw: random.Random, seed: str) -> Trial:
+        """One trial; `draw` chooses the place and the moment."""
+        ...
+
+
+def trial_of(kind: Kind, seed: str) -> Trial:
+    """The trial of a seed, `KIND/SEED/NUMBER`: the cell of that number, and after the last one any cell."""
+    draw, number, cells = random.Random(seed), int(seed.rpartition("/")[2]), kind.cells()
+    return kind.attempt(cells[number] if number < len(cells) else draw.choice(cells), draw, seed)
 
 
 def run(

@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 from meshwright.checkpoint.manifest import CheckpointError
 from meshwright.checkpoint.metadata import SafeReader
 from meshwright.comm.objects import gather, rank, scatter
+from meshwright.spec.files import regular
 
 
 @dataclass(frozen=True)
@@ -33,7 +34,7 @@ class ShardPlan:
     index: Metadata | None
     """The index of all parts, on rank 0."""
     token: str
-    """A random suffix for folders of unfinished saves, so that folders of different processes never collide."""
+    """Random text that nobody else knows: with it, no two processes write the same folder, and none can be guessed."""
 
 
 def plan_shards(tensors: dict[str, torch.Tensor]) -> ShardPlan:
@@ -41,7 +42,7 @@ def plan_shards(tensors: dict[str, torch.Tensor]) -> ShardPlan:
     planner = DefaultSavePlanner()
     planner.set_up_planner(dict(tensors), is_coordinator=rank() == 0)
     plans = gather(planner.create_local_plan())
-    index, planned, token = None, None, secrets.token_hex(4)
+    index, planned, token = None, None, secrets.token_hex(16)
     if plans is not None:
         plans, index = planner.create_global_plan(plans)
         plans = dcp.FileSystemWriter("").prepare_global_plan(plans)
@@ -90,6 +91,8 @@ def load_tensors(checkpoint: Path, tensors: dict[str, torch.Tensor]) -> None:
     reader = SafeReader(checkpoint)
     metadata = reader.read_metadata()
     _check_shapes(checkpoint, metadata, {name: tuple(tensor.shape) for name, tensor in tensors.items()})
+    for name in {info.relative_path for info in metadata.storage_data.values()}:
+        regular(checkpoint / name)
     planner = DefaultLoadPlanner(flatten_state_dict=False)
     planner.set_up_planner(dict(tensors), metadata)
     reader.set_up_storage_reader(metadata, is_coordinator=rank() == 0)

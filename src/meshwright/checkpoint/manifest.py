@@ -16,7 +16,8 @@ from typing import Any
 
 from meshwright.spec.checkpoint import CheckpointSpec
 from meshwright.spec.errors import UserError
-from meshwright.storage.durable import regular, sync_folder, write_durably
+from meshwright.spec.files import regular
+from meshwright.storage.durable import sync_folder, write_durably
 from meshwright.storage.sync import sync
 
 MANIFEST = "manifest.json"
@@ -137,7 +138,7 @@ def prune(root: Path, spec: CheckpointSpec) -> None:
 def held_out_loss(checkpoint: Path) -> float | None:
     """The held-out loss measured right before the checkpoint; None if there is none or it cannot be read."""
     try:
-        loss = json.loads((checkpoint / TRAINER).read_text())[HELD_OUT_LOSS]
+        loss = json.loads(regular(checkpoint / TRAINER).read_text())[HELD_OUT_LOSS]
     except (OSError, ValueError, KeyError, TypeError):
         return None
     return loss if isinstance(loss, float) and math.isfinite(loss) else None
@@ -153,6 +154,8 @@ def read_manifest(checkpoint: Path) -> dict[str, Any]:
         manifest = json.loads(regular(path).read_bytes())
     except FileNotFoundError:
         raise CheckpointError(f"{path}: missing, so this checkpoint is incomplete") from None
+    except UserError as error:
+        raise CheckpointError(str(error)) from None
     except (ValueError, RecursionError):
         raise CheckpointError(f"{path}: is not a manifest") from None
     if not isinstance(manifest, dict) or not {"format", "step", "files"} <= manifest.keys():
@@ -180,7 +183,9 @@ def read_trainer(checkpoint: Path, manifest: dict[str, Any]) -> dict[str, Any]:
     """The value in `trainer.json`; raises `CheckpointError` if it is not JSON, or of another step than the manifest."""
     path = checkpoint / TRAINER
     try:
-        values = json.loads(path.read_bytes())
+        values = json.loads(regular(path).read_bytes())
+    except UserError as error:
+        raise CheckpointError(str(error)) from None
     except (ValueError, RecursionError):
         raise CheckpointError(f"{path}: damaged, not JSON") from None
     if not isinstance(values, dict) or values.get("step") != manifest["step"]:

@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from meshwright.checkpoint.manifest import CheckpointError
+from meshwright.spec.files import regular
 from meshwright.torch_internals import StoredPlace
 
 METADATA = ".metadata"
@@ -31,7 +32,7 @@ class SafeReader(dcp.FileSystemReader):
         """The index of all tensors; raises `CheckpointError` if it is anything else."""
         path = Path(self.path) / METADATA
         try:
-            metadata = _SafeUnpickler(io.BytesIO(path.read_bytes())).load()
+            metadata = _SafeUnpickler(io.BytesIO(regular(path).read_bytes())).load()
             _check(metadata)
         except OSError:
             raise

@@ -8,9 +8,10 @@ from typing import Any
 
 from meshwright.families import Adapter, family_of, find_adapters, finetuned_table, hf_tensors
 from meshwright.spec.errors import UserError
+from meshwright.spec.files import regular
 from meshwright.spec.finetune import Ia3Spec, LoraSpec
 from meshwright.spec.model import ModelSpec
-from meshwright.storage.durable import regular
+from meshwright.spec.problems import read_foreign
 from meshwright.storage.jsonl import distinct_keys
 
 CONFIG = "adapter_config.json"
@@ -29,6 +30,18 @@ WITHOUT_EFFECT = frozenset(
 )
 """Keys without effect on the computation with saved tensors: initialization, training, storage. Any other key that is
 set is refused by name."""
+
+LORA_KEYS = {
+    "rank": "r",
+    "alpha": "lora_alpha",
+    "targets": "target_modules",
+    "ranks": "rank_pattern",
+    "alphas": "alpha_pattern",
+    "rslora": "use_rslora",
+    "dora": "use_dora",
+    "train": "modules_to_save",
+}
+"""Field of `LoraSpec` -> peft's key."""
 
 INITS = (True, False, None, "gaussian", "eva", "orthogonal")
 """Values of `init_lora_weights` for which peft leaves the base unchanged."""
@@ -115,21 +128,13 @@ def lora_of(directory: Path) -> LoraSpec:
             raise AdapterError(f"{file}: peft_type is {config['peft_type']}; only LORA can be served")
         if not isinstance(config["target_modules"], list):
             raise AdapterError(f"{file}: target_modules is a pattern; save the adapter with a list of module names")
-        return LoraSpec(
-            method="lora",
-            rank=config["r"],
-            alpha=config["lora_alpha"],
-            targets=tuple(config["target_modules"]),
-            ranks=config.get("rank_pattern") or {},
-            alphas=config.get("alpha_pattern") or {},
-            rslora=bool(config.get("use_rslora")),
-            dora=bool(config.get("use_dora")),
-            train=tuple(config.get("modules_to_save") or ()),
-        )
-    except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
+        values = {ours: config.get(theirs) for ours, theirs in LORA_KEYS.items()}
+    except (OSError, ValueError, TypeError, KeyError, RecursionError, AttributeError) as error:
         if isinstance(error, AdapterError):
             raise
         raise AdapterError(f"{file} is not an adapter's configuration: {error}") from error
+    given = {"method": "lora", **{name: value for name, value in values.items() if value is not None}}
+    return read_foreign(LoraSpec, given, where=str(file), names=LORA_KEYS)
 
 
 def check_adapter_config(directory: Path, model: ModelSpec, finetune: AdapterSpec) -> None:
@@ -141,7 +146,7 @@ def check_adapter_config(directory: Path, model: ModelSpec, finetune: AdapterSpe
         _check_kinds(config)
     except FileNotFoundError as error:
         raise AdapterError(f"{directory} is not a peft adapter: it has no {CONFIG}") from error
-    except (ValueError, TypeError, KeyError, RecursionError, re.error) as error:
+    except (ValueError, TypeError, KeyError, RecursionError, OverflowError, re.error) as error:
         raise AdapterError(f"{file} is not an adapter's configuration: {error}") from error
     if kind != ("IA3" if isinstance(finetune, Ia3Spec) else "LORA"):
         raise AdapterError(f"{directory} has peft_type={kind}, but the recipe has finetune.method={finetune.method}")

@@ -12,6 +12,7 @@ from safetensors import SafetensorError, safe_open
 
 from meshwright.families.tensor_headers import StoredTensor
 from meshwright.spec.errors import UserError
+from meshwright.spec.files import regular
 from meshwright.storage.sync import sync_file
 
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -23,7 +24,7 @@ NAMES = {dtype: name for name, dtype in DTYPES.items()}
 def open_tensors(file: Path) -> Any:
     """Open a file with safetensors, after its header has been checked. Raises `UserError` if safetensors refuses it."""
     try:
-        return safe_open(file, framework="pt")
+        return safe_open(regular(file), framework="pt")
     except (OSError, SafetensorError) as error:
         raise UserError(f"{file} is not a safetensors file: {error}") from error
 

@@ -10,6 +10,7 @@ when all know that no thread is working (`busy`):
 A disk error on any rank ends as a `SaveOutcome` with a problem; the previous checkpoint is unchanged.
 """
 
+import hashlib
 import json
 import shutil
 import threading
@@ -152,7 +153,9 @@ class CheckpointWriter:
     def _staging(self) -> Path:
         assert self._step is not None
         assert self._plan is not None
-        return self.root / f"{STAGING}{checkpoint_name(self._step)}-{self._plan.token}"
+        name = checkpoint_name(self._step)
+        suffix = hashlib.sha256(f"{self._plan.token}/{name}".encode()).hexdigest()[:8]
+        return self.root / f"{STAGING}{name}-{suffix}"
 
     def _write(self, plan: ShardPlan, parts: dict[str, torch.Tensor]) -> None:
         """Thread of every rank: its shards, on disk and hashed."""

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from meshwright.cli.common import add_recipe_arguments, read_recipe, with_place
-from meshwright.cli.output import add_json_argument, print_json
+from meshwright.cli.output import add_json_argument, print_json, size_text
 from meshwright.data.describe import describe_counts, describe_sample
 from meshwright.data.packing import build_samples
 from meshwright.data.plugged import has_datasets
@@ -32,10 +32,11 @@ from meshwright.families import active_parameters, count_trained, parameter_tabl
 from meshwright.plan.forecast import forecast, warnings
 from meshwright.plan.machine import find_machine
 from meshwright.plan.stages import describe_pipeline
+from meshwright.plan.traffic import predict_traffic
 from meshwright.spec.errors import UserError
 from meshwright.spec.model import ModelSpec
 from meshwright.spec.recipe import RecipeError
-from meshwright.spec.run import Run
+from meshwright.spec.run import ResolvedRun, Run
 from meshwright.spec.text import counted
 from meshwright.terminal import printable
 from meshwright.trainer.display import ProgressLine, model_size, short
@@ -160,6 +161,8 @@ def examine(recipe: Run, base_dir: Path, findings: Findings) -> dict[str, Any]:
             facts["warnings"] += [machine.note] * bool(machine.note)
             if resolved.stage_layers:
                 facts["pipeline"] = {"stage_layers": resolved.stage_layers, "description": describe_pipeline(resolved)}
+            if resolved.run.layout.world_size > 1:
+                facts["traffic"] = _traffic(resolved)
     layout = resolved.run.layout if resolved is not None else recipe.layout
     facts["layout"] = {"processes": layout.world_size, "strategy": layout.strategy}
     written = None
@@ -208,6 +211,15 @@ def _model_facts(recipe: Run, model: ModelSpec) -> dict[str, Any]:
         "parameters_in_blocks": sum(row.numel for row in table if row.name.startswith(f"{blocks}.")),
         **model.model_dump(mode="json"),
     }
+
+
+def _traffic(resolved: ResolvedRun) -> list[dict[str, Any]] | str:
+    """What the first rank sends in a step; the reason if it is not predicted."""
+    try:
+        sizes = predict_traffic(resolved)
+    except UserError as error:
+        return str(error)
+    return [{"kind": kind, "axis": axis, "bytes": size} for (kind, axis), size in sorted(sizes.items())]
 
 
 def _sample(
@@ -287,6 +299,10 @@ def _report(facts: dict[str, Any]) -> Iterator[str]:
             f"{short(batch['steps'] * batch['tokens_per_step'])} tokens"
         )
         yield from (f"           {setting}: {reason}" for setting, reason in batch["reasons"].items())
+    if traffic := facts.get("traffic"):
+        yield f"traffic    {traffic if isinstance(traffic, str) else 'of the first rank in a step'}"
+    if isinstance(traffic, list):
+        yield from (f"           {one['kind']} over {one['axis']}: {size_text(one['bytes'])}" for one in traffic)
     if data := facts.get("data"):
         yield f"data       {counted(data['files'], 'file')}, {short(data['bytes'])}B"
         yield from (f"           {name}: {format}" for name, format in data.get("formats", {}).items())

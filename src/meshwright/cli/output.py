@@ -8,6 +8,8 @@ import sys
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+UNITS = {"GiB": 2**30, "MiB": 2**20, "KiB": 2**10}
+
 
 def add_json_argument(parser: argparse.ArgumentParser) -> None:
     """Add the option `--json`."""
@@ -43,3 +45,11 @@ def progress_on_stderr(wanted: bool) -> Iterator[None]:
         sys.stdout.flush()
         os.dup2(stdout, 1)
         os.close(stdout)
+
+
+def size_text(size: int) -> str:
+    """A size in a readable unit: `12.6 GiB`, `0.432 GiB`, `51.2 MiB`, `3.4 KiB`, `24 B`."""
+    if size < 100:
+        return f"{size} B"
+    unit, number = next((unit, size / one) for unit, one in UNITS.items() if size >= one / 10)
+    return f"{number:.3f} {unit}" if unit == "GiB" and number < 10 else f"{number:.1f} {unit}"

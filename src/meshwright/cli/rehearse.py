@@ -5,7 +5,7 @@ import re
 from typing import Any
 
 from meshwright.cli.common import add_recipe_arguments, positive, read_recipe
-from meshwright.cli.output import add_json_argument, print_result
+from meshwright.cli.output import add_json_argument, print_result, size_text
 from meshwright.plan.hardware import resolve_cluster
 from meshwright.plan.machine import Machine
 from meshwright.spec.cluster import ClusterSpec
@@ -14,7 +14,6 @@ from meshwright.trainer.display import short
 from meshwright.trainer.remedies import remedies, remedy_lines
 from meshwright.trainer.resolve import resolve_run
 
-UNITS = {"GiB": 2**30, "MiB": 2**20, "KiB": 2**10}
 ORDER = ("weights", "gathered weights", "gradients", "optimizer", "activations")
 """Kinds of memory in printing order."""
 
@@ -120,11 +119,3 @@ def _lines(resolved: ResolvedRun, reports: list[dict[str, Any]]) -> list[str]:
 
 def _parts(by_kind: dict[str, int]) -> str:
     return ", ".join(f"{kind} {size_text(by_kind[kind])}" for kind in ORDER if by_kind.get(kind))
-
-
-def size_text(size: int) -> str:
-    """A size in a readable unit: `12.6 GiB`, `0.432 GiB`, `51.2 MiB`, `3.4 KiB`, `24 B`."""
-    if size < 100:
-        return f"{size} B"
-    unit, number = next((unit, size / one) for unit, one in UNITS.items() if size >= one / 10)
-    return f"{number:.3f} {unit}" if unit == "GiB" and number < 10 else f"{number:.1f} {unit}"

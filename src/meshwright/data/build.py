@@ -21,6 +21,7 @@ from meshwright.data.split import Census, Split, likely_split, plan_split, text_
 from meshwright.data.token_file import LENGTHS, Mark, TokenWriter
 from meshwright.data.tokenizer import TextTokenizer
 from meshwright.spec.errors import UserError
+from meshwright.storage.durable import write_durably
 from meshwright.storage.sync import sync_file
 
 TRAIN, HELD_OUT = "train.bin", "held_out.bin"
@@ -234,11 +235,7 @@ def _chunks(pieces: Iterator[_Piece]) -> Iterator[tuple[list[_Piece], list[str]]
 def _write_journal(directory: Path, split: Split, commit: Commit | None) -> None:
     """Write a journal that contains only the last commit."""
     lines = [asdict(split), *([asdict(commit)] if commit else [])]
-    beside = directory / f".{JOURNAL}"
-    with beside.open("w") as file:
-        file.writelines(json.dumps(line) + "\n" for line in lines)
-        sync_file(file)
-    beside.rename(directory / JOURNAL)
+    write_durably(directory / JOURNAL, "".join(json.dumps(line) + "\n" for line in lines))
 
 
 def _read_journal(directory: Path) -> tuple[Split | None, Commit | None]:

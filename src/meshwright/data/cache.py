@@ -12,6 +12,8 @@ from meshwright.data.build import HELD_OUT, TRAIN, remove_scaffolding
 from meshwright.data.checksums import BlockChecksums
 from meshwright.data.token_file import MASK
 from meshwright.spec.errors import UserError
+from meshwright.spec.files import regular
+from meshwright.storage.durable import own_folder
 from meshwright.storage.lock import Lock
 
 CACHE_FORMAT = 4
@@ -25,12 +27,11 @@ def cached(cache: Path, about: Any, build: Callable[[Path], None]) -> Path:
     if directory.is_dir():
         return directory
     try:
-        unfinished.mkdir(parents=True, exist_ok=True)
         with Lock(cache / f".{fingerprint}.lock", wait=math.inf):
             if directory.is_dir():  # another process has built it
                 shutil.rmtree(unfinished, ignore_errors=True)
             else:
-                build(unfinished)
+                build(own_folder(unfinished))
                 unfinished.rename(directory)
         remove_scaffolding(directory)
     except OSError as error:
@@ -49,7 +50,7 @@ def damage_of(directory: Path) -> str:
             beside = [path.with_suffix(ending) for ending in (".idx", MASK)]
             for found in [path, *(one for one in beside if one.exists())]:
                 BlockChecksums.beside(found, "").compare_all()
-            json.loads(path.with_suffix(".json").read_bytes())
+            json.loads(regular(path.with_suffix(".json")).read_bytes())
     except (OSError, ValueError) as error:
         return str(error)
     return ""

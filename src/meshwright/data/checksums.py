@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from meshwright.spec.errors import UserError
+from meshwright.spec.files import regular
 from meshwright.storage.sync import sync_file
 
 BLOCK = 1 << 16
@@ -84,7 +85,7 @@ class BlockChecksums:
     def beside(cls, path: Path, remedy: str) -> "BlockChecksums":
         """The checksums next to a file. Raises UserError if there are none."""
         try:
-            return cls(path, np.fromfile(sums_path(path), "<u4"), remedy)
+            return cls(path, np.fromfile(regular(sums_path(path)), "<u4"), remedy)
         except OSError as error:
             raise UserError(f"{path} has no checksums ({error.strerror}){remedy}") from error
 

@@ -16,6 +16,7 @@ from meshwright.data.prepare import Corpus
 from meshwright.data.token_file import TokenFile
 from meshwright.data.tokenizer import TextTokenizer
 from meshwright.spec.errors import UserError
+from meshwright.spec.files import regular
 from meshwright.storage.jsonl import read_values
 
 NGRAM = 13
@@ -78,7 +79,7 @@ def _texts_of(path: Path) -> Iterator[tuple[int, list[str]]]:
         yield from ((number, list(_strings(value))) for number, value in read_values(path))
         return
     try:
-        yield 1, [path.read_text(encoding="utf-8")]
+        yield 1, [regular(path).read_text(encoding="utf-8")]
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{path}: cannot be read ({error})") from error
 

@@ -121,8 +121,9 @@ def _write_tokens(items: Iterator[tuple[Any, str]], folder: Path, enough: tuple[
             if len(lengths) >= enough[0] and tokens - longest >= enough[1]:
                 break
     path = folder / f"{digest.hexdigest()}.bin"
-    if not path.with_suffix(".idx").exists():
-        write_index(path.with_suffix(".idx"), np.array(lengths), TOKENS)
+    with _new_file(folder) as index:
+        write_index(Path(index.name), np.array(lengths), TOKENS)
+    _publish(Path(index.name), path.with_suffix(".idx"))
     _publish(Path(file.name), path)
     return path.with_suffix(".idx")
 

@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 from meshwright.spec.data import HUB, STDLIB, Format, SourceSpec
 from meshwright.spec.errors import UserError
+from meshwright.spec.files import regular
 
 STDLIB_LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idle_test", "encodings"}
 """Folders that the stdlib corpus leaves out.
@@ -156,6 +157,7 @@ def _matching_files(source: SourceSpec, base_dir: Path) -> list[SourceFile]:
     if files and not total_bytes(files):
         raise UserError(f"data source {source.path} is empty: {names_of(files)} contains no data; remove it")
     if not files:
+        regular(base_dir / pattern)
         raise UserError(f"data source {source.path} matches no file (looked in {base_dir.resolve()})")
     return files
 

@@ -22,7 +22,7 @@ import numpy as np
 from meshwright.data.checksums import BlockChecksums, Checked, write_sums
 from meshwright.data.tokenizer import TextTokenizer
 from meshwright.spec.errors import UserError
-from meshwright.storage.durable import regular
+from meshwright.spec.files import regular
 from meshwright.storage.sync import sync_file
 
 MAGIC = b"MMIDIDX\0\0"
@@ -239,7 +239,7 @@ def open_token_file(path: Path, tokenizer: TextTokenizer, *, rebuild: str = "") 
     Raises UserError if they do not match, or another tokenizer made them; the message ends with `rebuild`.
     """
     try:
-        about = json.loads(path.with_suffix(ABOUT).read_bytes()) if rebuild else _about(path)
+        about = json.loads(regular(path.with_suffix(ABOUT)).read_bytes()) if rebuild else _about(path)
         made_by = about and about["tokenizer"]
         found = open_indexed(path, remedy=rebuild or None)
     except UserError as error:
@@ -373,7 +373,7 @@ def _open_to_continue(path: Path, num_bytes: int) -> BinaryIO:
 def _about(path: Path) -> dict[str, Any] | None:
     """Our description next to a token file; None if it does not exist or the .json is not ours."""
     try:
-        found = json.loads(path.with_suffix(ABOUT).read_bytes())
+        found = json.loads(regular(path.with_suffix(ABOUT)).read_bytes())
     except (OSError, ValueError, RecursionError):
         return None
     ours = {"num_tokens", "dtype", "num_documents", "tokenizer"}

@@ -24,7 +24,8 @@ from meshwright.data.tokenizer_files import (
     read_json,
 )
 from meshwright.spec.errors import UserError
-from meshwright.storage.durable import regular, write_durably
+from meshwright.spec.files import regular
+from meshwright.storage.durable import write_durably
 
 PIECE = 1 << 16
 """Characters after which a long document may be cut for encoding."""
@@ -277,10 +278,11 @@ def load_tokenizer(path: Path) -> TextTokenizer:
     where = f"tokenizer {path}"
     if not path.exists():
         raise UserError(f"{where}: no such file; give a tokenizer.json, the folder that holds it, or auto")
-    if path.is_file() and path.name != "tokenizer.json":
+    if not path.is_dir() and path.name != "tokenizer.json":
         return TextTokenizer({"tokenizer.json": regular(path).read_bytes()}, where=where)
     directory = path if path.is_dir() else path.parent
-    files = {name: (directory / name).read_bytes() for name in TOKENIZER_FILES if (directory / name).is_file()}
+    given = {name: directory / name for name in TOKENIZER_FILES if (directory / name).exists()}
+    files = {name: regular(file).read_bytes() for name, file in given.items()}
     if "tokenizer.json" not in files:
         raise UserError(f"{where}: this folder has no tokenizer.json")
     return TextTokenizer(files, where=where)

@@ -1,6 +1,7 @@
 """Proof of an engine's program against Meshwright on one process: loss, gradients, norm and updates of a few steps,
 tensor by tensor."""
 
+import os
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -106,7 +107,9 @@ def verify_engine(
         options = ["--inputs", str(folder), "--journal", str(journal), "--dump", str(folder), "--pause", str(steps)]
         options += ["--checkout", str(checkout)] if engine.checkout else []
         command = [str(python), "-P", str(translation.write(folder / "program")), *options]
-        log = Path(tempfile.gettempdir()) / f"{folder.name}.log"  # stays, for whoever reads why it failed
+        made, path = tempfile.mkstemp(prefix="meshwright-verify-", suffix=".log")
+        os.close(made)
+        log = Path(path)  # stays, for whoever reads why it failed
         try:
             with RankedProgram(command, ranks, log) as program:
                 program.wait_for(journal, f'"step": {steps},'.encode(), patience)

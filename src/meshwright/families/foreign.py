@@ -12,6 +12,7 @@ from typing import Any
 from meshwright.families.tensor_headers import FLOATS, read_scalar, stored_tensors
 from meshwright.spec.errors import UserError
 from meshwright.spec.model import ForeignModel, ModelSpec, Parameter
+from meshwright.spec.problems import foreign_problems
 
 FAMILY = "transformers"
 
@@ -68,7 +69,8 @@ def read_foreign(directory: Path, config: Mapping[str, Any], *, where: str) -> M
     Raises:
         UserError: it is not a causal language model, its blocks cannot be identified, or its files are malformed.
     """
-    architecture = str((config.get("architectures") or ["missing"])[0])
+    named = config.get("architectures")
+    architecture = str(named[0] if isinstance(named, list) and named else "missing")
     if not architecture.endswith(("ForCausalLM", "LMHeadModel")) or "vocab_size" not in config:
         raise UserError(
             f"{where}: model_type {config.get('model_type')!r} is not supported: architectures is {architecture}, "
@@ -76,7 +78,8 @@ def read_foreign(directory: Path, config: Mapping[str, Any], *, where: str) -> M
         )
     if config.get("quantization_config"):
         raise UserError(f"{where}: quantized weights are not supported; use the unquantized model")
-    sizes = {field: _size(config, field) for field in SPELLINGS}
+    names = {field: _spelling(config, field) for field in SPELLINGS}
+    sizes: dict[str, Any] = {field: config.get(name) for field, name in names.items()}
     for field in ("hidden", "num_layers", "num_heads", "vocab"):
         if type(sizes[field]) is not int or sizes[field] < 1:
             raise UserError(f"{where}: no {' or '.join(SPELLINGS[field])} that is a positive integer")
@@ -88,8 +91,8 @@ def read_foreign(directory: Path, config: Mapping[str, Any], *, where: str) -> M
         if tensor.dtype in FLOATS and not name.endswith(NO_WEIGHTS[: 3 if tied else 2])
     }
     renamed = ((theirs, files),) if files and any(files in name for name in stored) else ()
-    names = {name: name.replace(files, theirs) if renamed else name for name in stored}
-    tensors = {names[name]: tensor.shape for name, tensor in stored.items() if tensor.shape}
+    modules = {name: name.replace(files, theirs) if renamed else name for name in stored}
+    tensors = {modules[name]: tensor.shape for name, tensor in stored.items() if tensor.shape}
     blocks = _blocks(tensors, sizes["num_layers"], where)
     buffers = {name: tensors.pop(name) for name in list(tensors) if name.rpartition(".")[2] in BUFFERS}
     tensors, stacks = _stacked(tensors)
@@ -100,7 +103,7 @@ def read_foreign(directory: Path, config: Mapping[str, Any], *, where: str) -> M
         stacks=tuple(stacks.items()),
         buffers=tuple(sorted(buffers.items())),
         scalars=tuple(
-            (names[name], read_scalar(one.file, name)) for name, one in sorted(stored.items()) if not one.shape
+            (modules[name], read_scalar(one.file, name)) for name, one in sorted(stored.items()) if not one.shape
         ),
         renamed=renamed,
     )
@@ -110,11 +113,11 @@ def read_foreign(directory: Path, config: Mapping[str, Any], *, where: str) -> M
         "head_dim": sizes["hidden"] // sizes["num_heads"],
         "ffn": 4 * sizes["hidden"],
         "max_positions": ENDLESS,
-    } | {field: size for field, size in sizes.items() if type(size) is int}
+    } | {field: size for field, size in sizes.items() if type(size) is int and size != 0}  # 0: none
     switches = {"norm": "layernorm", "norm_eps": 0.0, "activation": "gelu_tanh", "gated": False, "positions": "rope"}
-    return ModelSpec.model_validate(
-        {"family": FAMILY, "foreign": foreign, "tied_embeddings": len(heads) < 2, **switches, **known}
-    )
+    values = {"family": FAMILY, "foreign": foreign, "tied_embeddings": len(heads) < 2, **switches, **known}
+    with foreign_problems(ModelSpec, values, where=where, names=names):
+        return ModelSpec.model_validate(values)
 
 
 def foreign_table(foreign: ForeignModel, vocab: int) -> tuple[Parameter, ...]:
@@ -184,10 +187,12 @@ def _blocks(tensors: Mapping[str, Any], num_layers: int, where: str) -> str:
             numbers.setdefault(found[1], set()).add(int(found[2]))
             tensors_of[found[1]] += 1
     blocks = max(numbers, key=lambda name: tensors_of[name], default="")
-    if numbers.get(blocks) != set(range(num_layers)):
+    found = numbers.get(blocks, set())
+    if len(found) != num_layers or found != set(range(len(found))):
         raise UserError(f"{where}: has {num_layers} layers, but the tensors in the files do not")
     return blocks
 
 
-def _size(config: Mapping[str, Any], field: str) -> Any:
-    return next((config[key] for key in SPELLINGS[field] if config.get(key) is not None), None)
+def _spelling(config: Mapping[str, Any], field: str) -> str:
+    """The key of config.json that holds a size, or could."""
+    return next((key for key in SPELLINGS[field] if config.get(key) is not None), SPELLINGS[field][0])

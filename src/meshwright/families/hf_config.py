@@ -4,12 +4,11 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from pydantic import ValidationError
-
 from meshwright.families.family import Family
 from meshwright.families.registry import FAMILIES, family_of
 from meshwright.spec.errors import UserError
-from meshwright.spec.model import ModelSpec
+from meshwright.spec.model import ModelFields, ModelSpec
+from meshwright.spec.problems import foreign_problems, read_foreign
 
 
 class UnsupportedError(UserError):
@@ -46,21 +45,20 @@ def model_from_hf_config(config: Mapping[str, Any], *, where: str = "config.json
     _refuse_unsupported(config, family, where)
     values = {field: _value(config, key, family, where) for field, key in family.hf_fields.items()}
     for field in ("hidden", "num_layers", "num_heads"):
-        if type(values[field]) is not int or values[field] < 1:
-            raise UserError(f"{where}: {family.hf_fields[field]} is {values[field]!r}, not a positive integer")
+        if values[field] is None:
+            raise UserError(
+                f"{where}: {family.hf_fields[field]} is null; a {family.name} model cannot be built without it"
+            )
     if values.get("sliding_window") is not None and not _slides(config, family, values["num_layers"], where):
         values["sliding_window"] = None
     if family.switches["positions"] == "rope":
         values |= _rope(config, family, where)
-    try:
-        # config.json uses null for a size that follows from the others.
-        return family.model({field: value for field, value in values.items() if value is not None})
-    except ValidationError as error:
-        first = error.errors()[0]
-        key = family.hf_fields.get(str(first["loc"][0]), str(first["loc"][0]))
-        raise UserError(f"{where}: {key} is {first['input']!r}: {first['msg']}") from error
-    except ValueError as error:
-        raise UserError(f"{where}: {error}") from error
+    # config.json uses null for a size that follows from the others.
+    given = {field: value for field, value in values.items() if value is not None}
+    sizes = {field: value for field, value in given.items() if field in ModelFields.model_fields}
+    read_foreign(ModelFields, sizes, where=where, names=family.hf_fields)  # before others are computed from them
+    with foreign_problems(ModelSpec, given, where=where, names=family.hf_fields):
+        return family.model(given)
 
 
 def _value(config: Mapping[str, Any], key: str, family: Family, where: str) -> Any:
@@ -91,7 +89,7 @@ def _rope(config: Mapping[str, Any], family: Family, where: str) -> dict[str, An
         raise UserError(f"{where}: the rope parameters are {rope!r}, not an object")
     theta = rope.get("rope_theta", _value(config, "rope_theta", family, where))
     kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind != "default" and kind not in SCALINGS:
+    if kind not in ("default", *SCALINGS):
         raise UnsupportedError(f"{where}: rope type {kind!r} is not supported, only 'default', 'llama3' and 'yarn'")
     if rope.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0)) != 1.0:
         raise UnsupportedError(f"{where}: partial_rotary_factor is not supported, only rotation of the whole head")

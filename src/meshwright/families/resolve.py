@@ -13,9 +13,9 @@ from meshwright.families.plugged import own_family
 from meshwright.families.registry import FAMILIES, PRESETS
 from meshwright.families.table import parameter_table
 from meshwright.spec.errors import UserError
+from meshwright.spec.files import regular
 from meshwright.spec.model import ModelFields, ModelSpec
 from meshwright.spec.plugins import has_plugin, known_plugins
-from meshwright.storage.durable import regular
 from meshwright.storage.jsonl import parse_json
 
 SIZES = [field for field in ModelFields.model_fields if field not in ("name", "weights", "family")]

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.spec.errors import UserError
-from meshwright.storage.durable import regular
+from meshwright.spec.files import regular
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"

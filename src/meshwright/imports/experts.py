@@ -14,8 +14,8 @@ from meshwright.imports.claims import Has, HasNot
 from meshwright.imports.reading import Reading, Rule
 from meshwright.imports.rules import fact, without
 from meshwright.spec.errors import UserError
+from meshwright.spec.files import regular
 from meshwright.spec.model import ModelFields
-from meshwright.storage.durable import regular
 
 COMPUTES = "transformers computes the model"
 LOGITS, COEFFICIENT = "output_router_logits", "router_aux_loss_coef"

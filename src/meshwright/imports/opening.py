@@ -11,6 +11,7 @@ from typing import Any
 import yaml
 
 from meshwright.spec.errors import UserError
+from meshwright.spec.files import regular
 from meshwright.storage.jsonl import distinct_keys
 
 LARGEST_FILE = 2**18
@@ -23,7 +24,7 @@ DEEPEST = 32
 
 def read_text(path: Path) -> str:
     """The text of a file. Raises `UserError` if it is not text, or too large for a configuration."""
-    with path.open("rb") as file:
+    with regular(path).open("rb") as file:
         content = file.read(LARGEST_FILE + 1)
     if len(content) > LARGEST_FILE:
         raise UserError(f"{path}: is larger than {LARGEST_FILE} bytes, so it is not a configuration file")

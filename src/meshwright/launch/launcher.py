@@ -196,6 +196,7 @@ def start_workers(
         environments=environments,
         policy=policy,
         store=SignedStore(store, secret, where),
+        node=nodes.rank,
         nodes=nodes.count,
         inherited=tuple(inherited),
         start=forkserver.start,
@@ -212,7 +213,10 @@ def _meeting_of_launchers(run: Run | RankJob, nodes: Nodes) -> tuple[dist.Store,
     try:
         store = open_store(nodes.address, nodes.port, timedelta(seconds=seconds), hosts=first, machines=several)
     except dist.DistError as error:
-        raise UserError(f"the launcher of the first machine, {nodes.address}:{nodes.port}, does not answer") from error
+        raise StuckError(
+            f"the launcher of the first machine, {nodes.address}:{nodes.port}, did not answer within {seconds:g} s "
+            "(guards.arrive_within)"
+        ) from error
     where = f"{nodes.address}:{store.port}"
     if not several:
         return store, where, new_secret().encode()

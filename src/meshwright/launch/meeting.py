@@ -9,7 +9,6 @@ import array
 import contextlib
 import fcntl
 import ipaddress
-import os
 import secrets
 import socket
 import struct
@@ -23,7 +22,7 @@ import torch.distributed as dist
 from meshwright.comm.store import SignedStore, StrangerError
 from meshwright.launch.status import StuckError
 from meshwright.spec.errors import UserError
-from meshwright.storage.sync import sync
+from meshwright.storage.durable import write_durably
 
 SECRET_FILE, SECRET_BYTES = ".secret", 32
 POLL_SECONDS = 0.05
@@ -82,13 +81,7 @@ def new_secret() -> str:
 def write_secret(run_dir: Path) -> None:
     """Write a new secret into the run directory, before any other rank can read it."""
     run_dir.mkdir(parents=True, exist_ok=True)
-    temporary = run_dir / f"{SECRET_FILE}.writing"
-    temporary.unlink(missing_ok=True)
-    with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-        file.write(new_secret())
-        file.flush()
-        sync(file.fileno())
-    temporary.rename(run_dir / SECRET_FILE)
+    write_durably(run_dir / SECRET_FILE, new_secret(), mode=0o600)
 
 
 def read_secret(run_dir: Path) -> bytes:

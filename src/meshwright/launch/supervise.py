@@ -1,39 +1,30 @@
 """The supervisor of worker processes: starts them, forwards signals, restarts them, gives up.
 
-If launchers of several machines share a run, the first one that sees a worker fail decides for all, through the store:
-all end their workers, then either all restart them or none does.
+If launchers of several machines share a run, they decide together (`launchers.py`): all end their workers, then either
+all restart them or none does.
 """
 
-import contextlib
 import json
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future, wait
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
 
 import torch.distributed as dist
 
 from meshwright.checkpoint.manifest import checkpoint_name, list_checkpoints, step_of
 from meshwright.launch.forkserver import Process
+from meshwright.launch.launchers import POLL_SECONDS, Launchers, RestartDecision, VerdictWatch
 from meshwright.launch.memory import MemoryWatch
 from meshwright.launch.signals import STOP_SIGNALS, StopRequest, signal_name
-from meshwright.launch.status import CRASH_LOOP, FINAL, MISUSE, OUT_OF_MEMORY, STOPPED, TrainingStopped
-from meshwright.spec.errors import UserError
+from meshwright.launch.status import CRASH_LOOP, FINAL, OUT_OF_MEMORY, STOPPED, TrainingStopped
 from meshwright.storage.scratch import scratch_folder
 
-T = TypeVar("T")
-
-POLL_SECONDS = 0.1
 LAST_WORDS_SECONDS = 2.0
 """Time for the other workers to report after one has failed: often all fail for the same reason."""
-ANSWER_SECONDS = 10.0
-"""Timeout for the first machine's launcher."""
 LEAVE_SECONDS = 30.0
 """Time for workers to exit after another has exited on a signal."""
 
@@ -66,6 +57,8 @@ class WorkerSpec:
     policy: RestartPolicy
     store: dist.Store
     """Shared by the launchers of all machines."""
+    node: int = 0
+    """This machine's number."""
     nodes: int = 1
     inherited: tuple[int, ...] = ()
     """File descriptors that workers inherit."""
@@ -73,78 +66,35 @@ class WorkerSpec:
     """Starts a command with `env` and `pass_fds`."""
 
 
-@dataclass(frozen=True)
-class RestartDecision:
-    """The decision after a failed attempt, for every machine."""
-
-    again: bool
-    status: int
-    fruitless: int
-    """Attempts in a row without a new checkpoint."""
-    reached: int
-    """Step of the newest checkpoint."""
-    message: str
-
-
 def supervise(spec: WorkerSpec, stop: StopRequest) -> int:
     """Run the workers until all have succeeded or the supervisor gives up; returns the exit status."""
-    stop.running()
-    attempt, verdict = 0, RestartDecision(True, 0, 0, _newest_step(spec.policy.run_dir), "")
-    while True:
-        failure = _run_attempt(spec, attempt, stop)
-        if failure is None:
-            _leave_together(spec, attempt)
-            return 0
-        key = f"verdict-{attempt}"
-        verdict = _agreed(spec, key, _judge(spec, attempt, failure, verdict))
-        if verdict.message:
-            print(verdict.message, file=sys.stderr, flush=True)
-        if not verdict.again or stop.number:
-            _leave_together(spec, attempt)
-            return verdict.status
-        attempt += 1
-
-
-def _leave_together(spec: WorkerSpec, attempt: int) -> None:
-    """Wait until the launchers of all machines have read the verdict: a scheduler may kill the others after the first
-    one exits, and the store ends with the first machine's launcher."""
-    if spec.nodes == 1:
-        return
-    with contextlib.suppress(dist.DistError, TimeoutError):
-        deadline, gone = time.monotonic() + LEAVE_SECONDS, f"gone-{attempt}"
-        left = within(ANSWER_SECONDS, lambda: spec.store.add(gone, 1))
-        while left < spec.nodes and time.monotonic() < deadline:
-            time.sleep(POLL_SECONDS)
-            left = within(ANSWER_SECONDS, lambda: spec.store.add(gone, 0))
-        time.sleep(2 * POLL_SECONDS)  # so that every launcher's last message is read
-
-
-def _agreed(spec: WorkerSpec, key: str, mine: RestartDecision) -> RestartDecision:
-    """The verdict of the first launcher to decide; if the store does not answer, ours, without a restart."""
+    launchers = Launchers(spec.store, spec.node, spec.nodes)
+    attempt, verdict = 0, RestartDecision(0, reached=_newest_step(spec.policy.run_dir))
     try:
-        answer = within(ANSWER_SECONDS, lambda: spec.store.compare_set(key, "", json.dumps(asdict(mine))))
-        return RestartDecision(**json.loads(answer))
-    except UserError as error:  # written by a stranger, which is why our workers were ended
-        return replace(mine, again=False, status=MISUSE, message=f"error: {error}")
-    except (dist.DistError, TimeoutError):
-        lost = "error: the launcher of the first machine does not answer; this machine's processes end"
-        return replace(mine, again=False, message=f"{mine.message}\n{lost}".strip())
+        stop.running()
+        while failure := _run_attempt(spec, launchers, attempt, stop):
+            verdict = launchers.decide(attempt, _judge(spec, attempt, failure, verdict))
+            _say(verdict.message)
+            if verdict.again and stop.number:
+                launchers.withdraw(attempt)
+                break
+            if verdict.again:
+                verdict = launchers.meet(attempt + 1, verdict)
+                _say(verdict.message, verdict.again)
+            if not verdict.again:
+                break
+            attempt += 1
+    except BaseException:
+        launchers.withdraw(attempt)
+        launchers.leave(attempt, at_once=True)
+        raise
+    launchers.leave(attempt)
+    return verdict.status if failure else 0
 
 
-def within(seconds: float, call: Callable[[], T]) -> T:
-    """The result of `call`; raises `TimeoutError` if it takes longer, and leaves it running."""
-    answer: Future[T] = Future()
-
-    def ask() -> None:
-        try:
-            answer.set_result(call())
-        except BaseException as error:
-            answer.set_exception(error)
-
-    threading.Thread(target=ask, name="meshwright-ask", daemon=True).start()
-    if not wait([answer], timeout=seconds).done:
-        raise TimeoutError(f"no answer within {seconds:g} s")
-    return answer.result()
+def _say(*lines: str) -> None:
+    for line in filter(None, lines):
+        print(line, file=sys.stderr, flush=True)
 
 
 @dataclass(frozen=True)
@@ -154,7 +104,7 @@ class _Failure:
     message: str
 
 
-def _run_attempt(spec: WorkerSpec, attempt: int, stop: StopRequest) -> _Failure | None:
+def _run_attempt(spec: WorkerSpec, launchers: Launchers, attempt: int, stop: StopRequest) -> _Failure | None:
     """Start the workers once and wait until they have ended; returns the first failure, if any."""
     began = time.time()
     again = ["--resume", "auto"] if attempt else []
@@ -167,7 +117,7 @@ def _run_attempt(spec: WorkerSpec, attempt: int, stop: StopRequest) -> _Failure 
                 environment = {**environment, "TORCHELASTIC_ERROR_FILE": str(last_words)}
                 process = spec.start([*spec.command, *again], env=environment, pass_fds=spec.inherited)
                 workers.append(_Worker(int(environment["RANK"]), process, last_words, memory, spec))
-            failed = _wait(workers, spec.store, f"verdict-{attempt}", stop)
+            failed = _wait(workers, launchers.watch(attempt), stop)
         except TrainingStopped:
             _kill(workers)
             raise
@@ -210,10 +160,9 @@ class _Worker:
         return f"error: rank {self.rank} ended with status {code}; see its messages above"
 
 
-def _wait(workers: list[_Worker], store: dist.Store, verdict: str, stop: StopRequest) -> _Worker | None:
+def _wait(workers: list[_Worker], elsewhere: VerdictWatch, stop: StopRequest) -> _Worker | None:
     """Wait until all workers have ended; returns the first that failed. The rest are made to follow it."""
     forwarded, failed, deadline = False, None, float("inf")
-    elsewhere = _Elsewhere(store, verdict)
     while None in [worker.process.poll() for worker in workers]:
         for worker in workers:
             worker.memory.look(worker.process.pid)
@@ -222,7 +171,7 @@ def _wait(workers: list[_Worker], store: dist.Store, verdict: str, stop: StopReq
             _send(workers, stop.number)
         if failed is None and (failed := _first_failure(workers)):
             deadline = time.monotonic() + LAST_WORDS_SECONDS
-        if failed is None and elsewhere.failed:
+        if failed is None and elsewhere.given:
             deadline = 0.0
         if time.monotonic() > deadline:
             if failed is not None and failed.status == STOPPED and not forwarded:
@@ -233,20 +182,6 @@ def _wait(workers: list[_Worker], store: dist.Store, verdict: str, stop: StopReq
         time.sleep(POLL_SECONDS)
     elsewhere.over = True
     return failed or _first_failure(workers)  # all may have ended between two polls
-
-
-class _Elsewhere:
-    """Whether workers of other machines have failed. A thread polls, because without network the call hangs."""
-
-    def __init__(self, store: dist.Store, verdict: str) -> None:
-        self.failed = self.over = False
-        threading.Thread(target=self._ask, args=(store, verdict), name="meshwright-verdict", daemon=True).start()
-
-    def _ask(self, store: dist.Store, verdict: str) -> None:
-        with contextlib.suppress(dist.DistError):  # the workers detect that too and report it
-            while not self.over and not self.failed:
-                self.failed = store.check([verdict])
-                time.sleep(POLL_SECONDS)
 
 
 def _first_failure(workers: list[_Worker]) -> _Worker | None:
@@ -278,18 +213,17 @@ def _judge(spec: WorkerSpec, attempt: int, failure: _Failure, before: RestartDec
     reached = _newest_step(spec.policy.run_dir)
     fruitless = 1 if reached > before.reached else before.fruitless + 1
     trained = attempt > 0 or spec.policy.stepped(failure.began)
-    again, status, message = False, failure.status, failure.message
+    again, status, message = "", failure.status, failure.message
     if status == STOPPED:
         message = ""  # the process that started the job reports the checkpoint to resume from
-    elif status not in FINAL and status - 128 not in STOP_SIGNALS and trained and spec.policy.restarts:
-        again = fruitless <= spec.policy.restarts
+    elif status not in FINAL and status - 128 not in STOP_SIGNALS and trained and (allowed := spec.policy.restarts):
         newest = f"the newest checkpoint is {checkpoint_name(reached) if reached else 'none'}"
-        if again:
-            message += f"\nstarting again ({fruitless} of {spec.policy.restarts} without a new checkpoint); {newest}"
+        if fruitless <= allowed:
+            again = f"starting again ({fruitless} of {allowed} without a new checkpoint); {newest}"
         else:
             status = CRASH_LOOP
-            message += f"\nerror: giving up after {spec.policy.restarts} restarts without a new checkpoint; {newest}"
-    return RestartDecision(again, status, fruitless, reached, message)
+            message += f"\nerror: giving up after {allowed} restarts without a new checkpoint; {newest}"
+    return RestartDecision(status, message, again, fruitless, reached)
 
 
 def after_stop(run_dir: Path) -> str:

@@ -41,9 +41,12 @@ def predict_traffic(resolved: ResolvedRun) -> Traffic:
     returns for others are the mean over ranks, which depends on routing.
 
     Raises `UserError` for runs that the formulas do not cover: steps that overlap (`pipedream-2bw`), ZeRO-3 under
-    `dualpipev` and custom schedules, and under tensor parallelism fine-tuning of embeddings, norms, head or experts.
+    `dualpipev` and custom schedules, maxima of scales in low precision (delayed, or over tensor-parallel ranks), and
+    under tensor parallelism fine-tuning of embeddings, norms, head or experts.
     """
-    layout = resolved.run.layout
+    layout, recipe = resolved.run.layout, resolved.run.training.product_recipe
+    if recipe == "delayed" or (recipe is not None and layout.tp > 1):
+        raise UserError(f"traffic is not predicted for {recipe} scales, whose maxima the ranks exchange")
     if layout.asynchronous:
         raise UserError(f"traffic is not predicted for schedule {layout.schedule}, whose steps overlap")
     rank = _Rank(resolved)

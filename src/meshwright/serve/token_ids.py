@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.data.tokenizer import TextTokenizer
+from meshwright.spec.files import regular
 
 GENERATION = "generation_config.json"
 
@@ -38,7 +39,7 @@ def token_ids(tokenizer: TextTokenizer, config: Mapping[str, Any]) -> TokenIds:
 def model_config(directory: Path | None) -> dict[str, Any]:
     """The config.json in a directory; empty if it does not exist."""
     try:
-        return _object((directory / "config.json").read_bytes()) if directory else {}
+        return _object(regular(directory / "config.json").read_bytes()) if directory else {}
     except OSError:
         return {}
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 from meshwright.spec.errors import UserError
+from meshwright.spec.files import regular
 
 Kind = Literal["F", "B", "I", "W"]
 
@@ -101,7 +102,7 @@ def read_schedule(path: Path) -> Schedule:
     `ScheduleError` with line and cell.
     """
     try:
-        rows = [row for row in csv.reader(path.read_text().splitlines()) if row]
+        rows = [row for row in csv.reader(regular(path).read_text().splitlines()) if row]
     except OSError as error:
         raise ScheduleError(f"schedule {path}: {error.strerror}") from error
     ranks = tuple(

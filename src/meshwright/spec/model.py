@@ -9,9 +9,9 @@ from pydantic import Field
 from meshwright.spec.base import Spec
 from meshwright.spec.plugins import Pluggable
 
-WIDEST, DEEPEST = 10**7, 10**4
-"""Limits: the largest width, number of heads or vocabulary, and the largest number of layers or experts. No model
-exceeds them; larger sizes are refused before any computation."""
+WIDEST, DEEPEST, LONGEST = 10**7, 10**4, 10**12
+"""Limits: the largest width, number of heads or vocabulary; the largest number of layers or experts; the most
+positions. No model exceeds them; larger sizes are refused before any computation."""
 
 
 class RopeScaling(Spec):
@@ -57,17 +57,17 @@ class ModelFields(Spec):
     """Width of the residual stream."""
     num_layers: int | None = Field(default=None, ge=1, le=DEEPEST)
     """Number of blocks."""
-    num_heads: int | None = Field(default=None, ge=1)
+    num_heads: int | None = Field(default=None, ge=1, le=WIDEST)
     """Query heads."""
-    num_kv_heads: int | None = Field(default=None, ge=1)
+    num_kv_heads: int | None = Field(default=None, ge=1, le=WIDEST)
     """Key and value heads (grouped-query attention when fewer than num_heads)."""
-    head_dim: int | None = Field(default=None, ge=1)
+    head_dim: int | None = Field(default=None, ge=1, le=WIDEST)
     """Width of one head; default hidden / num_heads."""
     ffn: int | None = Field(default=None, ge=1, le=WIDEST)
     """Width of the feed-forward layer; default 4 hidden for gpt2, else 8/3 hidden rounded up to 256s."""
     vocab: int | None = Field(default=None, ge=1, le=WIDEST)
     """Rows of the embedding; default the published size, else the tokenizer's."""
-    max_positions: int | None = Field(default=None, ge=1)
+    max_positions: int | None = Field(default=None, ge=1, le=LONGEST)
     """Longest sequence that the model supports."""
     norm_eps: float | None = Field(default=None, gt=0)
     """Epsilon of the norms."""
@@ -75,7 +75,7 @@ class ModelFields(Spec):
     """Base of the rotary embedding."""
     rope_scaling: RopeScaling | None = None
     """Scaling of the rotary embedding's frequencies for a longer context."""
-    sliding_window: int | None = Field(default=None, ge=1)
+    sliding_window: int | None = Field(default=None, ge=1, le=LONGEST)
     """Attention to at most this many previous positions."""
     tied_embeddings: bool | None = None
     """Use the embedding matrix as the output head as well."""
@@ -83,16 +83,16 @@ class ModelFields(Spec):
     """Standard deviation of randomly initialized matrices."""
     num_experts: int | None = Field(default=None, ge=1, le=DEEPEST)
     """Experts that the router chooses from (mixtral, qwen3_moe, deepseek_v3)."""
-    experts_per_token: int | None = Field(default=None, ge=1)
+    experts_per_token: int | None = Field(default=None, ge=1, le=DEEPEST)
     """Experts that each token is sent to."""
-    expert_ffn: int | None = Field(default=None, ge=1)
+    expert_ffn: int | None = Field(default=None, ge=1, le=WIDEST)
     """Width of one expert; default ffn. In mixtral always ffn."""
     balance_loss: float | None = Field(default=None, ge=0)
     """Coefficient of the load-balancing loss, which is part of the gradient but not of the reported loss; 0 disables
     it."""
     balance_rate: float | None = Field(default=None, ge=0)
     """deepseek_v3: change per step of the bias of experts with more or less load than the mean."""
-    shared_experts: int | None = Field(default=None, ge=0)
+    shared_experts: int | None = Field(default=None, ge=0, le=DEEPEST)
     """deepseek_v3: experts that process every token, in addition to the routed ones."""
     dense_layers: int | None = Field(default=None, ge=0)
     """deepseek_v3: number of first layers that are dense, of width ffn."""
@@ -102,16 +102,16 @@ class ModelFields(Spec):
     """deepseek_v3: number of groups that each token uses."""
     router_scale: float | None = Field(default=None, gt=0)
     """deepseek_v3: factor of the routed experts' output."""
-    q_rank: int | None = Field(default=None, ge=1)
+    q_rank: int | None = Field(default=None, ge=1, le=WIDEST)
     """deepseek_v3: width of the latent that queries are computed from; default none, computed from the residual
     stream."""
-    kv_rank: int | None = Field(default=None, ge=1)
+    kv_rank: int | None = Field(default=None, ge=1, le=WIDEST)
     """deepseek_v3: width of the latent that keys and values are computed from."""
-    nope_head_dim: int | None = Field(default=None, ge=1)
+    nope_head_dim: int | None = Field(default=None, ge=1, le=WIDEST)
     """deepseek_v3: width of a head's part without positions."""
-    rope_head_dim: int | None = Field(default=None, ge=2)
+    rope_head_dim: int | None = Field(default=None, ge=2, le=WIDEST)
     """deepseek_v3: width of a head's rotated part, whose key all heads share."""
-    v_head_dim: int | None = Field(default=None, ge=1)
+    v_head_dim: int | None = Field(default=None, ge=1, le=WIDEST)
     """deepseek_v3: width of a head's values."""
 
 
@@ -155,14 +155,14 @@ class ModelSpec(Spec):
     head_dim: int = Field(ge=1, le=WIDEST)
     ffn: int = Field(ge=1, le=WIDEST)
     vocab: int = Field(ge=1, le=WIDEST)
-    max_positions: int = Field(ge=1)
+    max_positions: int = Field(ge=1, le=LONGEST)
     norm: Literal["rmsnorm", "layernorm"]
     norm_eps: float = Field(ge=0, allow_inf_nan=False)
     activation: ActivationName
     gated: bool
     """Whether feed-forward layers multiply the activation with a second projection (SwiGLU, GeGLU: Shazeer, 2020)."""
     positions: Literal["rope", "learned"]
-    rope_theta: float = 10000.0
+    rope_theta: float = Field(default=10000.0, gt=0)
     rope_scaling: RopeScaling | None = None
     qk_norm: bool = False
     """RMSNorm over head_dim on queries and keys, before rope (qwen3)."""
@@ -170,34 +170,34 @@ class ModelSpec(Spec):
     output_bias: bool = False
     """Bias of the attention's output projection."""
     ffn_bias: bool = False
-    sliding_window: int | None = None
+    sliding_window: int | None = Field(default=None, ge=1, le=LONGEST)
     tied_embeddings: bool = False
-    init_std: float = 0.02
+    init_std: float = Field(default=0.02, gt=0)
     num_experts: int = Field(default=0, ge=0, le=DEEPEST)
     """Experts that the router chooses from; 0: every layer is dense."""
-    experts_per_token: int = 0
-    expert_ffn: int = 0
+    experts_per_token: int = Field(default=0, ge=0, le=DEEPEST)
+    expert_ffn: int = Field(default=0, ge=0, le=WIDEST)
     """Width of one expert."""
     router_scores: Literal["softmax", "sigmoid"] = "softmax"
     """Scores from the router's logits: probabilities over all experts, or an independent score for each."""
     router_normalised: bool = False
     """Whether the chosen experts' scores are divided by their sum."""
-    router_scale: float = 1.0
-    router_groups: int = 1
-    router_top_groups: int = 1
+    router_scale: float = Field(default=1.0, gt=0)
+    router_groups: int = Field(default=1, ge=1)
+    router_top_groups: int = Field(default=1, ge=1)
     router_bias: bool = False
     """Whether a bias is added to each expert's score to choose experts. It is changed by balance_rate, not trained."""
-    balance_loss: float = 0.0
-    balance_rate: float = 0.0
-    shared_experts: int = 0
-    dense_layers: int = 0
-    kv_rank: int | None = None
+    balance_loss: float = Field(default=0.0, ge=0)
+    balance_rate: float = Field(default=0.0, ge=0)
+    shared_experts: int = Field(default=0, ge=0, le=DEEPEST)
+    dense_layers: int = Field(default=0, ge=0)
+    kv_rank: int | None = Field(default=None, ge=1, le=WIDEST)
     """Latent attention (deepseek_v3); None: keys and values are computed from the residual stream."""
-    q_rank: int | None = None
-    nope_head_dim: int = 0
-    rope_head_dim: int = 0
+    q_rank: int | None = Field(default=None, ge=1, le=WIDEST)
+    nope_head_dim: int = Field(default=0, ge=0, le=WIDEST)
+    rope_head_dim: int = Field(default=0, ge=0, le=WIDEST)
     """With latent attention head_dim = nope_head_dim + rope_head_dim; otherwise the whole head is rotated."""
-    v_head_dim: int = 0
+    v_head_dim: int = Field(default=0, ge=0, le=WIDEST)
     """With latent attention; otherwise values are as wide as keys."""
     foreign: ForeignModel | None = None
     """Only for the family transformers; the sizes above then come from config.json and are used by plans."""

@@ -2,21 +2,27 @@
 
 import difflib
 import json
-from collections.abc import Container, Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from types import NoneType
-from typing import Any, get_args
+from typing import Any, TypeVar, get_args
 
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from meshwright.spec.base import Spec
 from meshwright.spec.document import KeyPath, dotted
+from meshwright.spec.errors import UserError
 from meshwright.spec.synonyms import SYNONYMS, plain
+
+S = TypeVar("S", bound=Spec)
 
 LIKENESS = 0.75
 """Least likeness of two words to suggest a choice of a setting: gpu and cpu have less."""
 
 
+EXACT = 2**53
+"""Below it, a float that is a whole number is the one that was meant."""
 SECTION = frozenset(["model_type", "model_attributes_type", "dict_type"])
 """pydantic's error types for a missing section."""
 
@@ -40,6 +46,29 @@ def explain(error: ValidationError, spec: type[Spec], value: Any) -> list[tuple[
         if any(len(other) > len(path) and other[: len(path)] == path for other in by_path):
             del by_path[path]
     return [(path, _sentence(path, group, spec)) for path, group in by_path.items()]
+
+
+def read_foreign(spec: type[S], values: Mapping[str, Any], *, where: str, names: Mapping[str, str]) -> S:
+    """The `spec` of values from another program's file; like a recipe's, they are not guessed. Raises `UserError` like
+    `foreign_problems`."""
+    with foreign_problems(spec, values, where=where, names=names):
+        return spec.model_validate_json(json.dumps(values, default=repr), strict=True)
+
+
+@contextmanager
+def foreign_problems(
+    spec: type[Spec], values: Mapping[str, Any], *, where: str, names: Mapping[str, str]
+) -> Iterator[None]:
+    """Add the file `where` to an error about its `values`. A `ValidationError` becomes a `UserError` with the first
+    problem, under the field's name in that file (`names`: our field -> theirs)."""
+    try:
+        yield
+    except UserError as error:
+        raise UserError(f"{where}: {error}") from error
+    except ValidationError as error:
+        path, sentence = explain(error, spec, values)[0]
+        name = dotted((names.get(str(path[0]), path[0]), *path[1:])) if path else "it"
+        raise UserError(f"{where}: {name}: {sentence}") from error
 
 
 def did_you_mean(word: str, known: Iterable[str], *, likeness: float = 0.6) -> str:
@@ -166,7 +195,7 @@ def _requirement(details: ErrorDetails) -> str:
 
 
 def _hint(value: Any, kinds: list[str]) -> str:
-    if isinstance(value, float) and value.is_integer() and "int_type" in kinds:
+    if isinstance(value, float) and value.is_integer() and abs(value) < EXACT and "int_type" in kinds:
         return f"; write {int(value)}"
     if isinstance(value, str) and {"int_type", "float_type"} & set(kinds) and _is_number(value):
         return "; remove the quotes"

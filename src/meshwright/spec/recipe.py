@@ -12,6 +12,7 @@ from pydantic import ValidationError
 from meshwright.spec.base import Spec
 from meshwright.spec.document import KeyPath, Origin, YamlDocument, read_yaml, scalar, write_yaml
 from meshwright.spec.errors import UserError
+from meshwright.spec.files import regular
 from meshwright.spec.problems import explain
 from meshwright.spec.run import Run
 
@@ -98,7 +99,7 @@ def _renew(saved: dict[str, Any]) -> None:
 
 def _read_text(path: str | Path) -> str:
     try:
-        return Path(path).read_bytes().decode("utf-8-sig")
+        return regular(Path(path)).read_bytes().decode("utf-8-sig")
     except UnicodeDecodeError as error:
         line = error.object.count(b"\n", 0, error.start) + 1
         raise RecipeError([f"{path}:{line}: not UTF-8 text"]) from error

@@ -86,7 +86,7 @@ class StateFile(Home):
         weakref.finalize(self, os.close, self._fd)
         try:
             os.posix_fallocate(self._fd, 0, self.size)
-            self._direct = _open_directly(self.path)
+            self._direct = _open_directly(self._fd)
         except OSError as error:
             raise _unusable(self.path, self.size, error) from error
         finally:
@@ -228,10 +228,13 @@ def file_system(path: Path, mounts: Path = Path("/proc/self/mounts")) -> str:
     return found[1]
 
 
-def _open_directly(path: Path) -> int | None:
-    """A second descriptor that bypasses the page cache; None if the file system does not support it."""
+def _open_directly(file: int) -> int | None:
+    """A second descriptor of an open file, that bypasses the page cache; None if the file system does not support it.
+
+    Opened by its descriptor: in a folder that others may write, its name may be another file by now.
+    """
     try:
-        return os.open(path, os.O_RDWR | os.O_DIRECT)
+        return os.open(f"/proc/self/fd/{file}", os.O_RDWR | os.O_DIRECT)
     except (OSError, AttributeError):
         return None
 

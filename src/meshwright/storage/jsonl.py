@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.spec.errors import UserError
+from meshwright.spec.files import regular
 
 
 def parse_json(text: str, where: str) -> Any:
@@ -41,7 +42,7 @@ def read_objects(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 def read_values(path: Path) -> Iterator[tuple[int, Any]]:
     """(its number, value) of every line that is not blank; raises `UserError` if one is not JSON."""
     try:
-        text = path.read_text(encoding="utf-8-sig")
+        text = regular(path).read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{path}: cannot be read ({error})") from error
     # Not splitlines, which also splits at U+2028, U+0085 and others that a JSON text may contain.

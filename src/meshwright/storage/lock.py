@@ -20,8 +20,8 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -30,6 +30,8 @@ from meshwright.storage.sync import sync
 
 BEAT, LEASE = 5.0, 60.0
 """Seconds between an owner's heartbeats, and seconds without one after which it counts as dead."""
+LONGEST = 4096
+"""Bytes that are read of a lock's file."""
 LOOK = 0.2
 """Seconds between two polls of another owner's lock."""
 
@@ -111,7 +113,8 @@ class Lock:
         if not numbers:
             return None  # the file has been removed
         newest = self._name(numbers[-1])
-        return None if newest.stat().st_ino == os.fstat(self._file).st_ino else _read(newest)
+        with _opened(newest) as file:
+            return None if os.path.sameopenfile(file, self._file) else _read(file)
 
     def _acquire(self) -> None:
         deadline, told, seen = time.monotonic() + self._wait, False, _Sighting()
@@ -191,23 +194,20 @@ class _Sighting:
     def look(self, name: Path) -> bool | None:
         """Whether the owner of the lock file `name` is alive; None if that is not known yet."""
         try:
-            file = os.open(name, os.O_RDWR)  # reopened each time, because NFS then asks for the current time
+            with _opened(name) as file:
+                self.owner = _read(file)
+                try:
+                    fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)  # shared: others may poll too
+                    free = True
+                except BlockingIOError:
+                    return True
+                except OSError:  # not every file system supports it
+                    free = False
+                if free and (self.owner.host, self.owner.boot) == (socket.gethostname(), _boot()):
+                    return False
+                beaten = os.fstat(file).st_mtime_ns
         except FileNotFoundError:
             return None  # released or taken over just now
-        try:
-            self.owner = _read(name)
-            try:
-                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)  # shared: others may poll too
-                free = True
-            except BlockingIOError:
-                return True
-            except OSError:  # not every file system supports it
-                free = False
-            if free and (self.owner.host, self.owner.boot) == (socket.gethostname(), _boot()):
-                return False
-            beaten = os.fstat(file).st_mtime_ns
-        finally:
-            os.close(file)
         self.silence = (_now(name) - beaten) / 1e9
         if self.silence > LEASE:
             return False
@@ -227,9 +227,20 @@ def _hold(file: int) -> None:
     return None
 
 
-def _read(name: Path) -> Owner:
+@contextmanager
+def _opened(name: Path) -> Iterator[int]:
+    """A lock's file, opened each time, because NFS then asks for the current time. A link, which no owner makes, is an
+    error, and a pipe is never waited for."""
+    file = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     try:
-        return Owner(**json.loads(name.read_text()))
+        yield file
+    finally:
+        os.close(file)
+
+
+def _read(file: int) -> Owner:
+    try:
+        return Owner(**json.loads(os.pread(file, LONGEST, 0)))
     except (OSError, ValueError, TypeError):
         return Owner()
 

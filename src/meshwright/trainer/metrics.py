@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.spec.errors import UserError
+from meshwright.spec.files import regular
 
 WINDOW = 20
 """Number of steps in the median of `step_time`."""
@@ -110,7 +111,7 @@ class MetricsJournal:
     """
 
     def __init__(self, path: Path) -> None:
-        self._file = path.open("a+b", buffering=0)
+        self._file = regular(path).open("a+b", buffering=0)
         self._file.seek(0)
         self._file.truncate(self._file.read().rfind(b"\n") + 1)  # remove an incomplete last line
         self._waiting: deque[bytes] = deque(maxlen=10_000)
@@ -161,7 +162,7 @@ def read_journal(path: Path) -> list[dict[str, Any]]:
     """All complete records of a JSONL file; incomplete and damaged lines are left out."""
     if not path.exists():
         return []
-    lines = path.read_bytes().split(b"\n")
+    lines = regular(path).read_bytes().split(b"\n")
     return [record for line in lines[:-1] if (record := _record(line)) is not None]
 
 

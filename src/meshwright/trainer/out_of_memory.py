@@ -21,6 +21,7 @@ from meshwright.launch.status import OUT_OF_MEMORY, OutOfMemoryError
 from meshwright.plan.forecast import forecast
 from meshwright.plan.machine import Machine, find_machine
 from meshwright.spec.errors import UserError
+from meshwright.spec.files import regular
 from meshwright.spec.recipe import dump_recipe, parse_spec
 from meshwright.spec.run import ResolvedRun, Run
 from meshwright.terminal import printable
@@ -233,7 +234,7 @@ def was_killed(run_dir: Path) -> bool:
 def read_page(run_dir: Path) -> tuple[str, Sequence[Sequence[str]]]:
     """The last report of a run and its remedies, each as overrides; empty if there is none."""
     try:
-        text = (run_dir / PAGE).read_text()
+        text = regular(run_dir / PAGE).read_text()
         return text, json.loads(text)["remedies"]
     except (OSError, ValueError, KeyError):
         return "", []

@@ -22,6 +22,7 @@ from meshwright.launch.memory import field_of
 from meshwright.launch.status import VerificationError
 from meshwright.spec.errors import UserError
 from meshwright.spec.recipe import dump_recipe
+from meshwright.storage.durable import own_folder
 from meshwright.trainer.plugins import Plugins, write_plugins
 from meshwright.trainer.replicas import replica_fault
 from meshwright.trainer.session import Session
@@ -58,7 +59,7 @@ class VerifyGuard(Callback):
     def on_start(self, training: Training) -> None:
         """See `Callback`."""
         if training.is_first_rank:
-            self.folder.mkdir(parents=True, exist_ok=True)
+            own_folder(self.folder)
             (self.folder / LOG).unlink(missing_ok=True)
         self._prepare(_session(training))
 

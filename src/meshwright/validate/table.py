@@ -9,6 +9,7 @@ from difflib import get_close_matches
 from pathlib import Path
 
 from meshwright.spec.errors import UserError
+from meshwright.spec.files import regular
 from meshwright.validate.doubts import COLUMNS, Doubt, cell_doubts
 from meshwright.validate.rows import PublishedRun, read_row
 
@@ -32,7 +33,7 @@ class Table:
 def read_table(path: Path) -> Table:
     """A file of comma-, semicolon- or tab-separated values. Raises `UserError` if it has no rows or lacks a required
     column; no cell makes it fail."""
-    raw = path.read_bytes()
+    raw = regular(path).read_bytes()
     wide = raw.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))  # as spreadsheets save "Unicode text"
     text = raw.decode("utf-16" if wide else "utf-8-sig", errors="replace")
     delimiter = max(DELIMITERS, key=text.partition("\n")[0].count)

@@ -1,6 +1,5 @@
 """The result of reading another system's checkpoint, and a reader of files of plain tensors."""
 
-import pickle
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,6 +8,7 @@ from typing import Any
 import torch
 
 from meshwright.spec.errors import UserError
+from meshwright.spec.files import regular
 from meshwright.spec.model import ModelSpec
 
 
@@ -37,8 +37,8 @@ def load_plain(path: Path, inert: tuple[str, ...] = ()) -> Mapping[str, Any]:
     """
     try:
         with torch.serialization.safe_globals([(Inert, name) for name in inert]):
-            found = torch.load(path, map_location="cpu", weights_only=True)
-    except (OSError, EOFError, RuntimeError, ValueError, KeyError, pickle.UnpicklingError) as error:
+            found = torch.load(regular(path), map_location="cpu", weights_only=True)
+    except Exception as error:  # a pickle can be malformed in any way
         said = str(error).strip().splitlines() or ["it is damaged"]
         raise UserError(f"{path}: cannot be read as plain tensors (weights_only): {said[0][:200]}") from error
     if not isinstance(found, Mapping):

@@ -10,7 +10,8 @@ from meshwright.checkpoint.takeover.found import FoundWeights, load_plain
 from meshwright.families import resolve_model
 from meshwright.imports.opening import read_data, read_text
 from meshwright.spec.errors import UserError
-from meshwright.spec.model import ModelFields
+from meshwright.spec.model import ModelFields, ModelSpec
+from meshwright.spec.problems import foreign_problems, read_foreign
 
 WEIGHTS, CONFIG = "lit_model.pth", "model_config.yaml"
 
@@ -46,7 +47,11 @@ SIZES = {
     "intermediate_size": "ffn",
     "block_size": "max_positions",
     "padded_vocab_size": "vocab",
+    "rope_base": "rope_theta",
+    "norm_eps": "norm_eps",
 }
+ABSENT = {"rope_theta": 10000.0, "norm_eps": 1e-5}
+"""LitGPT's defaults that are not ours."""
 
 NAMES = {
     "norm_1.weight": "input_layernorm.weight",
@@ -80,29 +85,29 @@ def read_litgpt(path: Path) -> FoundWeights:
             raise UserError(
                 f"{config_file}: {key} is {config[key]}; only LitGPT's Llama models are supported ({key}: {value})"
             )
+    spec = _model(config, config_file)
     state = load_plain(path)
     state = state["model"] if isinstance(state.get("model"), Mapping) else state
     if attached := [name for name in state if "lora_" in name or "adapter" in name]:
         raise UserError(f"{path}: {attached[0]} belongs to an adapter; merge it first (litgpt merge_lora)")
-    tensors = dict(_stored({str(name): tensor for name, tensor in state.items()}, config))
+    tensors = dict(_stored({str(name): tensor for name, tensor in state.items()}, spec))
     head = tensors.get("lm_head.weight")
     tied = head is None or torch.equal(head, tensors.get("model.embed_tokens.weight", torch.empty(0)))
-    sizes = {ours: config[theirs] for theirs, ours in SIZES.items() if isinstance(config.get(theirs), int)}
-    model = ModelFields(
-        family="llama",
-        rope_theta=float(config.get("rope_base", 10000)),
-        norm_eps=float(config.get("norm_eps", 1e-5)),
-        tied_embeddings=tied,
-        **sizes,
-    )
     notes = ("the head equals the embedding, so they are tied",) if tied and head is not None else ()
-    return FoundWeights(resolve_model(model, base_dir=Path()), tensors, notes)
+    return FoundWeights(spec.model_copy(update={"tied_embeddings": tied}), tensors, notes)
 
 
-def _stored(state: Mapping[str, torch.Tensor], config: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
+def _model(config: Mapping[str, Any], file: Path) -> ModelSpec:
+    sizes = {ours: config[theirs] for theirs, ours in SIZES.items() if config.get(theirs) is not None}
+    values, names = {"family": "llama", **ABSENT, **sizes}, {ours: theirs for theirs, ours in SIZES.items()}
+    fields = read_foreign(ModelFields, values, where=str(file), names=names)
+    with foreign_problems(ModelFields, values, where=str(file), names=names):
+        return resolve_model(fields, base_dir=Path())
+
+
+def _stored(state: Mapping[str, torch.Tensor], model: ModelSpec) -> Iterator[tuple[str, torch.Tensor]]:
     """Hugging Face's tensors; in LitGPT's files queries, keys and values are concatenated in one tensor."""
-    heads = int(config.get("n_head") or 1)
-    groups = int(config.get("n_query_groups") or heads)
+    heads, groups = model.num_heads, model.num_kv_heads
     for name, tensor in state.items():
         before, _, after = name.removeprefix("transformer.h.").partition(".")
         if name in OUTSIDE:

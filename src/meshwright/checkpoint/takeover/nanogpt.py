@@ -10,6 +10,7 @@ from meshwright.checkpoint.takeover.found import FoundWeights
 from meshwright.families import hf_tensors, resolve_model
 from meshwright.spec.errors import UserError
 from meshwright.spec.model import ModelFields, ModelSpec
+from meshwright.spec.problems import foreign_problems, read_foreign
 
 SIZES = {
     "n_layer": "num_layers",
@@ -37,18 +38,19 @@ def read_nanogpt(found: Mapping[str, Any], path: Path) -> FoundWeights:
     """
     arguments, state = found["model_args"], found["model"]
     tensors = {str(name).removeprefix(COMPILED): tensor for name, tensor in state.items()}
-    spec = resolve_model(_sizes(arguments, path), base_dir=Path())
+    spec = _model(arguments, path)
     notes = ["nanoGPT's GELU is exact, gpt2's is the tanh approximation: logits differ in the fourth digit"]
     if not arguments.get("bias", True):
         notes.append("the model has no biases: they are set to zero, and training would change them")
     return FoundWeights(spec, dict(_stored(tensors, spec, path)), tuple(notes))
 
 
-def _sizes(arguments: Mapping[str, Any], path: Path) -> ModelFields:
-    sizes = {ours: arguments[theirs] for theirs, ours in SIZES.items()}
-    if not all(isinstance(size, int) and size > 0 for size in sizes.values()):
-        raise UserError(f"{path}: model_args contains no valid sizes: {sizes}")
-    return ModelFields(family="gpt2", **sizes)
+def _model(arguments: Mapping[str, Any], path: Path) -> ModelSpec:
+    values = {"family": "gpt2", **{ours: arguments[theirs] for theirs, ours in SIZES.items()}}
+    names = {ours: f"model_args.{theirs}" for theirs, ours in SIZES.items()}
+    fields = read_foreign(ModelFields, values, where=str(path), names=names)
+    with foreign_problems(ModelFields, values, where=str(path), names=names):
+        return resolve_model(fields, base_dir=Path())
 
 
 def _stored(tensors: Mapping[str, torch.Tensor], spec: ModelSpec, path: Path) -> Iterator[tuple[str, torch.Tensor]]:
