@@ -152,7 +152,7 @@ def resolved_run(case: Case, machine: Machine) -> ResolvedRun:
             "data": {"sequence_length": case.length},
             "training": {"lr_schedule": {"name": "constant", "warmup": 0}} | case.training,
             "layout": case.layout,
-            "device": machine.kind,
+            "device": "cpu" if machine.kind == "cpu" else "cuda",
         }
     )
     return resolve_run(run, base_dir=Path(), machine=machine)
@@ -198,8 +198,8 @@ def measure(resolved: ResolvedRun, tiny: ResolvedRun, kind: str) -> tuple[float,
 
 def _rank(resolved: ResolvedRun, tiny: ResolvedRun, kind: str, worker: Worker, store: str, pipe: Connection) -> None:
     layout = resolved.run.layout
-    device = torch.device("cuda", worker.local_rank) if kind == "cuda" else torch.device("cpu")
-    if kind == "cuda":
+    device = torch.device("cuda", worker.local_rank) if kind == "gpu" else torch.device("cpu")
+    if kind == "gpu":
         torch.cuda.set_device(device)
     else:
         torch.set_num_threads(threads_per_rank(worker.local_world_size))
@@ -212,7 +212,7 @@ def _rank(resolved: ResolvedRun, tiny: ResolvedRun, kind: str, worker: Worker, s
     _train(tiny, worker, device, meshes)  # libraries and groups are loaded now, and not counted
     before = _resident()
     took, allocated = _train(resolved, worker, device, meshes)
-    resident = 0 if kind == "cuda" else _resident("VmHWM") - before
+    resident = 0 if kind == "gpu" else _resident("VmHWM") - before
     pipe.send((statistics.median(took[WARM:]), allocated, resident))
     pipe.recv()  # until the others have answered too
 
@@ -257,7 +257,7 @@ def predict(resolved: ResolvedRun, cluster: ClusterSpec, kind: str) -> Candidate
         blueprint(resolved.model),
         global_batch=resolved.global_batch,
         micro_batch=resolved.micro_batch,
-        processor=Processor("cuda" if kind == "cuda" else "cpu"),
+        processor=Processor("gpu" if kind == "gpu" else "cpu"),
     )
     return evaluate(job, cluster)
 

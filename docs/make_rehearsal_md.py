@@ -22,7 +22,7 @@ from meshwright.trainer.resolve import resolve_run
 
 DOCS = Path(__file__).parent
 PAGE, DATA = DOCS / "rehearsal.md", DOCS / "rehearsal.json"
-MACHINE = Machine(kind="cuda", name="H100", devices=8, memory_bytes=80 * 2**30)
+MACHINE = Machine(kind="gpu", name="H100", devices=8, memory_bytes=80 * 2**30)
 
 LENGTH: dict[str, Any] = {"sequence": 2048, "micro_batch": 1, "microbatches": 4}
 MODELS: dict[str, dict[str, Any]] = {
