@@ -21,7 +21,7 @@ from meshwright import Run, train
 from meshwright.checkpoint.hf import export_hf
 from meshwright.data.loader import Loader
 from meshwright.data.mixture import training_samples
-from meshwright.data.prepare import prepare_corpus
+from meshwright.data.prepare import StartingModel, prepare_corpus
 from meshwright.data.tokenizer import train_tokenizer
 from meshwright.families import parameter_table, resolve_model
 from meshwright.models import build_model, initialize
@@ -100,7 +100,7 @@ def prepare(folder: Path) -> Run:
 
 def pairs_of(recipe: Run) -> Iterator[dict[str, list[int]]]:
     """The pairs of every step in order, in trl's format."""
-    corpus = prepare_corpus(recipe.data, base_dir=Path(), model_dir=Path(recipe.model.name or ""))
+    corpus = prepare_corpus(recipe.data, base_dir=Path(), model=StartingModel(Path(recipe.model.name or "")))
     with Loader(training_samples(corpus, recipe.data), seed=0, global_batch=BATCH, micro_batch=BATCH) as loader:
         for step in range(STEPS):
             (batch,) = loader.microbatches(step)

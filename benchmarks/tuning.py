@@ -16,7 +16,7 @@ from workload import Report, Workload
 from meshwright.checkpoint.hf import export_hf
 from meshwright.data.loader import HostBatch, Loader
 from meshwright.data.mixture import training_samples
-from meshwright.data.prepare import prepare_corpus
+from meshwright.data.prepare import StartingModel, prepare_corpus
 from meshwright.families import parameter_table, resolve_model
 from meshwright.models import build_model, initialize
 from meshwright.spec.data import DataSpec
@@ -71,7 +71,7 @@ class Tuning:
     def batches(self) -> Iterator[HostBatch]:
         """The rows of every step, the same for all engines."""
         data = DataSpec.model_validate(self.data)
-        corpus = prepare_corpus(data, base_dir=Path(), model_dir=self.base)
+        corpus = prepare_corpus(data, base_dir=Path(), model=StartingModel(self.base))
         with Loader(training_samples(corpus, data), seed=0, global_batch=self.batch, micro_batch=self.batch) as loader:
             for step in range(self.steps):
                 yield loader.microbatches(step)[0]

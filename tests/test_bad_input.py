@@ -156,7 +156,7 @@ DATA = {
         damaged("x.jsonl", b'{"text": "a"}\n{"body": "b"}'),
         "x.jsonl:2: has no 'text' (its keys are",
     ),
-    "y.jsonl": (damaged("y.jsonl", b'{"text": "a"}\n{"text": '), "y.jsonl:2: not JSON: "),
+    "y.jsonl": (damaged("y.jsonl", b'{"text": "a"}\n{"text": '), "y.jsonl:2: is not JSON: "),
     "m.jsonl": (
         damaged("m.jsonl", b'{"prompt": "a", "completion": "b"}'),
         "m.jsonl contains records, but a tokenizer is trained only on text; set data.tokenizer to the tokenizer of",

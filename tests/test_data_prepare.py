@@ -13,7 +13,7 @@ import pytest
 from meshwright.data import prepare as prepare_module
 from meshwright.data.encoders import Encoders
 from meshwright.data.examples import TextEncoder
-from meshwright.data.prepare import find_tokenizer, prepare_corpus
+from meshwright.data.prepare import StartingModel, find_tokenizer, prepare_corpus
 from meshwright.data.tokenizer import TextTokenizer, train_tokenizer
 from meshwright.spec.data import DataSpec
 
@@ -167,7 +167,7 @@ def test_given_tokenizers(folder):
     by_path, _ = prepare(folder, tokenizer="model")
     assert by_path.tokenizer.fingerprint == tokenizer.fingerprint
     assert not (folder_of(by_path) / "tokenizer").exists()
-    of_model = prepare_corpus(spec(folder), base_dir=folder, model_dir=folder / "model")
+    of_model = prepare_corpus(spec(folder), base_dir=folder, model=StartingModel(folder / "model"))
     assert folder_of(of_model) == folder_of(by_path)
     trained, _ = prepare(folder)
     assert folder_of(trained) != folder_of(by_path)

@@ -19,7 +19,7 @@ from meshwright.data.mixture import held_out_samples, training_samples
 from meshwright.data.packing import NO_LABEL, build_samples
 from meshwright.data.prepare import prepare_corpus
 from meshwright.data.readers import read_documents, told_apart
-from meshwright.data.records import record_text
+from meshwright.data.records import record_content
 from meshwright.data.sources import find_files
 from meshwright.serve.trained import _samples_of
 from meshwright.spec.data import ChatSpec, DataSpec
@@ -30,6 +30,10 @@ PAIRS = [(talk[1]["content"], talk[2]["content"]) for talk in TALKS]
 
 def turn(role, content):
     return {"role": role, "content": content}
+
+
+def record_text(fields, format, where):
+    return record_content(fields, format, where).text
 
 
 def write_parquet(path, rows):
@@ -247,7 +251,9 @@ def test_a_model_without_a_recipe_is_measured_on_what_its_template_trains(tmp_pa
     monkeypatch.chdir(tmp_path)
     (tmp_path / "talks.jsonl").write_text(lines(*({"messages": talk} for talk in TALKS[:6])))
     (stream,) = prepare_corpus(recipe(tmp_path, "talks.jsonl", held_out=0), base_dir=tmp_path).streams
-    trained = SimpleNamespace(run=None, tokenizer_dir=tmp_path / "tokenizer", spec=SimpleNamespace(foreign=None))
+    trained = SimpleNamespace(
+        run=None, tokenizer_dir=tmp_path / "tokenizer", spec=SimpleNamespace(foreign=None, vocab=512)
+    )
     (samples,) = _samples_of(trained, ["talks.jsonl"], 256).values()
     assert (
         sum(int((sample.labels != NO_LABEL).sum()) for sample in map(samples.__getitem__, range(len(samples))))
@@ -333,7 +339,7 @@ def test_a_preference_keeps_its_tools_on_both_sides():
 
 ODD_CALLS = {
     "call": ({"role": "assistant", "tool_calls": [{"function": {"arguments": "{}"}}]}, "a call of a tool has no name"),
-    "arguments": ({"from": "function_call", "value": "not JSON"}, "a call: not JSON"),
+    "arguments": ({"from": "function_call", "value": "not JSON"}, "a call: is not JSON"),
     "list": (
         {"role": "assistant", "tool_calls": [{"name": "f", "arguments": "[1]"}]},
         "of 'f' are not an object but list",

@@ -74,7 +74,7 @@ def test_names_are_literal_where_they_exist(tmp_path):
     [
         ("a.txt", b"good \xc3\xa9 then \xff bad", "a.txt: is not UTF-8 at byte 13"),
         ("a.jsonl", b'{"text": "x"}\n{"text": "\xff"}\n', "a.jsonl:2: not UTF-8 at byte 10 of the line"),
-        ("a.jsonl", '{"text": "x"}\n\n{"text": \n', "a.jsonl:3: not JSON"),
+        ("a.jsonl", '{"text": "x"}\n\n{"text": \n', "a.jsonl:3: is not JSON"),
         (
             "a.jsonl",
             '{"content": "x", "n": 2}',

@@ -7,7 +7,8 @@ import pytest
 from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers, processors
 
 from meshwright.data import tokenizer as tokenizer_module
-from meshwright.data.tokenizer import END_OF_TEXT, TextTokenizer, load_tokenizer, train_tokenizer
+from meshwright.data.tokenizer import TextTokenizer, load_tokenizer, train_tokenizer
+from meshwright.data.tokenizer_files import END_OF_TEXT
 from meshwright.spec.errors import UserError
 
 TEXTS = [
@@ -124,7 +125,7 @@ def test_missing_and_broken_tokenizers(tmp_path):
         load_tokenizer(tmp_path)
     write_tokenizer(tmp_path, ["<unk>", "</s>"])
     (tmp_path / "tokenizer_config.json").write_text("{")
-    with pytest.raises(ValueError, match=r"tokenizer_config\.json is not JSON"):
+    with pytest.raises(ValueError, match=r"tokenizer_config\.json: is not JSON"):
         load_tokenizer(tmp_path)
 
 

@@ -128,7 +128,7 @@ def test_one_sentence_for_what_does_not_fit(resolve, directory, fields, message)
     ("content", "message"),
     [
         (None, "it has no config.json"),
-        ("{not json", "is not valid JSON"),
+        ("{not json", "is not JSON"),
         ("[1, 2]", "is not a JSON object"),
         ('{"model_type": "bert"}', "model_type 'bert' is not supported"),
     ],

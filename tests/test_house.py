@@ -23,7 +23,13 @@ LONG_FUNCTIONS: dict[str, str] = {}
 MANY_PARAMETERS = {"trainer/run.py:train": "the public function's keyword arguments"}
 """`file:function` -> why it may have more parameters."""
 
-READS_ENVIRONMENT = {"launch/forkserver.py", "launch/launcher.py", "trainer/worker.py", "cli/judge.py"}
+READS_ENVIRONMENT = {
+    "launch/forkserver.py",
+    "launch/launcher.py",
+    "trainer/worker.py",
+    "cli/judge.py",
+    "plan/machine.py",
+}
 TORCH_FREE = ("cli", "data", "families", "imports", "plan", "spec", "storage", "validate")
 """Rooms used by `--help`, `init`, `check` and `doctor`: importing them never loads torch."""
 TENSOR_COLLECTIVES = (
@@ -221,7 +227,8 @@ def test_the_lower_rooms_and_the_verbs_never_load_torch() -> None:
 
 
 def test_only_the_launcher_reads_the_environment() -> None:
-    """Except `judge`, which reads its API key there, because a command line should not show it."""
+    """Except `judge`, which reads its API key there, because a command line should not show it, and the search for
+    GPUs, some of which the environment may hide."""
     assert users("os.environ") | users("os.getenv") == READS_ENVIRONMENT
     assert not importers(FILES, "os.environ") + importers(FILES, "os.getenv")
 

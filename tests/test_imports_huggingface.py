@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import yaml
 
+from meshwright.imports.claims import NoEffect
 from meshwright.imports.reading import Reading
 from meshwright.imports.recipe import import_files
 from meshwright.spec.errors import UserError
@@ -151,7 +152,8 @@ def test_empty_sections_are_settings_that_are_off(tmp_path: Path) -> None:
 def test_deepspeeds_own_auto_is_not_another_files(tmp_path: Path) -> None:
     zero = {"stage": 3, "reduce_bucket_size": "auto", "stage3_prefetch_bucket_size": "auto"}
     _, reading = imported(tmp_path, ds_json=deepspeed(zero_optimization=zero))
-    assert told(reading, "reduce_bucket_size=auto") == ["PyTorch chooses buckets and overlap"]
+    listed = [reason for origin, reason in reading.no_effect if "reduce_bucket_size=auto" in origin]
+    assert listed == [NoEffect.OVERLAP]
     assert not any("bucket_size" in note for note in reading.notes)
 
 
@@ -277,7 +279,8 @@ def test_dynamo_compiles(tmp_path: Path, prefix: str) -> None:
     section = {f"{prefix}backend": "EAGER", f"{prefix}mode": "reduce-overhead", f"{prefix}use_dynamic": True}
     recipe, reading = imported(tmp_path, None, a_yaml=accelerate(dynamo_config=section))
     assert "compile" not in recipe["training"]
-    assert all(told(reading, key) for key in ("backend=EAGER", "mode=reduce-overhead", "use_dynamic=True"))
+    assert all(told(reading, key) for key in ("backend=EAGER", "mode=reduce-overhead"))
+    assert any("use_dynamic=True" in origin for origin, _ in reading.no_effect)
     recipe, reading = imported(tmp_path, None, a_yaml=accelerate(dynamo_backend="NO"))
     assert "compile" not in recipe["training"]
     assert not told(reading, "dynamo")
@@ -315,7 +318,7 @@ def test_accelerates_deepspeed_has_stage_2_and_its_accumulation(tmp_path: Path) 
     recipe, reading = imported(tmp_path, None, a_yaml=config)
     assert recipe["layout"] == {"dp_shard": 8, "zero": 2}
     assert told(reading, "gradient_accumulation_steps=4")
-    assert not any("accumulation" in origin for origin in reading.already_so())
+    assert not any("accumulation" in origin for origin in reading.already_so)
     recipe, reading = imported(tmp_path, None, a_yaml=config, args_json=ARGUMENTS)
     assert recipe["training"]["global_batch"] == 64
     assert not told(reading, "accumulation")
@@ -405,7 +408,7 @@ def test_what_was_imported_is_not_listed_as_without_effect(tmp_path: Path, packi
     recipe, reading = imported(tmp_path, 1, f_json=factory(dataset_dir="sets", **packing))
     assert recipe["data"]["packing"] == ("best_fit" if packing["packing"] else "padded")
     assert recipe["data"]["sources"][0]["path"] == "sets/a.json"
-    assert reading.already_so() == ["f.json: stage=sft"]
+    assert not reading.already_so
 
 
 def test_freezing_trains_the_last_layers(tmp_path: Path) -> None:

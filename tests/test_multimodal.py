@@ -103,7 +103,10 @@ def test_text_is_computed_as_by_the_whole_model(directories: Path, tmp_path: Pat
     ],
 )
 def test_every_spelling_of_the_files_is_read(directories: Path, tmp_path: Path, name: str, old: str, new: str) -> None:
-    head = {"mistral3": ("model.language_model.lm_head.", "lm_head."), "qwen3_5": ("lm_head.", "language_model.lm_head.")}
+    head = {
+        "mistral3": ("model.language_model.lm_head.", "lm_head."),
+        "qwen3_5": ("lm_head.", "language_model.lm_head."),
+    }
     directory = respelled(directories / name, tmp_path / "a", old, new)
     if name == "mistral3":
         directory = respelled(directory, tmp_path / "b", "model.language_model.model.", "model.language_model.")
@@ -132,7 +135,9 @@ def test_sizes_that_config_json_leaves_to_transformers(directories: Path, tmp_pa
     usual = transformers.Gemma3TextConfig().to_dict()
     config["text_config"] = {key: one for key, one in config["text_config"].items() if usual.get(key) != one}
     assert "rms_norm_eps" not in config["text_config"]
-    (directory / "config.json").write_text(json.dumps(config | {"text_config": config["text_config"] | {"model_type": "gemma3_text"}}))
+    (directory / "config.json").write_text(
+        json.dumps(config | {"text_config": config["text_config"] | {"model_type": "gemma3_text"}})
+    )
     assert torch.equal(logits_of(ours(directory), TOKENS_BT), logits_of(ours(directories / "gemma3"), TOKENS_BT))
 
     directory = copied(directories / "qwen2_5_vl", tmp_path / "qwen2_5_vl")
@@ -204,22 +209,29 @@ def test_what_cannot_be_trained_is_refused_by_name(directories: Path, tmp_path: 
         (directory / "config.json").write_text(json.dumps(given | config))
         return directory
 
+    def opened(directory: Path) -> HfWeights:
+        return HfWeights(directory, read_hf_directory(directory))
+
     text = json.loads((directories / "qwen2_5_vl/config.json").read_text())["text_config"]
     for name, config, message in (
         ("a", {"model_type": "strange"}, "transformers .* does not know model_type 'strange', nor does Meshwright"),
-        ("b", {"model_type": "glm4v", "text_config": {}}, "transformers has no causal language model for .*'glm4v_text'"),
+        (
+            "b",
+            {"model_type": "glm4v", "text_config": {}},
+            "transformers has no causal language model for .*'glm4v_text'",
+        ),
         ("c", {"text_config": text | {"num_hidden_layers": "two"}}, "config.json: transformers .* cannot read it: "),
         ("d", {"text_config": text | {"num_hidden_layers": 3}}, "has no tensor model.layers.2.input_layernorm.weight"),
     ):
+        directory = changed(name, **config)
         with pytest.raises(ValueError, match=message):
-            directory = changed(name, **config)
-            HfWeights(directory, read_hf_directory(directory))
+            opened(directory)
     directory = respelled(directories / "qwen2_5_vl", tmp_path / "e", "model.", "decoder.")
     with pytest.raises(ValueError, match=r"the files have none of .*, so the text model in them cannot be found"):
         read_hf_directory(directory)
+    fields = recipe(tmp_path, directories / "qwen2_5_vl")
+    fields["model"]["norm_eps"] = 1e-4
     with pytest.raises(ValueError, match=r"is a multimodal model.*remove model.norm_eps"):
-        fields = recipe(tmp_path, directories / "qwen2_5_vl")
-        fields["model"]["norm_eps"] = 1e-4
         train(Run.model_validate(fields))
 
 

@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file
 
 from meshwright.checkpoint.hf import HfForm, export_hf
-from meshwright.data.prepare import prepare_corpus
+from meshwright.data.prepare import StartingModel, prepare_corpus
 from meshwright.data.tokenizer import train_tokenizer
 from meshwright.families import parameter_table, resolve_model
 from meshwright.models import build_model, initialize
@@ -57,7 +57,7 @@ def test_the_same_losses_and_the_same_adapter(tmp_path: Path) -> None:
     assert found.loader is not None
     solo = importlib.util.module_from_spec(found)
     found.loader.exec_module(solo)
-    tokens = prepare_corpus(run.data, base_dir=tmp_path, model_dir=tmp_path / "base").streams[0].train.path
+    tokens = prepare_corpus(run.data, base_dir=tmp_path, model=StartingModel(tmp_path / "base")).streams[0].train.path
     words = f"--rank 4 --alpha 8 --steps {STEPS} --batch 4 --length 32 --lr 1e-2 --warmup 2 --dtype float64 --cpu"
     arguments = [str(tmp_path / "base"), "--tokens", str(tokens), *words.split(), "--save", str(tmp_path / "solo")]
     losses = solo.train(solo.parse(arguments))

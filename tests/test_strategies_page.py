@@ -48,7 +48,7 @@ def kept_and_sent(run: ResolvedRun) -> tuple[int, int, dict[str, int], int]:
         trainer.train_step(1, loader.microbatches(0))
         stored = list(trainer.parameters.values())
         moments = [state for tensor in stored for state in trainer.optimizers.state_of(tensor).values()]
-        copies = trainer.store.copies
+        copies = trainer.store.copies.values()
         kept = num_bytes([*stored, *moments, *copies])
         with Traffic() as traffic:
             trainer.train_step.gradients(loader.microbatches(1))

@@ -124,7 +124,7 @@ class _Loader(SourceFileLoader):
         return self.code
 
 
-SECONDS = 120
+SECONDS = 600
 """Time for ranks' proof, after which they count as hung."""
 
 

@@ -14,11 +14,12 @@ from tiny import tiny_run
 
 
 def build(case: str, precision: str = "fp64") -> ResolvedRun:
-    """The tiny run of a case."""
+    """The tiny run of a case; precision `own`: the recipe's."""
     layout, options = CASES[case]
     options = dict(options)
-    documents = options.pop("documents", False)
-    run = tiny_run(layout, accumulation=3, precision=precision, **options)
+    documents, shrunk, own = options.pop("documents", False), options.pop("shrunk", False), options.pop("own", "bf16")
+    run = tiny_run(layout, accumulation=3, precision=own if precision == "own" else precision, **options)
+    run = run.model_copy(update={"shrunk": shrunk})
     if documents:
         data = run.run.data.model_copy(update={"separate_documents": True})
         run = run.model_copy(update={"run": run.run.model_copy(update={"data": data})})
@@ -26,8 +27,8 @@ def build(case: str, precision: str = "fp64") -> ResolvedRun:
 
 
 def answer_case(case: str, precision: str = "fp64") -> dict[str, Any]:
-    """`verify`'s result for a case, as if the recipe's precision were bf16."""
-    return answer(build(case, precision), build(case, "bf16") if precision == "fp64" else None)
+    """`verify`'s result for a case: under fp64, by its default options, which also check the recipe's precision."""
+    return answer(build(case, precision), build(case, "own") if precision == "fp64" else None)
 
 
 def answer(run: ResolvedRun, own: ResolvedRun | None = None) -> dict[str, Any]:

@@ -18,18 +18,18 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
-from mutants import table_steps
+from mutants import table_field, table_known, table_steps, table_trainers
 from mutants.forked import Child, import_others, plant
 from mutants.table import SPLIT, Mutant
 
 ROOT = Path(__file__).resolve().parents[2]
 SOURCE, RESULTS = ROOT / "src", ROOT / "docs" / "mutants.json"
-MUTANTS = [*SPLIT, *table_steps.MUTANTS]
+MUTANTS = [*SPLIT, *table_steps.MUTANTS, *table_known.MUTANTS, *table_trainers.MUTANTS, *table_field.MUTANTS]
 LAYOUTS_AT_ONCE = 10
 """Random layouts tried by one process, one after another."""
 KINDS = {"fp64": "mutants", "bf16": "mutants in bf16"}
 """The key of a precision's results."""
-PATIENCE = 1200
+PATIENCE = 3600
 """Seconds after which a process counts as dead."""
 
 
@@ -38,13 +38,18 @@ def key_of(mutant: Mutant) -> str:
     return hashlib.sha256(repr(mutant[1:5]).encode()).hexdigest()[:12]
 
 
+def described(mutant: Mutant) -> dict[str, Any]:
+    """The fields of a mutant's row that are known before it is tried."""
+    return {"fault": mutant.fault, "file": mutant.file, "case": mutant.case, "seen": mutant.seen}
+
+
 def try_mutant(mutant: Mutant, precision: str) -> dict[str, Any]:
     """One mutant's row. Called in a process that has imported nothing of ours."""
     began = time.monotonic()
     plant(SOURCE / "meshwright" / mutant.file, mutant.old, mutant.new, SOURCE)
     found = answer_case(mutant.case, precision)
     named = found["result"] == "different" and re.fullmatch(mutant.names, found["text"]) is not None
-    row = {"fault": mutant.fault, "file": mutant.file, "case": mutant.case, **found, "named": named}
+    row = {**described(mutant), **found, "named": named}
     return row | {"seconds": round(time.monotonic() - began, 1)}
 
 
@@ -82,8 +87,7 @@ def outcomes(
             except RuntimeError as error:
                 failed = {"result": "fails", "text": str(error)[-1500:]}
                 if isinstance(item, Mutant):
-                    row = {"fault": item.fault, "file": item.file, "case": item.case, "named": False, "seconds": 0.0}
-                    yield item, row | failed
+                    yield item, {**described(item), "named": False, "seconds": 0.0, **failed}
                 else:
                     yield item, [{"seed": item, "layout": "", "beside": "", "seconds": 0.0, **failed}]
 

@@ -21,6 +21,8 @@ class Mutant(NamedTuple):
     new: str
     case: str
     names: str
+    seen: str = ""
+    """Where the field has met this kind of fault: a project and the number of an issue or a pull request."""
 
 
 SPLIT = [
@@ -61,10 +63,8 @@ SPLIT = [
     Mutant(
         "the ring turns the other way, and ranks take what arrives for what used to",
         "comm/collectives.py",
-        "            dist.P2POp(dist.isend, tensor, ranks[(here + 1) % len(ranks)], group),\n"
-        "            dist.P2POp(dist.irecv, self.received, ranks[here - 1], group),",
-        "            dist.P2POp(dist.isend, tensor, ranks[here - 1], group),\n"
-        "            dist.P2POp(dist.irecv, self.received, ranks[(here + 1) % len(ranks)], group),",
+        "to=(here + 1) % size, source=(here - 1) % size)",
+        "to=(here - 1) % size, source=(here + 1) % size)",
         "ring 4",
         CORE,
     ),

@@ -31,14 +31,15 @@ class Dequantized:
         if self._scale.numel() == 1:
             return self._scale.reshape(())
         if self._block is None:
-            rows = self._scale if self._scale.dim() > 1 else self._scale[:, None]
-            return rows[start:stop]
+            one_each = self._scale if self._scale.dim() > 1 else self._scale[:, None]
+            return one_each[start:stop]
         rows, columns = self._block
         if len(self._shape) > 2:
-            return _spread(self._scale[start:stop], rows, columns)[:, : self._shape[1], : self._shape[2]]
-        first = start // rows
+            _, height, width = self._shape
+            return _spread(self._scale[start:stop], rows, columns)[:, :height, :width]
+        first, width = start // rows, self._shape[-1]
         spread = _spread(self._scale[first : -(-stop // rows)], rows, columns)
-        return spread[start - first * rows : stop - first * rows, : self._shape[1]]
+        return spread[start - first * rows : stop - first * rows, :width]
 
 
 def _spread(scale: torch.Tensor, rows: int, columns: int) -> torch.Tensor:

@@ -15,11 +15,11 @@ import torch
 
 from meshwright.checkpoint.fp8 import Dequantized
 from meshwright.checkpoint.hf_proof import prove_export
+from meshwright.checkpoint.hf_rest import REST_FILES, read_rest, rest_of
 from meshwright.checkpoint.tensor_files import DTYPES, TensorFileWriter, UnmappedTensor, named_dtype, open_tensors
 from meshwright.families import family_of, hf_tensors, model_to_hf_config, parameter_table, state_table
 from meshwright.families.fp8_files import FP8, scale_of, without_scales
 from meshwright.families.hf_tensors import stored_scalars
-from meshwright.checkpoint.hf_rest import REST_FILES, read_rest, rest_of
 from meshwright.families.tensor_headers import INDEX, WEIGHTS, StoredTensor, stored_tensors
 from meshwright.models import Decoder, build_model, named_state, named_tensors
 from meshwright.spec.errors import UserError
@@ -66,7 +66,9 @@ class HfWeights:
             if tensor.dtype == FP8
         }
         self._block = spec.fp8 and spec.fp8.block
-        _refuse_unknown(without_scales(stored, spec.fp8), {key for found in self._tensors.values() for key, _ in found}, spec)
+        _refuse_unknown(
+            without_scales(stored, spec.fp8), {key for found in self._tensors.values() for key, _ in found}, spec
+        )
         self._twin = _second_head(stored, spec)
 
     def read_rows(self, name: str, start: int, stop: int) -> torch.Tensor:
@@ -251,7 +253,9 @@ def _write_weights(tensors: Iterable[tuple[str, torch.Tensor]], spec: ModelSpec,
     places = hf_tensors(spec)
     shapes = {key: place.shape for place in places.values() for key in place.keys}
     scalars = dict.fromkeys(stored_scalars(spec), ())
-    exact = scalars.keys() | {key for row in state_table(spec) for key in places[row.name].keys}  # sensitive to rounding
+    exact = scalars.keys() | {
+        key for row in state_table(spec) for key in places[row.name].keys
+    }  # sensitive to rounding
     shapes |= scalars
     dtypes = {key: torch.promote_types(form.dtype, torch.float32) if key in exact else form.dtype for key in shapes}
     rest = rest_of(form.rest, spec)

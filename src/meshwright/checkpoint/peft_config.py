@@ -11,6 +11,7 @@ from meshwright.spec.errors import UserError
 from meshwright.spec.finetune import Ia3Spec, LoraSpec
 from meshwright.spec.model import ModelSpec
 from meshwright.storage.durable import regular
+from meshwright.storage.jsonl import distinct_keys
 
 CONFIG = "adapter_config.json"
 
@@ -111,7 +112,7 @@ def lora_of(directory: Path) -> LoraSpec:
     """
     file = directory / CONFIG
     try:
-        config = json.loads(regular(file).read_text(encoding="utf-8"))
+        config = json.loads(regular(file).read_text(encoding="utf-8"), object_pairs_hook=distinct_keys)
         if config["peft_type"] != "LORA":
             raise AdapterError(f"{file}: peft_type is {config['peft_type']}; only LORA can be served")
         if not isinstance(config["target_modules"], list):
@@ -128,7 +129,7 @@ def lora_of(directory: Path) -> LoraSpec:
             train=tuple(config.get("modules_to_save") or ()),
         )
     except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
-        if isinstance(error, UserError):
+        if isinstance(error, AdapterError):
             raise
         raise AdapterError(f"{file} is not an adapter's configuration: {error}") from error
 
@@ -137,7 +138,7 @@ def check_adapter_config(directory: Path, model: ModelSpec, finetune: AdapterSpe
     """Raise `AdapterError` if the configuration describes another adapter than the recipe."""
     file = directory / CONFIG
     try:
-        config = json.loads(regular(file).read_text(encoding="utf-8"))
+        config = json.loads(regular(file).read_text(encoding="utf-8"), object_pairs_hook=distinct_keys)
         kind = config["peft_type"]
         _check_kinds(config)
     except FileNotFoundError as error:

@@ -11,10 +11,12 @@ from typing import Any, TypeVar
 
 from meshwright.cli.common import add_recipe_arguments, read_recipe, with_place
 from meshwright.cli.output import add_json_argument, print_json
-from meshwright.data.describe import describe_sample
+from meshwright.data.describe import describe_counts, describe_sample
 from meshwright.data.packing import build_samples
 from meshwright.data.plugged import has_datasets
 from meshwright.data.prepare import (
+    NO_MODEL,
+    StartingModel,
     encoder_of_records,
     find_tokenizer,
     first_records,
@@ -45,6 +47,7 @@ from meshwright.trainer.start import (
     check_vocabulary,
     check_writable,
     require_plugins,
+    starting_model,
     with_datasets,
 )
 
@@ -154,6 +157,7 @@ def examine(recipe: Run, base_dir: Path, findings: Findings) -> dict[str, Any]:
             }
             machine = find_machine(resolved.run.device)
             facts["warnings"] = findings.attempt(lambda: warnings(resolved, forecast(resolved, machine))) or []
+            facts["warnings"] += [machine.note] * bool(machine.note)
             if resolved.stage_layers:
                 facts["pipeline"] = {"stage_layers": resolved.stage_layers, "description": describe_pipeline(resolved)}
     layout = resolved.run.layout if resolved is not None else recipe.layout
@@ -162,7 +166,7 @@ def examine(recipe: Run, base_dir: Path, findings: Findings) -> dict[str, Any]:
     if findings.attempt(lambda: (require_plugins(recipe), True)):
         written = findings.attempt(lambda: with_datasets(recipe, base_dir, most=SAMPLE_RECORDS))
     recipe = written or recipe
-    model_dir = findings.attempt(lambda: pretrained_directory(recipe.model, base_dir=base_dir)) if model else None
+    given = findings.attempt(lambda: _starting_model(recipe, base_dir, model)) or NO_MODEL
     files = None
     if written or not has_datasets(recipe.data):
         files = findings.attempt(lambda: told_apart(find_files(recipe.data.sources, base_dir)))
@@ -172,11 +176,17 @@ def examine(recipe: Run, base_dir: Path, findings: Findings) -> dict[str, Any]:
         facts["data"] |= {"formats": formats} if formats else {}
         findings.attempt(lambda: _check_objective(recipe, files))
         if resolved is not None:
-            tokenizer = findings.attempt(lambda: find_tokenizer(recipe.data, base_dir=base_dir, model_dir=model_dir))
+            tokenizer = findings.attempt(lambda: find_tokenizer(recipe.data, base_dir=base_dir, model=given))
             findings.attempt(partial(check_tokenizer, resolved, tokenizer))
-        sample = findings.attempt(lambda: _sample(recipe, files, base_dir, model_dir, model))
+        sample = findings.attempt(lambda: _sample(recipe, files, base_dir, given, model))
         facts |= sample or {}
     return facts
+
+
+def _starting_model(recipe: Run, base_dir: Path, model: ModelSpec | None) -> StartingModel:
+    if model is None:  # its error is known; its directory may still have the tokenizer
+        return StartingModel(pretrained_directory(recipe.model, base_dir=base_dir))
+    return starting_model(recipe, base_dir)
 
 
 def _check_objective(recipe: Run, files: list[SourceFile]) -> None:
@@ -201,44 +211,42 @@ def _model_facts(recipe: Run, model: ModelSpec) -> dict[str, Any]:
 
 
 def _sample(
-    recipe: Run, files: list[SourceFile], base_dir: Path, model_dir: Path | None, model: ModelSpec | None
+    recipe: Run, files: list[SourceFile], base_dir: Path, given: StartingModel, model: ModelSpec | None
 ) -> dict[str, Any]:
     """The tokenizer, and the first training sample of the corpus.
 
     Reads the corpus up to READ_BYTES to find files that are not text. If the run would train a tokenizer, one is
     trained here on the beginning of the corpus; the run's own will differ slightly.
     """
-    tokenizer = find_tokenizer(recipe.data, base_dir=base_dir, model_dir=model_dir)
-    given = [file for file in files if file.is_tokens]
+    tokenizer = find_tokenizer(recipe.data, base_dir=base_dir, model=given)
+    tokens = [file for file in files if file.is_tokens]
     records = [file for file in files if file.is_records]
     characters = max(SAMPLE_CHARACTERS, CHARACTERS_PER_TOKEN * recipe.data.sequence_length)
     texts = _beginning([file for file in files if not (file.is_tokens or file.is_records)], characters)
-    if not texts and not given and not records:
+    if not texts and not tokens and not records:
         raise UserError(f"{names_of(files)}: every document is empty")
-    if (given or records) and tokenizer is None:
-        raise needs_tokenizer((given or records)[0])
+    if (tokens or records) and tokenizer is None:
+        raise needs_tokenizer((tokens or records)[0])
     size = tokenizer.vocab_size if tokenizer else recipe.data.tokenizer_vocab
-    facts, notes = {"vocab": size, "trained": tokenizer is None}, {}
+    facts, notes = {"vocab": size, "trained": tokenizer is None}, list[str]()
     if model is not None:
-        check_vocabulary(recipe, model, size)
+        check_vocabulary(recipe, model, size, base_dir)
     groups = group_files(recipe.data, files)
     tokenizer = tokenizer or train_tokenizer(texts, recipe.data.tokenizer_vocab)
-    parts = [first_tokens(file, tokenizer, characters) for file in given]
+    parts = [first_tokens(file, tokenizer, characters) for file in tokens]
     if records:
         encoder = encoder_of_records(recipe.data, tokenizer, base_dir)
-        if encoder.template is not None and not encoder.template.may_end_turns():
-            notes["note"] = (
-                f"chat template {encoder.template.name} has no special token after the assistant's turn, so the model "
-                "will not learn to stop; add {{ eos_token }} there"
-            )
+        notes += [note] if (note := encoder.note(records)) else []
         parts[:0] = [first_records(group, encoder, SAMPLE_RECORDS) for group in groups.values() if group[0].is_records]
+        counts = [count for part in parts for count in describe_counts(part)]
+        notes += [f"of the first {SAMPLE_RECORDS} records at most: {', '.join(counts)}"] if counts else []
     elif texts:
         parts.insert(0, file_in_memory([[*ids, tokenizer.eos_id] for ids in tokenizer.encode_batch(texts)]))
         if sum(map(len, texts)) < characters:  # the whole corpus: it must fill at least one sample
             build_samples(parts[0], recipe.data)
     samples = [build_samples(part, recipe.data, keep_tail=True) for part in parts]
     _, *lines = describe_sample(samples[0], 0, tokenizer)
-    return {"tokenizer": facts, "sample": lines, **notes}
+    return {"tokenizer": facts, "sample": lines, "notes": notes}
 
 
 def _beginning(files: list[SourceFile], characters: int) -> list[str]:
@@ -285,8 +293,7 @@ def _report(facts: dict[str, Any]) -> Iterator[str]:
     if tokenizer := facts.get("tokenizer"):
         origin = "to be trained on this text" if tokenizer["trained"] else "found"
         yield f"tokenizer  {tokenizer['vocab']} tokens, {origin}"
-    if note := facts.get("note"):
-        yield f"note       {note}"
+    yield from (f"note       {note}" for note in facts.get("notes", []))
     if sample := facts.get("sample"):
         yield "sample     the first; trained text after |, context after ."
         yield from (f"  {line}" for line in sample)

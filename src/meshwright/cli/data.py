@@ -17,12 +17,11 @@ from meshwright.data.loader import Loader
 from meshwright.data.mixture import held_out_samples, training_samples
 from meshwright.data.overlap import NGRAM, Overlap, find_overlap
 from meshwright.data.prepare import Corpus, prepare_corpus
-from meshwright.families import pretrained_directory
 from meshwright.spec.run import ResolvedRun, Run
 from meshwright.terminal import printable
 from meshwright.trainer.display import ProgressLine, short
 from meshwright.trainer.resolve import resolve_run
-from meshwright.trainer.start import require_plugins, with_datasets
+from meshwright.trainer.start import require_plugins, starting_model, with_datasets
 
 ACTIONS = ("prepare", "show", "audit")
 
@@ -69,7 +68,7 @@ def run(arguments: argparse.Namespace) -> int:
         corpus = prepare_corpus(
             recipe.data,
             base_dir=base_dir,
-            model_dir=pretrained_directory(recipe.model, base_dir=base_dir),
+            model=starting_model(recipe, base_dir),
             progress=progress,
             processes=arguments.processes,
             mend=_mending if arguments.action == "prepare" else None,
@@ -99,10 +98,14 @@ def _prepare(arguments: argparse.Namespace, recipe: Run, corpus: Corpus) -> int:
         f"held out {short(stream['held_out_tokens'])}, in {stream['file']}"
         for stream in streams
     ]
-    formats = describe_formats(corpus)
-    facts = {"vocab": corpus.tokenizer.vocab_size, "streams": streams}
-    print_result(arguments, facts, [*lines, formats] if formats else lines)
+    facts = {"vocab": corpus.tokenizer.vocab_size, "streams": streams, "note": corpus.note}
+    print_result(arguments, facts, [*lines, *_records(corpus)])
     return 0
+
+
+def _records(corpus: Corpus) -> list[str]:
+    """The formats of records, and a remark about them, each a line."""
+    return [*filter(None, [describe_formats(corpus)]), *(f"note: {note}" for note in filter(None, [corpus.note]))]
 
 
 def _show(arguments: argparse.Namespace, recipe: Run, corpus: Corpus) -> int:
@@ -118,8 +121,7 @@ def _show(arguments: argparse.Namespace, recipe: Run, corpus: Corpus) -> int:
         }
         for position, (stream, index) in enumerate(places)
     ]
-    formats, heading = describe_formats(corpus), "trained text after |, context after ."
-    lines = [formats, heading] if formats else [heading]
+    lines = [*_records(corpus), "trained text after |, context after ."]
     for sample in samples:
         lines.append(f"\nposition {sample['position']}, {sample['stream']}, " + "\n  ".join(sample["lines"]))
     lines.append("\ntokens of a document    documents")
@@ -146,6 +148,7 @@ def _audit(arguments: argparse.Namespace, recipe: Run, corpus: Corpus) -> int:
     lines = [
         f"{planned.steps} steps on {planned.world_size} ranks: {report.samples} samples, {report.tokens} labels",
         f"announced: {describe_mixture(corpus, planned.mixture, planned.steps * planned.global_batch)}",
+        *_records(corpus),
         *_verdicts(report, left_out),
         *(line for overlap in overlaps for line in _overlap_lines(overlap, arguments.ngram or NGRAM)),
     ]

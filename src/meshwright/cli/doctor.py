@@ -142,7 +142,7 @@ def _torch() -> Iterator[Finding]:
 
     machine = find_machine("auto")
     if machine.kind == "cpu":
-        yield Finding("gpus", "optional", "none; training runs on the CPU")
+        yield Finding("gpus", "optional", f"{machine.note or 'none'}; training runs on the CPU")
     elif torch.cuda.is_available():
         gpus = f"{torch.cuda.device_count()} x {machine.name}, {machine.memory_bytes / 2**30:.0f} GiB each"
         yield Finding("gpus", "ok", f"{gpus}, CUDA {torch.version.cuda}")

@@ -6,7 +6,8 @@ from pathlib import Path
 
 from meshwright.cli.common import positive
 from meshwright.cli.output import add_json_argument, print_json
-from meshwright.imports.recipe import FORMATS, import_files
+from meshwright.imports.recipe import import_files
+from meshwright.imports.systems import FORMATS
 from meshwright.spec.errors import UserError
 
 
@@ -65,7 +66,8 @@ def run(arguments: argparse.Namespace) -> int:
                 "origins": origins,
                 "without": reading.without,
                 "notes": reading.notes,
-                "already_so": reading.already_so(),
+                "no_effect": reading.no_effect,
+                "already_so": reading.already_so,
             }
         )
         return 0

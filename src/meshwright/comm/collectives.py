@@ -9,7 +9,7 @@
 | `all_reduce(x, group)` | the sum of the ranks' x | the identity |
 | `maximum(x, group)` | the element-wise maximum of the ranks' x | none |
 | `all_reduce_(x, group, op)` | the sum, or the maximum, in place | none |
-| `send`, `receive`, `Hop` | messages between two ranks, and once round a ring | none |
+| `send`, `receive`, `Swap`, `hop` | messages between two ranks, both ways at once, round a ring | none |
 
 If every rank computes the same loss from a sum, the sum's gradient is the identity (g of Megatron-LM, Shoeybi et al.,
 2019).
@@ -168,20 +168,30 @@ def receive(tensor: torch.Tensor, rank: int, group: dist.ProcessGroup) -> Messag
     return Message(tensor, dist.irecv(tensor, dist.get_global_rank(group, rank), group=group), group)
 
 
-class Hop:
-    """A contiguous tensor in transit to the next rank of a ring, while the previous rank's arrives."""
+class Swap:
+    """A contiguous tensor in transit to one rank of `group` while another one's, of the same shape, arrives.
 
-    def __init__(self, tensor: torch.Tensor, group: dist.ProcessGroup) -> None:
-        ranks, here = dist.get_process_group_ranks(group), group.rank()
+    Both belong to one batch. Two single messages would deadlock: NCCL runs what two ranks send each other in order, so
+    if both send first, neither receives.
+    """
+
+    def __init__(self, tensor: torch.Tensor, group: dist.ProcessGroup, *, to: int, source: int) -> None:
+        ranks = dist.get_process_group_ranks(group)
         self.sent, self.received = tensor, torch.empty_like(tensor)
         operations = [
-            dist.P2POp(dist.isend, tensor, ranks[(here + 1) % len(ranks)], group),
-            dist.P2POp(dist.irecv, self.received, ranks[here - 1], group),
+            dist.P2POp(dist.isend, tensor, ranks[to], group),
+            dist.P2POp(dist.irecv, self.received, ranks[source], group),
         ]
         self.works = dist.batch_isend_irecv(operations)
 
     def wait(self) -> torch.Tensor:
-        """The previous rank's tensor."""
+        """The tensor that has arrived."""
         for work in self.works:
             work.wait()
         return self.received
+
+
+def hop(tensor: torch.Tensor, group: dist.ProcessGroup) -> Swap:
+    """Send a contiguous tensor to the next rank of a ring, and receive the previous rank's."""
+    here, size = group.rank(), group.size()
+    return Swap(tensor, group, to=(here + 1) % size, source=(here - 1) % size)

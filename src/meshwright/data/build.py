@@ -70,8 +70,8 @@ class _Piece:
     text: str
     held_out: bool
     ends_document: bool
-    counts: tuple[int, int] | None
-    """Characters and hash of the record that ends here."""
+    counts: tuple[int, int, str] | None
+    """Characters, hash and note of the record that ends here."""
     place: BuildProgress
     """The progress after this piece."""
 
@@ -152,7 +152,7 @@ class Tokenization:
                     if piece.ends_document and not records:
                         writer.end_document()
                     if piece.counts:
-                        census.add(*piece.counts, note=found.note)
+                        census.add(*piece.counts, found.note)
                 place = pieces[-1].place
                 if time.monotonic() - last_commit >= COMMIT_SECONDS:
                     commit_now()
@@ -212,7 +212,7 @@ def _pieces(
                     text=text,
                     held_out=held_out,
                     ends_document=ends,
-                    counts=(len(document.text), value) if last else None,
+                    counts=(len(document.text), value, document.note) if last else None,
                     place=after,
                 )
             skip_pieces = 0

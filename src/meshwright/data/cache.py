@@ -14,7 +14,7 @@ from meshwright.data.token_file import MASK
 from meshwright.spec.errors import UserError
 from meshwright.storage.lock import Lock
 
-CACHE_FORMAT = 3
+CACHE_FORMAT = 4
 """Incremented when a change makes the same corpus give different files."""
 
 

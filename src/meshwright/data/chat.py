@@ -1,6 +1,7 @@
 """Chat templates: conversations rendered by Jinja, and the span of characters of each message."""
 
 import copy
+import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import date
@@ -10,7 +11,7 @@ from typing import Any
 
 from meshwright.data.marks import RESERVED, THOUGHTS
 from meshwright.data.sandbox import BEGIN, END, Sandbox
-from meshwright.data.tokenizer import TextTokenizer
+from meshwright.data.tokenizer import TextTokenizer, any_of
 from meshwright.data.tools import ToolCallFormat, form_of, in_form
 from meshwright.data.turns import Conversation, Message, TurnFinder
 from meshwright.spec.data import ChatSpec
@@ -25,6 +26,11 @@ NO_TEMPLATE = (
     f"data.chat.template: the tokenizer has no chat template; choose one of {', '.join(NAMES)}, or give a Jinja file"
 )
 """The error for conversations without a template."""
+Variables = Mapping[str, Any]
+"""Variables of a template by name."""
+NO_VARIABLES: Variables = {}
+FINDERS = 64
+"""Most sets of variables whose turns are remembered."""
 _ANGLED = re.compile(r"<\|\w+\|>")
 _MISTRAL_TOOLS = ("[AVAILABLE_TOOLS]", "[TOOL_CALLS]", "[TOOL_RESULTS]")
 """Tokens that the template `mistral` needs for tools."""
@@ -42,18 +48,27 @@ class ChatTemplate:
         self.source, self.name = source, name
         self._token_id = tokenizer.token_id
         self._variables = {**tokenizer.named_tokens, **chat.template_arguments}
-        self._finder = TurnFinder((*tokenizer.special_tokens, tokenizer.decode([tokenizer.eos_id])))
+        self._special = (*tokenizer.special_tokens, tokenizer.decode([tokenizer.eos_id]))
+        self._finders: dict[str, TurnFinder] = {}
         try:
             self._sandbox = Sandbox(source, today=date.fromisoformat(chat.date))
         except UserError as error:
             raise UserError(f"chat template {name}: {error}") from error
 
-    def render(self, messages: Sequence[Message], *, tools: Any = None, answer: bool = False) -> str:
+    def render(
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Any = None,
+        variables: Variables = NO_VARIABLES,
+        answer: bool = False,
+    ) -> str:
         """The conversation as text; `answer` appends the generation prompt.
 
         Raises UserError if the template refuses the conversation.
         """
-        return self._render(self.prepared(messages), tools, answer).replace(BEGIN, "").replace(END, "")
+        text = self._render(self.prepared(messages), {**variables, "tools": tools}, answer)
+        return text.replace(BEGIN, "").replace(END, "")
 
     def with_arguments(self, arguments: Mapping[str, Any]) -> "ChatTemplate":
         """The template with these arguments besides its own, such as `enable_thinking`.
@@ -92,13 +107,21 @@ class ChatTemplate:
         name."""
         return self._in_form(map(_with_thoughts, messages))
 
-    def turns(self, messages: Sequence[Message], wanted: Sequence[int], *, tools: Any = None) -> Conversation:
-        """The conversation as text, and the spans of the messages with the numbers `wanted`.
+    def turns(
+        self,
+        messages: Sequence[Message],
+        wanted: Sequence[int],
+        *,
+        tools: Any = None,
+        variables: Variables = NO_VARIABLES,
+    ) -> Conversation:
+        """The conversation as text, and the spans of the messages with the numbers `wanted`. `variables` are further
+        variables of the template, such as documents.
 
         Raises UserError if the template refuses the conversation, omits some of it, or renders a turn so that its span
         is ambiguous.
         """
-        self._check(messages, tools)
+        self._check(messages, tools, variables)
         if self.name == "mistral" and (tools or any(message.get("tool_calls") for message in messages)):
             lacking = [token for token in _MISTRAL_TOOLS if self._token_id(token) is None]
             if lacking:
@@ -108,10 +131,10 @@ class ChatTemplate:
                 )
 
         def write(shown: Sequence[Message], answer: bool) -> str:
-            return self._render(self._in_form(shown), tools, answer)
+            return self._render(self._in_form(shown), {**variables, "tools": tools}, answer)
 
         try:
-            return self._finder.find(list(map(_with_thoughts, messages)), write, wanted)
+            return self._finder(variables).find(list(map(_with_thoughts, messages)), write, wanted)
         except UserError as error:
             known = str(error).startswith("the chat template")
             raise UserError(str(error) if known else f"the chat template {self.name} {error}") from error
@@ -134,13 +157,22 @@ class ChatTemplate:
         found = (self._token_id(end) for end in dict.fromkeys(ends))
         return [number for number in found if number is not None]
 
-    def may_end_turns(self) -> bool:
-        """Whether a token ends the assistant's turn, or may end it: some templates refuse the probe of a single
-        question."""
+    def without_end(self) -> str:
+        """The remark that no token ends the assistant's turn, so its end is not trained; empty if one does, or may do:
+        some templates refuse the probe of a single question."""
+        asked, said = {"role": "user", "content": "?"}, {"role": "assistant", "content": "x"}
         try:
-            return bool(self.ends_of_turn())
-        except ValueError:
-            return True
+            if self.ends_of_turn():
+                return ""
+            text, turns, _ = self.turns([asked, said, asked], [1])
+        except UserError:
+            return ""
+        next_token = any_of(self._special).match(text[turns[1].end :].lstrip())
+        instead = f" but the next message's {next_token[0]}, which carries no loss" if next_token else ""
+        return (
+            f"chat template {self.name} has no special token after the assistant's turn{instead}, so the model will "
+            "not learn to stop; add {{ eos_token }} there"
+        )
 
     @cached_property
     def writes_thoughts(self) -> bool:
@@ -150,31 +182,49 @@ class ChatTemplate:
 
     @cached_property
     def _form(self) -> ToolCallFormat:
-        return form_of(lambda messages: self._render(list(messages), None, False))
+        return form_of(lambda messages: self._render(list(messages), NO_VARIABLES, False))
+
+    def _finder(self, variables: Variables) -> TurnFinder:
+        """What is known about the template's turns with these variables, which may change its prompts."""
+        key = json.dumps(variables, sort_keys=True)
+        if key not in self._finders:
+            if len(self._finders) >= FINDERS:
+                self._finders.clear()
+            self._finders[key] = TurnFinder(self._special)
+        return self._finders[key]
 
     def _in_form(self, messages: Iterable[Message]) -> list[dict[str, Any]]:
         messages = list(messages)
         calls = any(message.get("tool_calls") for message in messages)
         return in_form(messages, self._form if calls else ToolCallFormat())
 
-    def _check(self, messages: Sequence[Message], tools: Any) -> None:
+    def _check(self, messages: Sequence[Message], tools: Any, variables: Variables) -> None:
         """Raise UserError for content that the template would omit, or that would collide with the markers."""
         if any(RESERVED.search(message.get(name) or "") for message in messages for name in ("content", THOUGHTS[0])):
             raise UserError(
                 "a message contains a code point from U+FDD0 to U+FDEF, which Unicode reserves for internal use"
             )
-        if tools and self._render(self.prepared(messages), None, False) == self.render(messages, tools=tools):
-            raise UserError(f"the chat template {self.name} omits the record's tools")
+        shown = {**variables, "tools": tools}
+        for name in ("tools", "documents"):
+            without = {key: value for key, value in shown.items() if key != name}
+            if shown.get(name) and self._plain(messages, without) == self._plain(messages, shown):
+                raise UserError(f"the chat template {self.name} omits the record's {name}")
+        unused = next((name for name in variables if not re.search(rf"\b{re.escape(name)}\b", self.source)), None)
+        if unused:
+            raise UserError(f"the chat template {self.name} does not use the record's {unused!r}")
         if any(message.get(THOUGHTS[0]) for message in messages) and not self.writes_thoughts:
             raise UserError(
                 f"the chat template {self.name} omits thoughts ({THOUGHTS[0]}); set data.chat.thinking=drop or keep"
             )
 
-    def _render(self, messages: Sequence[Message], tools: Any, answer: bool) -> str:
+    def _plain(self, messages: Sequence[Message], variables: Variables) -> str:
+        return self._render(self.prepared(messages), variables, False)
+
+    def _render(self, messages: Sequence[Message], variables: Variables, answer: bool) -> str:
+        """The conversation as text with marks of generation; `variables` take precedence over the recipe's."""
+        given = {"tools": None, **self._variables, **variables}
         try:
-            return self._sandbox.render(
-                {**self._variables, "messages": messages, "tools": tools, "add_generation_prompt": answer}
-            )
+            return self._sandbox.render({**given, "messages": messages, "add_generation_prompt": answer})
         except UserError as error:
             raise UserError(f"the chat template {self.name} rejects this conversation: {error}") from error
 

@@ -8,6 +8,7 @@ import numpy as np
 from meshwright.data.mixture import Mixture
 from meshwright.data.packing import NO_LABEL, BestFitSamples, Sample, Samples
 from meshwright.data.prepare import Corpus
+from meshwright.data.token_file import TokenFile
 from meshwright.data.tokenizer import TextTokenizer
 from meshwright.terminal import printable
 
@@ -32,9 +33,13 @@ def describe_formats(corpus: Corpus) -> str:
     parts = []
     for stream in corpus.streams:
         if stream.formats not in (("text",), ("tokens",)) or stream.train.counts:
-            counts = "".join(f", {count} {_NOTES[note]}" for note, count in stream.train.counts.items())
-            parts.append(f"{stream.name}: {' and '.join(stream.formats)}{counts}")
+            parts.append(f"{stream.name}: {', '.join([' and '.join(stream.formats), *describe_counts(stream.train)])}")
     return "; ".join(parts)
+
+
+def describe_counts(file: TokenFile) -> list[str]:
+    """How many records were cut off, left out or changed, for each reason."""
+    return [f"{count} {_NOTES[note]}" for note, count in file.counts.items()]
 
 
 _NOTES = {
@@ -43,6 +48,7 @@ _NOTES = {
     "unlabelled": "left out because they have no trained tokens",
     "unweighted": "left out because their weight is 0",
     "spelled": "left out because they contain the text of a special token",
+    "structs": "read without keys that are null in their struct, which the record may lack",
 }
 
 

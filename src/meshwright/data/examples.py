@@ -3,6 +3,7 @@
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -11,6 +12,7 @@ import numpy as np
 from meshwright.data import thoughts
 from meshwright.data.chat import NO_TEMPLATE, ChatTemplate, find_template
 from meshwright.data.marks import Span
+from meshwright.data.sources import SourceFile
 from meshwright.data.tokenizer import TextTokenizer
 from meshwright.data.turns import Conversation, Message
 from meshwright.spec.data import ChatSpec
@@ -34,12 +36,17 @@ class TextEncoder:
 
     def __init__(self, tokenizer: TextTokenizer):
         self.tokenizer = tokenizer
-        self.settings = {"files": dict(tokenizer.files)}
+        self.settings = {"files": dict(tokenizer.files), "rows": tokenizer.rows}
         """Plain data from which `build_encoder` rebuilds it in another process."""
 
     def encode(self, texts: Sequence[str]) -> list[EncodedText]:
         """One result for each text."""
-        return [EncodedText((np.asarray(ids, np.int32),)) for ids in self.tokenizer.encode_batch(texts)]
+        try:
+            return [EncodedText((np.asarray(ids, np.int32),)) for ids in self.tokenizer.encode_batch(texts)]
+        except UserError as error:
+            if len(texts) == 1:
+                return [EncodedText((), error=str(error))]
+            return [self.encode([text])[0] for text in texts]
 
 
 class RecordEncoder:
@@ -59,7 +66,13 @@ class RecordEncoder:
         """As in `TextEncoder`."""
         template = self.template and {"source": self.template.source, "name": self.template.name}
         chat = self.chat.model_dump(mode="json")
-        return {"files": dict(self.tokenizer.files), "template": template, "chat": chat, "labels": self.max_labels}
+        files, rows = dict(self.tokenizer.files), self.tokenizer.rows
+        return {"files": files, "rows": rows, "template": template, "chat": chat, "labels": self.max_labels}
+
+    def note(self, files: Sequence[SourceFile]) -> str:
+        """A remark about conversations among the files whose ends of turns are not trained; empty if there are none."""
+        rendered = any(file.is_records and file.format != "tokenized" for file in files)
+        return self.template.without_end() if self.template and rendered and self.chat.train_on_eos != "none" else ""
 
     def encode(self, texts: Sequence[str]) -> list[EncodedText]:
         """One result for each record."""
@@ -102,6 +115,7 @@ class RecordEncoder:
                 raise UserError(
                     f"token {outside[0]} is outside the tokenizer's vocabulary of {self.tokenizer.vocab_size}"
                 )
+            self.tokenizer.checked(record["input_ids"])
             return np.where(labels_T >= 0, ids_T, ~ids_T).astype(np.int32)
         if "prompt" in record:
             given = self.tokenizer.encode_prompt(record["prompt"])
@@ -120,35 +134,38 @@ class RecordEncoder:
                 f"a message of role {spelled[0]!r} contains the special token {spelled[1]!r} as text; set "
                 "data.chat.special_tokens=text to encode it as ordinary text, or drop to leave the record out"
             )
-        conversation = self._written(record["messages"], self._wanted(record), record.get("tools"))
+        conversation = self._written(record, self._wanted(record))
         ids, offsets = self.tokenizer.encode_conversation(conversation.text, conversation.texts if spelled else ())
         ids_T = np.array(ids, np.int32)
+        offsets_T2 = np.array(offsets).reshape(-1, 2)
         if self.chat.train_on == "all":
-            return ids_T
-        return np.where(_within(self._trained(conversation), np.array(offsets).reshape(-1, 2)), ids_T, ~ids_T)
+            left_out = [span for turn in conversation.turns.values() for span in turn.parts]
+            return np.where(_within(left_out, offsets_T2), ~ids_T, ids_T)
+        return np.where(_within(self._trained(conversation), offsets_T2), ids_T, ~ids_T)
 
-    def _written(self, messages: Sequence[Message], wanted: Sequence[int], tools: Any) -> Conversation:
+    def _written(self, record: Mapping[str, Any], wanted: Sequence[int]) -> Conversation:
         """The rendered conversation, with thoughts according to the recipe."""
         template = self.template
         assert template is not None
+        messages: Sequence[Message] = record["messages"]
+        find = partial(template.turns, tools=record.get("tools"), variables=record.get("variables", {}))
         if self.chat.thinking == "drop":
             messages = thoughts.without(messages)
         if self.chat.thinking != "keep":
-            return template.turns(messages, wanted, tools=tools)
+            return find(messages, wanted)
         if not template.writes_thoughts:
             messages = thoughts.in_answers(messages)
-        return thoughts.kept(messages, wanted, lambda shown, numbers: template.turns(shown, numbers, tools=tools))
+        return thoughts.kept(messages, wanted, find)
 
     def _wanted(self, record: Mapping[str, Any]) -> list[int]:
-        """Indices of the messages that carry loss."""
-        messages = record["messages"]
-        places = [
-            number
-            for number, message in enumerate(messages)
-            if message["role"] in self.chat.roles_to_train and number >= record["given"]
-        ]
-        places = {"assistant": places, "last": places[-1:], "all": []}[self.chat.train_on]
-        return [number for number in places if messages[number].get("weight", 1)]
+        """Indices of the messages that carry loss; if everything does, of those that do not."""
+        weights = [message.get("weight") for message in record["messages"]]
+        if self.chat.train_on == "all":
+            return [number for number, weight in enumerate(weights) if weight == 0]
+        numbers = range(record["given"], len(weights))
+        places = [number for number in numbers if record["messages"][number]["role"] in self.chat.roles_to_train]
+        places = places[-1:] if self.chat.train_on == "last" else places
+        return [number for number in numbers if weights[number] or (weights[number] is None and number in places)]
 
     def _trained(self, conversation: Conversation) -> list[Span]:
         """The characters that carry loss."""
@@ -160,7 +177,8 @@ class RecordEncoder:
     def _spelled(self, record: Mapping[str, Any]) -> tuple[str, str] | None:
         """(role, special token) of the first message whose text contains one."""
         said = [(message["role"], json.dumps(message, ensure_ascii=False)) for message in record["messages"]]
-        said.append(("tools", json.dumps(record.get("tools"), ensure_ascii=False)))
+        for name in ("tools", "variables"):
+            said.append((name, json.dumps(record.get(name), ensure_ascii=False)))
         found = ((role, self._special.search(text)) for role, text in said)
         return next(((role, match[0]) for role, match in found if match), None)
 
@@ -178,7 +196,7 @@ def _within(spans: Sequence[Span], offsets_T2: np.ndarray) -> np.ndarray:
 
 def build_encoder(settings: Mapping[str, Any]) -> Encoder:
     """The encoder of these settings."""
-    tokenizer = TextTokenizer(settings["files"], where="encoder")
+    tokenizer = TextTokenizer(settings["files"], where="encoder").for_rows(settings["rows"])
     if "chat" not in settings:
         return TextEncoder(tokenizer)
     chat = ChatSpec(**settings["chat"])

@@ -4,7 +4,6 @@ Every `n` consecutive tokens of a question are searched in all training tokens b
 compared token by token. Shapes: N tokens, W windows of n tokens.
 """
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,6 +16,7 @@ from meshwright.data.prepare import Corpus
 from meshwright.data.token_file import TokenFile
 from meshwright.data.tokenizer import TextTokenizer
 from meshwright.spec.errors import UserError
+from meshwright.storage.jsonl import read_values
 
 NGRAM = 13
 """Default length of a run, in tokens; Brown et al. (2020) took 13 words."""
@@ -74,19 +74,13 @@ def find_overlap(corpus: Corpus, files: Sequence[Path], length: int = NGRAM) -> 
 
 def _texts_of(path: Path) -> Iterator[tuple[int, list[str]]]:
     """(line, its texts) of a .jsonl file; any other file is one row."""
+    if path.suffix == ".jsonl":
+        yield from ((number, list(_strings(value))) for number, value in read_values(path))
+        return
     try:
-        content = path.read_text(encoding="utf-8")
+        yield 1, [path.read_text(encoding="utf-8")]
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{path}: cannot be read ({error})") from error
-    if path.suffix != ".jsonl":
-        yield 1, [content]
-        return
-    for number, line in enumerate(content.split("\n"), 1):
-        if line.strip():
-            try:
-                yield number, list(_strings(json.loads(line)))
-            except (ValueError, RecursionError) as error:
-                raise UserError(f"{path}:{number}: is not JSON ({error})") from error
 
 
 def _strings(value: Any) -> Iterator[str]:

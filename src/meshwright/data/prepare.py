@@ -2,11 +2,12 @@
 
 import os
 import shutil
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -66,6 +67,8 @@ class Corpus:
     """The tokenizer that made its tokens."""
     streams: tuple[TokenStream, ...]
     """At least one."""
+    note: str = ""
+    """A remark about what is not trained."""
 
     @property
     def held_out(self) -> tuple[TokenFile, ...]:
@@ -101,20 +104,32 @@ class Corpus:
         ]
 
 
+class StartingModel(NamedTuple):
+    """What a corpus takes from the model that is trained on it."""
+
+    directory: Path | None = None
+    """Its Hugging Face directory, whose tokenizer `tokenizer: auto` uses."""
+    rows: int | None = None
+    """The rows of its embedding, if its weights are given; None: the recipe gives each token a row."""
+
+
+NO_MODEL = StartingModel()
+
+
 def prepare_corpus(
     data: DataSpec,
     *,
     base_dir: Path,
-    model_dir: Path | None = None,
+    model: StartingModel = NO_MODEL,
     progress: Progress | None = None,
     processes: int | None = None,
     mend: Callable[[str], None] | None = None,
 ) -> Corpus:
     """Tokenize the sources, or find the tokens in the cache.
 
-    `base_dir` is the recipe's folder, to which sources and tokenizer are relative; `model_dir` is the model's Hugging
-    Face directory, whose tokenizer `tokenizer: auto` uses. A tokenizer is trained on the training documents only, or on
-    evenly spaced blocks of them if they are longer than TRAINING_CHARACTERS. `processes` as in `Tokenization`.
+    `base_dir` is the recipe's folder, to which sources and tokenizer are relative. A token without a row in `model` is
+    an error where it occurs. A tokenizer is trained on the training documents only, or on evenly spaced blocks of them
+    if they are longer than TRAINING_CHARACTERS. `processes` as in `Tokenization`.
 
     The cache is keyed by the names, sizes and modification times of the source files, by the tokenizer and by the
     held-out share. That is one `stat` per file, so starting a run never reads the corpus again. (A change of text that
@@ -128,10 +143,10 @@ def prepare_corpus(
     progress = progress or (lambda what, done, total: None)
     cache = Path(data.cache_dir)
     groups = group_files(data, told_apart(find_files(data.sources, base_dir)))
-    tokenizer = find_tokenizer(data, base_dir=base_dir, model_dir=model_dir)
+    tokenizer = find_tokenizer(data, base_dir=base_dir, model=model)
     splits: dict[str, Split] = {}
     if tokenizer is None:
-        tokenizer = _trained_tokenizer(data, cache, groups, splits, progress)
+        tokenizer = _with_rows(_trained_tokenizer(data, cache, groups, splits, progress), model, data)
     records = None
     if any(files[0].is_records for files in groups.values()):
         records = encoder_of_records(data, tokenizer, base_dir)
@@ -159,7 +174,8 @@ def prepare_corpus(
             name=name, train=train, held_out=held_out, weight=weight, formats=formats, files=tuple(files)
         )
         streams.append(stream)
-    return Corpus(tokenizer=tokenizer, streams=tuple(streams))
+    note = records.note([file for files in groups.values() for file in files]) if records else ""
+    return Corpus(tokenizer=tokenizer, streams=tuple(streams), note=note)
 
 
 def encoder_of_records(data: DataSpec, tokenizer: TextTokenizer, base_dir: Path) -> RecordEncoder:
@@ -182,15 +198,25 @@ def first_records(files: Sequence[SourceFile], encoder: RecordEncoder, num: int)
     documents = [ids for found in encoded for ids in found.documents]
     if not documents:
         raise UserError(f"{files[0].name}: all checked records are left out: too long, or without an answer")
-    return replace(file_in_memory(documents, masked=True), is_pairs=files[0].format == "preference")
+    notes = [note for document, found in zip(read, encoded, strict=True) for note in (document.note, found.note)]
+    counts = Counter(filter(None, notes))
+    return replace(file_in_memory(documents, masked=True), is_pairs=files[0].format == "preference", counts=counts)
 
 
-def find_tokenizer(data: DataSpec, *, base_dir: Path, model_dir: Path | None = None) -> TextTokenizer | None:
-    """The tokenizer that a recipe names; None if `auto` means training one on the corpus."""
+def find_tokenizer(data: DataSpec, *, base_dir: Path, model: StartingModel = NO_MODEL) -> TextTokenizer | None:
+    """The tokenizer that a recipe names, for the rows of `model`; None if `auto` means training one on the corpus."""
+    path = model.directory
     if data.tokenizer != "auto":
         path = base_dir / os.path.expanduser(data.tokenizer)
-        return load_tokenizer(path if path.exists() else cached_snapshot(data.tokenizer, "tokenizer.json") or path)
-    return load_tokenizer(model_dir) if model_dir else None
+        path = path if path.exists() else cached_snapshot(data.tokenizer, "tokenizer.json") or path
+    return _with_rows(load_tokenizer(path), model, data) if path else None
+
+
+def _with_rows(tokenizer: TextTokenizer, model: StartingModel, data: DataSpec) -> TextTokenizer:
+    try:
+        return tokenizer.for_rows(model.rows)
+    except UserError as error:
+        raise UserError(f"data.tokenizer={data.tokenizer}: {error}") from None
 
 
 def first_tokens(file: SourceFile, tokenizer: TextTokenizer, num_tokens: int) -> TokenFile:
@@ -230,7 +256,7 @@ def _tokenized(
     work: Tokenization, cache: Path, mend: Callable[[str], None] | None
 ) -> tuple[TokenFile, TokenFile | None]:
     """The tokens of text or records: (train, held out)."""
-    about = [_identities(work.files), work.held_out, work.tokenizer.fingerprint]
+    about = [_identities(work.files), work.held_out, _identity(work.tokenizer)]
     if isinstance(work.encoder, RecordEncoder):
         about.append(work.encoder.fingerprint)
     directory = cached(cache, about, work.write)
@@ -268,11 +294,15 @@ def _given_tokens(
                 f"{file.name}: token {largest} is outside the tokenizer's vocabulary of {tokenizer.vocab_size}; set "
                 "data.tokenizer to the tokenizer that made this file, or the source's tokens to the right integer type"
             )
+        try:
+            tokenizer.checked([largest])
+        except UserError as error:
+            raise UserError(f"{file.name}: {error}") from None
         if dtype is not None:  # the index has no code for uint32, whose numbers are as wide as int32's
             write_index(directory / f"{SCANNED}.idx", lengths, np.dtype("<u2" if dtype.itemsize == 2 else "<i4"))
         sums_of(file.path).tofile(directory / f"{SCANNED}{ENDING}")
 
-    about = [file.identity(), tokenizer.fingerprint]
+    about = [file.identity(), _identity(tokenizer)]
     directory = cached(cache, about, scan)
     if mend and not np.array_equal(np.fromfile(directory / f"{SCANNED}{ENDING}", "<u4"), sums_of(file.path)):
         mend(f"{file.name} has changed since it was first read")
@@ -336,6 +366,11 @@ def _trained_tokenizer(
         directory / TOKENIZER / "tokenizer.json", f"; delete {directory} to train it again"
     ).compare_all()
     return load_tokenizer(directory / TOKENIZER)
+
+
+def _identity(tokenizer: TextTokenizer) -> str | list[Any]:
+    """A value that is equal for tokenizers that encode every document to the same tokens, or raise the same errors."""
+    return tokenizer.fingerprint if tokenizer.rows is None else [tokenizer.fingerprint, tokenizer.rows]
 
 
 def _identities(files: Sequence[SourceFile]) -> list[tuple[Any, ...]]:

@@ -3,16 +3,17 @@
 import csv
 import gzip
 import io
-import json
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import IO, Any, NamedTuple
 
-from meshwright.data.records import COLUMNS, FURTHER, format_of, record_text, renamed
+from meshwright.data.records import COLUMNS, FURTHER, MEDIA, Content, format_of, record_content, refuse, renamed
 from meshwright.data.sources import SourceFile, require
+from meshwright.data.structs import read_row, readers_of
 from meshwright.spec.errors import UserError
+from meshwright.storage.jsonl import parse_json
 
 ROWS = 256
 """Rows of a table in memory at a time."""
@@ -35,6 +36,8 @@ class Document(NamedTuple):
     """Its size in the file, in bytes."""
     record: int = 1
     """Line or row of its file, from 1; in a .csv file the header is not counted."""
+    note: str = ""
+    """`structs` if keys that were null in a struct are left out."""
 
 
 class Row(NamedTuple):
@@ -59,8 +62,9 @@ def read_documents(files: Iterable[SourceFile], *, skip: int = 0) -> Iterator[Do
             documents = _read_text(file, skip)
         else:
             documents = (
-                Document(row.id, _content(row, file), row.num_bytes, row.record)
+                Document(row.id, content.text, row.num_bytes, row.record, content.note)
                 for row in _READERS[file.container](file, skip)
+                for content in [_content(row, file)]
             )
         yield from (document for document in documents if document.text)
         skip = 0
@@ -85,12 +89,14 @@ def _told_apart(file: SourceFile) -> SourceFile:
     )
 
 
-def _content(row: Row, file: SourceFile) -> str:
+def _content(row: Row, file: SourceFile) -> Content:
     if file.is_records:
-        return record_text(renamed(row.fields, file.columns), file.format, row.id)
-    key, text = file.text_key, row.fields.get(file.text_key)
-    if key not in row.fields:
-        raise UserError(f"{row.id}: has no {key!r} (its keys are {', '.join(row.fields)}); set the source's text_key")
+        return record_content(renamed(row.fields, file.columns), file.format, row.id)
+    fields = renamed(row.fields, file.columns)
+    key, text = file.text_key, fields.get(file.text_key)
+    if key not in fields:
+        raise UserError(f"{row.id}: has no {key!r} (its keys are {', '.join(fields)}); set the source's text_key")
+    refuse(fields, MEDIA, row.id)
     if not isinstance(text, str):
         kind = "empty (null)" if text is None else f"not a string but {type(text).__name__}"
         raise UserError(f"{row.id}: {key!r} is {kind}")
@@ -100,7 +106,7 @@ def _content(row: Row, file: SourceFile) -> str:
         raise UserError(
             f"{row.id}: {key!r} is not Unicode text: a lone surrogate at character {error.start}"
         ) from error
-    return text
+    return Content(text)
 
 
 def _read_text(file: SourceFile, skip: int) -> Iterator[Document]:
@@ -203,13 +209,14 @@ def _read_arrow(file: SourceFile, skip: int) -> Iterator[Row]:
 def _rows(file: SourceFile, batches: Iterable[Any], row: int, skip: int, share: float | None) -> Iterator[Row]:
     """Rows of record batches; `row` rows precede the first batch."""
     for batch in batches:
+        readers = readers_of(batch.schema, file.name)
         if row + batch.num_rows > skip:
             # A slice counts only the bytes of its own rows.
             each = batch.nbytes / max(1, batch.num_rows) if share is None else share
             for number, fields in enumerate(batch.to_pylist(), start=row + 1):
                 if number > skip:
-                    num_bytes = int(each * number) - int(each * (number - 1))
-                    yield Row(f"{file.name}: row {number}", fields, num_bytes, number)
+                    where, num_bytes = f"{file.name}: row {number}", int(each * number) - int(each * (number - 1))
+                    yield Row(where, read_row(fields, readers, where), num_bytes, number)
         row += batch.num_rows
 
 
@@ -218,8 +225,9 @@ def _columns(file: SourceFile, names: Sequence[str]) -> list[str]:
     _check_columns(file, names)
     if file.format == "auto":
         return list(names)
-    wanted = (*COLUMNS[file.format], *FURTHER) if file.is_records else (file.text_key,)
-    wanted += tuple(theirs for _, theirs in file.columns if theirs)
+    wanted = {*COLUMNS[file.format], *FURTHER} if file.is_records else {file.text_key, *MEDIA}
+    wanted |= {theirs for _, theirs in file.columns if theirs}
+    wanted -= {ours for ours, theirs in file.columns if theirs is None}
     return [name for name in names if name in wanted]
 
 
@@ -287,13 +295,10 @@ def _arrow_errors(file: SourceFile) -> Iterator[None]:
 
 def _parsed(content: bytes, where: str, of: str) -> Any:
     try:
-        return json.loads(content.decode("utf-8-sig"))
+        text = content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise UserError(f"{where}: not UTF-8 at byte {error.start} {of}".rstrip()) from error
-    except ValueError as error:
-        raise UserError(f"{where}: not JSON: {error}") from error
-    except RecursionError as error:
-        raise UserError(f"{where}: its JSON is nested too deeply") from error
+    return parse_json(text, where)
 
 
 def _fields(value: Any, where: str) -> dict[str, Any]:

@@ -3,17 +3,23 @@
 A record in that form is JSON text, one of
 
     {"messages": [{"role": ..., "content": ...}, ...], "given": k}    a conversation; its first k messages carry no
-                                                                      loss, nor do messages with "weight": 0
+                                                                      loss, nor do messages with "weight": 0; those
+                                                                      with "weight": 1 do, whatever their role
     {"prompt": text, "completion": text}
     {"input_ids": [...], "labels": [...]}                             tokens; a label is its own token or -100
     {"chosen": record, "rejected": record}                            a preference, each side one of the first two
+
+A conversation may also have "tools", and "variables" of the chat template: the record's documents and
+`chat_template_kwargs` (as trl and ms-swift pass them).
 """
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
-from meshwright.data.tools import calls_of, tools_of
+from meshwright.data.labels import FLAGS, MASKS, PLACES, ignore, labels_of, message_weight, record_weight
+from meshwright.data.structs import has_structs, leaves_out, with_required_nulls
+from meshwright.data.tools import calls_of, from_json, tools_of
 from meshwright.spec.data import ROLES, THOUGHTS, Format
 from meshwright.spec.errors import UserError
 from meshwright.spec.problems import did_you_mean
@@ -27,16 +33,38 @@ COLUMNS: dict[Format, tuple[str, ...]] = {
     "tokenized": ("input_ids",),
 }
 """The columns that identify a format."""
-FURTHER = ("prompt", "input", "history", "system", "labels", "tools", "functions", "weight", "train")
-"""Further columns that a format may have."""
+MEDIA = {
+    **dict.fromkeys(("image", "images"), "images are not supported"),
+    **dict.fromkeys(("audio", "audios"), "audio is not supported"),
+    **dict.fromkeys(("video", "videos"), "videos are not supported"),
+}
+"""Columns, and fields of a message, beside text that they belong to."""
 REFUSED = {
-    "label": "KTO labels are not supported; make pairs of chosen and rejected",
-    "images": "images are not supported",
-    "audios": "audio is not supported",
-    "videos": "images are not supported",
+    **MEDIA,
+    **{f"rejected_{name}": reason for name, reason in MEDIA.items()},
+    "rejected_tools": "other tools for the rejected answer are not supported",
+    **dict.fromkeys(("label", "kto_tag"), "KTO labels are not supported; make pairs of chosen and rejected"),
 }
 """Known columns that cannot be used, and why."""
-FURTHER += tuple(REFUSED)
+SWIFT = ("rejected_response", "rejected_messages")
+"""The second side of a preference beside `messages`, as in ms-swift."""
+OWNERS = {
+    "history": ("instruction and output", "alpaca"),
+    **dict.fromkeys(SWIFT, ("preferences", "preference")),
+    **dict.fromkeys(MASKS, ("input_ids", "tokenized")),
+}
+"""Columns that belong to one format: what it is called, and its name."""
+VARIABLES = ("documents", "chat_template_kwargs")
+"""Columns for the chat template."""
+FURTHER = ("prompt", "input", "history", "system", "labels", "tools", "functions", "weight", "train", "messages")
+FURTHER += (*REFUSED, *SWIFT, *VARIABLES, *MASKS, *PLACES, "attention_mask")
+"""Further columns that a format may have."""
+RESERVED = ("messages", "tools", "add_generation_prompt", "continue_final_message", "chat_template", "tokenize")
+"""Arguments of transformers' `apply_chat_template` that a record cannot set."""
+STRUCTS = "structs"
+"""The note of a record without the keys that were null in a struct."""
+TEXT_PARTS = ("text", "input_text", "output_text")
+"""Types of parts of a message's content (OpenAI's)."""
 KNOWN_ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
@@ -46,6 +74,8 @@ def format_of(columns: Iterable[str], text_key: str, where: str) -> Format:
     Raises UserError if they match several formats, or nearly match one.
     """
     names = set(columns)
+    if "messages" in names and names & set(SWIFT):
+        return "preference"
     found: list[Format] = [format for format, needed in COLUMNS.items() if names.issuperset(needed)]
     if text_key in names:
         found.append("text")
@@ -71,31 +101,99 @@ def renamed(fields: Mapping[str, Any], columns: Sequence[tuple[str, str | None]]
     return rest | {ours: fields[name] for ours, name in columns if name is not None and name in fields}
 
 
-def record_text(fields: Mapping[str, Any], format: Format, where: str) -> str:
+class Content(NamedTuple):
+    """What is read from a line or row."""
+
+    text: str
+    """The text, or the JSON text of a record."""
+    note: str = ""
+    """`structs` if keys that were null in a struct of an Arrow file are left out of it."""
+
+
+def record_content(fields: Mapping[str, Any], format: Format, where: str) -> Content:
     """A line or row in the common form of records. Raises UserError; the message starts with `where`."""
+    fields = _paired(fields, where) if format == "preference" else fields
     lacking = [column for column in COLUMNS[format] if fields.get(column) is None]
     if lacking:
         raise UserError(f"{where}: has no {lacking[0]!r}, which format {format} needs (it has {', '.join(fields)})")
-    for column, why in REFUSED.items():
-        if fields.get(column) not in (None, [], ""):
-            raise UserError(
-                f"{where}: column {column!r}: {why}; to ignore it, set columns={{{column}: null}} in the source"
-            )
-    if fields.get("history") and format != "alpaca":
-        raise UserError(f"{where}: column 'history' belongs to instruction and output, not to format {format}")
+    refuse(fields, REFUSED, where)
+    _check_belongs(fields, format, where)
     record = _MAKERS[format](fields, where)
     tools = [tool for name in ("tools", "functions") if fields.get(name) for tool in tools_of(fields[name], where)]
-    if tools and format in ("messages", "sharegpt", "prompt_completion", "alpaca", "preference"):
-        for side in (record["chosen"], record["rejected"]) if format == "preference" else (record,):
+    variables = _variables(fields, where)
+    for side in (record["chosen"], record["rejected"]) if format == "preference" else (record,):
+        if tools and format != "tokenized":
             side["tools"] = tools
-    if _weight(fields, where) == 0:
+            _keep_required_nulls(side)
+        if variables and "messages" not in side:
+            column = next(name for name in VARIABLES if fields.get(name))
+            raise UserError(f"{where}: column {column!r} is for a chat template, which this format does not use")
+        if variables:
+            side["variables"] = variables
+    if record_weight(fields, where) == 0:
         record["weight"] = 0
     text = json.dumps(record, ensure_ascii=False, separators=(",", ":"))
     try:
         text.encode()
     except UnicodeEncodeError as error:
         raise UserError(f"{where}: not Unicode text: a lone surrogate") from error
-    return text
+    # The record's own messages and calls are plain objects, whose null fields mean nothing.
+    return Content(text, STRUCTS if has_structs(fields) and leaves_out([record, fields.get("tools")]) else "")
+
+
+def refuse(fields: Mapping[str, Any], columns: Mapping[str, str], where: str) -> None:
+    """Raise UserError if one of the columns has a value; `columns` says why it cannot be used."""
+    if columns.keys().isdisjoint(fields):
+        return
+    for column, reason in columns.items():
+        if fields.get(column) not in (None, [], {}, ""):
+            raise UserError(f"{where}: column {column!r}: {reason}; {ignore(column)}")
+
+
+def _check_belongs(fields: Mapping[str, Any], format: Format, where: str) -> None:
+    """Raise UserError for a column that another format has."""
+    for column, (owner, owning) in OWNERS.items():
+        if format != owning and fields.get(column) not in (None, [], ""):
+            raise UserError(f"{where}: column {column!r} belongs to {owner}, not to format {format}; {ignore(column)}")
+
+
+def _paired(fields: Mapping[str, Any], where: str) -> Mapping[str, Any]:
+    """ms-swift's preference as chosen and rejected: `rejected_messages` replace the conversation, `rejected_response`,
+    a text or messages, what follows its last question."""
+    talk, other, response = (fields.get(name) for name in ("messages", "rejected_messages", "rejected_response"))
+    if talk is None or fields.get("chosen") is not None or (other is None and response is None):
+        return fields
+    if other is None:
+        asked = [number for number, message in enumerate(_messages(talk, where)) if message["role"] == "user"]
+        answer = [{"role": "assistant", "content": response}] if isinstance(response, str) else response
+        if not asked or not isinstance(answer, list):
+            raise UserError(f"{where}: 'rejected_response' must be a text or messages, after a question of the user")
+        other = [*talk[: asked[-1] + 1], *answer]
+    return {**fields, "chosen": talk, "rejected": other, **dict.fromkeys(SWIFT)}
+
+
+def _variables(fields: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """The record's variables of the chat template."""
+    if not any(fields.get(name) for name in VARIABLES):
+        return {}
+    documents, given = (from_json(fields.get(name) or None, f"{where}: {name}") for name in VARIABLES)
+    if documents and not (isinstance(documents, list) and all(isinstance(one, Mapping) for one in documents)):
+        raise UserError(f"{where}: 'documents' must be a list of objects, each with title and text")
+    if given and not isinstance(given, Mapping):
+        raise UserError(f"{where}: 'chat_template_kwargs' must be an object")
+    reserved = next((name for name in given or () if name in RESERVED), None)
+    if reserved:
+        raise UserError(f"{where}: chat_template_kwargs cannot set {reserved!r}; remove it")
+    return {**({"documents": documents} if documents else {}), **(given or {})}
+
+
+def _keep_required_nulls(record: dict[str, Any]) -> None:
+    """Put back the null arguments that the record's own tools require."""
+    functions = [tool["function"] for tool in record["tools"]]
+    schemas = {function["name"]: function.get("parameters") for function in functions}
+    for call in (call for message in record.get("messages", []) for call in message.get("tool_calls", [])):
+        function = call["function"]
+        function["arguments"] = with_required_nulls(function["arguments"], schemas.get(function["name"]))
 
 
 def _of_messages(fields: Mapping[str, Any], where: str) -> dict[str, Any]:
@@ -134,12 +232,7 @@ def _of_prompt_completion(fields: Mapping[str, Any], where: str) -> dict[str, An
 
 
 def _of_tokenized(fields: Mapping[str, Any], where: str) -> dict[str, Any]:
-    ids, labels = fields["input_ids"], fields.get("labels")
-    labels = ids if labels is None else labels
-    if not (_is_integers(ids) and _is_integers(labels)):
-        raise UserError(f"{where}: input_ids and labels must be lists of whole numbers")
-    if len(ids) != len(labels) or any(label not in (token, -100) for token, label in zip(ids, labels, strict=True)):
-        raise UserError(f"{where}: every label must be its own token or -100 (labels are shifted during training)")
+    ids, labels = labels_of(fields, where)
     return {"input_ids": ids, "labels": labels}
 
 
@@ -209,37 +302,21 @@ def _message(message: Any, where: str) -> dict[str, Any]:
         if not isinstance(thought, str):
             raise UserError(f"{where}: its thought is not text but {type(thought).__name__}")
         made["reasoning_content"] = thought
-    if _weight(fields, where) == 0:
-        made["weight"] = 0
-    for name in ("weight", "train"):
-        fields.pop(name, None)
-    return {**fields, **made}
-
-
-def _weight(fields: Mapping[str, Any], where: str) -> int:
-    """0 if a record or message carries no loss, else 1."""
-    weights = []
-    for name in ("weight", "train"):
-        value = fields.get(name)
-        value = _TEXT_WEIGHTS.get(value.strip().lower(), value) if isinstance(value, str) else value
-        weights.append(value)
-        if value not in (None, 0, 1):
-            raise UserError(
-                f"{where}: {name!r} is {value!r}, but must be 0 (no loss) or 1; "
-                f"to ignore the column, set columns={{{name}: null}} in the source"
-            )
-    return 0 if 0 in weights else 1
-
-
-_TEXT_WEIGHTS = {"": None, "0": 0, "0.0": 0, "false": 0, "1": 1, "1.0": 1, "true": 1}
-"""Weights as written in .csv files."""
+    refuse(fields, MEDIA, where)
+    if (weight := message_weight(fields, known, where)) is not None:
+        made["weight"] = weight
+    return {**{name: value for name, value in fields.items() if name not in FLAGS}, **made} if fields else made
 
 
 def _joined(parts: list[Any], where: str) -> str:
     """Contents in parts of {"type": "text", "text": ...}."""
     for part in parts:
-        if not isinstance(part, Mapping) or not isinstance(part.get("text"), str):
-            raise UserError(f"{where}: a part of its content is not text")
+        kind = part.get("type", "text") if isinstance(part, Mapping) else type(part).__name__
+        if kind not in TEXT_PARTS or not isinstance(part.get("text"), str):
+            raise UserError(f"{where}: a part of its content is not text but {kind}")
+        refuse(part, MEDIA, where)
+        if marked := [name for name in FLAGS if part.get(name) is not None]:
+            raise UserError(f"{where}: {marked[0]!r} of a part of its content is not supported; set it on the message")
     return "".join(part["text"] for part in parts)
 
 
@@ -247,7 +324,3 @@ def _string(fields: Mapping[str, Any], key: str, where: str) -> str:
     if not isinstance(fields[key], str):
         raise UserError(f"{where}: {key!r} is not a string but {type(fields[key]).__name__}")
     return fields[key]
-
-
-def _is_integers(value: Any) -> bool:
-    return isinstance(value, list) and all(isinstance(number, int) and number is not True for number in value)

@@ -56,11 +56,11 @@ class Census:
     """Largest hash of a document."""
 
     notes: dict[str, int] = field(default_factory=dict)
-    """Records that were cut off or left out, by reason."""
+    """Records that were cut off, left out, or read without some keys, by reason."""
 
-    def add(self, num_characters: int, value: int, *, note: str = "") -> None:
+    def add(self, num_characters: int, value: int, *notes: str) -> None:
         """Count a document."""
-        if note:
+        for note in filter(None, notes):
             self.notes[note] = self.notes.get(note, 0) + 1
         self.num_documents += 1
         self.num_characters += num_characters

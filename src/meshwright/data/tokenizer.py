@@ -6,32 +6,25 @@ import re
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from copy import copy
 from functools import cached_property
 from itertools import compress, pairwise
 from pathlib import Path
-from typing import Any
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from meshwright.data.spelled import between, inside, replaced
+from meshwright.data.tokenizer_files import (
+    CHAT_TEMPLATE,
+    END_OF_TEXT,
+    TOKENIZER_FILES,
+    chat_template,
+    end_of_text,
+    named_tokens,
+    read_json,
+)
 from meshwright.spec.errors import UserError
 from meshwright.storage.durable import regular, write_durably
-
-END_OF_TEXT = "<|endoftext|>"
-"""End-of-text token of the tokenizers trained here."""
-
-END_OF_TEXT_NAMES = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "[EOS]")
-"""Its names in published tokenizers, tried in this order if their files do not give it."""
-
-CHAT_TEMPLATE = "chat_template.jinja"
-TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "generation_config.json",
-    CHAT_TEMPLATE,
-)
-"""The files of a tokenizer in a Hugging Face directory (config.json is the model's)."""
 
 PIECE = 1 << 16
 """Characters after which a long document may be cut for encoding."""
@@ -51,6 +44,9 @@ class TextTokenizer:
     document can end itself early. Truncation and padding from the files are switched off.
     """
 
+    rows: int | None = None
+    """The model's rows, if they are fewer than the tokens: encoding raises UserError at a token without a row."""
+
     def __init__(self, files: Mapping[str, bytes], *, where: str):
         """`files` maps names of TOKENIZER_FILES to content; `where` is their location in error messages.
 
@@ -67,7 +63,7 @@ class TextTokenizer:
         ids = self._tokenizer.get_vocab(with_added_tokens=True)
         self.vocab_size: int = max(ids.values(), default=0) + 1
         """Rows that an embedding needs: the largest id plus one."""
-        self.eos_id: int = _end_of_text(self._files, ids, where)
+        self.eos_id: int = end_of_text(self._files, ids, where)
         """Id of the end-of-text token."""
         self.special_tokens: tuple[str, ...] = tuple(
             token.content for token in self._tokenizer.get_added_tokens_decoder().values() if token.special
@@ -75,14 +71,43 @@ class TextTokenizer:
         """Tokens without text."""
         self.special_pattern: re.Pattern[str] = any_of(self.special_tokens)
         """Finds them in text."""
-        config = _read_json(self._files, "tokenizer_config.json", where)
-        self.named_tokens: dict[str, str] = {"eos_token": self.decode([self.eos_id]), **_named(config)}
+        config = read_json(self._files, "tokenizer_config.json", where)
+        self.named_tokens: dict[str, str] = {"eos_token": self.decode([self.eos_id]), **named_tokens(config)}
         """Special tokens by their names in chat templates, such as `bos_token`."""
-        self.chat_template: str | None = _chat_template(self._files, config, where)
+        self.chat_template: str | None = chat_template(self._files, config, where)
         """The Jinja chat template in the tokenizer's files."""
         identity = self._files["tokenizer.json"] + str(self.eos_id).encode()
         self.fingerprint: str = hashlib.sha256(identity).hexdigest()
         """Equal for tokenizers that encode every document to the same tokens."""
+
+    def for_rows(self, rows: int | None) -> "TextTokenizer":
+        """This tokenizer for a model with that many embedding rows.
+
+        Raises UserError if its end-of-text token has no row.
+        """
+        if rows is None or rows >= self.vocab_size:
+            return self
+        limited = copy(self)
+        limited.rows = rows
+        limited.checked([self.eos_id])
+        return limited
+
+    def checked(self, ids: list[int]) -> list[int]:
+        """The token ids; raises UserError if the model has no row for one of them."""
+        if self.rows is not None and ids and max(ids) >= self.rows:
+            raise UserError(
+                f"token {max(ids)} ({self.decode([max(ids)])!r}) has no row in the model, which has {self.rows} rows "
+                f"for the tokenizer's {self.vocab_size} tokens; {self.more_rows}"
+            )
+        return ids
+
+    @property
+    def more_rows(self) -> str:
+        """The remedy if a model has fewer rows than this tokenizer has tokens."""
+        return (
+            f"add rows to the weights (in transformers: model.resize_token_embeddings({self.vocab_size}), then "
+            "model.save_pretrained), or use the tokenizer that they were trained with"
+        )
 
     @property
     def files(self) -> Mapping[str, bytes]:
@@ -95,19 +120,20 @@ class TextTokenizer:
 
     def _ids(self, text: str, *, marked: bool) -> list[int]:
         with self._reading(marked=marked):
-            return self._tokenizer.encode(text, add_special_tokens=False).ids
+            return self.checked(self._tokenizer.encode(text, add_special_tokens=False).ids)
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """Token ids of many texts, on all cores."""
         with self._reading(marked=False):
-            return [found.ids for found in self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
+            encodings = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+        return [self.checked(encoding.ids) for encoding in encodings]
 
     def encode_marked(self, texts: Sequence[str], *, add_special_tokens: bool = False) -> list[Encoded]:
         """Texts whose special tokens are meant as such, because a chat template wrote them. `add_special_tokens`: also
         add those that the tokenizer puts around every text."""
         with self._reading(marked=True):
-            found = self._tokenizer.encode_batch(texts, add_special_tokens=add_special_tokens)
-        return [(encoding.ids, encoding.offsets) for encoding in found]
+            encodings = self._tokenizer.encode_batch(texts, add_special_tokens=add_special_tokens)
+        return [(self.checked(encoding.ids), encoding.offsets) for encoding in encodings]
 
     def encode_conversation(
         self, text: str, texts: Sequence[tuple[int, int]] = (), progress: Progress = lambda tokens: None
@@ -138,7 +164,7 @@ class TextTokenizer:
             for piece in self.pieces(text[start:end], marked=marked):
                 with self._reading(marked=marked):
                     (found,) = self._tokenizer.encode_batch([piece], add_special_tokens=False)
-                ids += found.ids
+                ids += self.checked(found.ids)
                 offsets += [(a + start, b + start) for a, b in found.offsets]
                 start += len(piece)
                 progress(len(ids))
@@ -167,7 +193,7 @@ class TextTokenizer:
 
     def with_chat_template(self, source: str) -> "TextTokenizer":
         """The same tokenizer with another chat template in its files."""
-        return TextTokenizer({**self._files, CHAT_TEMPLATE: source.encode()}, where="tokenizer")
+        return TextTokenizer({**self._files, CHAT_TEMPLATE: source.encode()}, where="tokenizer").for_rows(self.rows)
 
     def encode_long(self, text: str, progress: Progress, *, around: bool = False) -> list[int]:
         """`encode` in pieces; `progress`: see `encode_conversation`. `around`: with the tokens that the tokenizer's own
@@ -176,7 +202,7 @@ class TextTokenizer:
         for piece in pieces:
             with self._reading(marked=False):
                 (found,) = self._tokenizer.encode_batch_fast([piece], add_special_tokens=around and len(pieces) == 1)
-            ids += found.ids
+            ids += self.checked(found.ids)
             progress(len(ids))
         before, after = self._around if around and len(pieces) > 1 else ([], [])
         return [*before, *ids, *after]
@@ -316,64 +342,3 @@ def numbers_tokenizer(vocab: int) -> TextTokenizer:
         "tokenizer_config.json": json.dumps({"eos_token": str(vocab - 1)}).encode(),
     }
     return TextTokenizer(files, where="tokenizer of numbers")
-
-
-def _named(config: Mapping[str, Any]) -> dict[str, str]:
-    """The special tokens that a tokenizer_config.json names."""
-    given = {key: value for key, value in config.items() if key.endswith("_token")}
-    found = {key: value.get("content") if isinstance(value, dict) else value for key, value in given.items()}
-    return {key: token for key, token in found.items() if isinstance(token, str)}
-
-
-def _chat_template(files: Mapping[str, bytes], config: Mapping[str, Any], where: str) -> str | None:
-    if CHAT_TEMPLATE in files:
-        try:
-            return files[CHAT_TEMPLATE].decode()
-        except UnicodeDecodeError as error:
-            raise UserError(f"{where}: {CHAT_TEMPLATE} is not UTF-8 at byte {error.start}") from error
-    found = config.get("chat_template")
-    if isinstance(found, list):  # several by name
-        named = [template for template in found if isinstance(template, dict) and "template" in template]
-        if len(named) != len(found):
-            raise UserError(
-                f"{where}: chat_template in tokenizer_config.json is a list with entries other than name and template"
-            )
-        found = {template.get("name"): template["template"] for template in named}.get("default")
-    if not isinstance(found, str | None):
-        raise UserError(f"{where}: chat_template in tokenizer_config.json is not text but {type(found).__name__}")
-    return found
-
-
-def _end_of_text(files: Mapping[str, bytes], ids: Mapping[str, int], where: str) -> int:
-    """Id of the end-of-text token: from the files, else a published name that occurs in the vocabulary."""
-    for name in ("tokenizer_config.json", "special_tokens_map.json"):
-        token = _read_json(files, name, where).get("eos_token")
-        token = token.get("content") if isinstance(token, dict) else token
-        if token is not None:
-            if not isinstance(token, str) or token not in ids:
-                raise UserError(f"{where}: {name} has eos_token {token!r}, which is not in tokenizer.json")
-            return ids[token]
-    found = _read_json(files, "generation_config.json", where).get("eos_token_id")
-    if isinstance(found, list):
-        found = found[0] if found else None
-    if found is not None:
-        if not isinstance(found, int) or found not in ids.values():
-            raise UserError(f"{where}: generation_config.json has eos_token_id {found}, which is not in tokenizer.json")
-        return found
-    for token in END_OF_TEXT_NAMES:
-        if token in ids:
-            return ids[token]
-    raise UserError(
-        f"{where}: no end-of-text token (none of {', '.join(END_OF_TEXT_NAMES)} is in the vocabulary); set "
-        "eos_token in a tokenizer_config.json beside tokenizer.json"
-    )
-
-
-def _read_json(files: Mapping[str, bytes], name: str, where: str) -> dict[str, Any]:
-    try:
-        content = json.loads(files.get(name, b"{}"))
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{where}: {name} is not JSON: {error}") from error
-    if not isinstance(content, dict):
-        raise UserError(f"{where}: {name} is not a JSON object")
-    return content

@@ -12,6 +12,7 @@ from itertools import product
 from typing import Any, NamedTuple
 
 from meshwright.spec.errors import UserError
+from meshwright.storage.jsonl import parse_json
 
 
 class ToolCallFormat(NamedTuple):
@@ -27,7 +28,7 @@ class ToolCallFormat(NamedTuple):
 
 def tools_of(value: Any, where: str) -> list[dict[str, Any]]:
     """A record's tools: a list, or a list as JSON text. Raises UserError; the message starts with `where`."""
-    tools = _from_json(value, f"{where}: tools")
+    tools = from_json(value, f"{where}: tools")
     if isinstance(tools, Mapping):
         tools = [tools]
     if not isinstance(tools, list) or not all(isinstance(tool, Mapping) for tool in tools):
@@ -37,7 +38,7 @@ def tools_of(value: Any, where: str) -> list[dict[str, Any]]:
 
 def calls_of(value: Any, where: str) -> list[dict[str, Any]]:
     """A message's tool calls: a list of calls or one call, or either as JSON text. Raises like `tools_of`."""
-    calls = _from_json(value, f"{where}: a call")
+    calls = from_json(value, f"{where}: a call")
     return [_call(call, where) for call in (calls if isinstance(calls, list) else [calls])]
 
 
@@ -103,22 +104,17 @@ def _call(call: Any, where: str) -> dict[str, Any]:
     if not isinstance(name, str) or not name:
         raise UserError(f"{where}: a call of a tool has no name")
     given = function.get("arguments", function.get("parameters"))
-    arguments = _from_json(given, f"{where}: the arguments of {name!r}") if given not in (None, "") else {}
-    if not isinstance(arguments, Mapping):
+    arguments = from_json(given, f"{where}: the arguments of {name!r}") if given not in (None, "") else {}
+    if not isinstance(arguments, dict):
         raise UserError(f"{where}: the arguments of {name!r} are not an object but {type(arguments).__name__}")
     identity = {"id": call["id"]} if isinstance(call.get("id"), str) else {}
-    return {**identity, "type": "function", "function": {"name": name, "arguments": dict(arguments)}}
+    return {**identity, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
 def _as_text(function: Mapping[str, Any]) -> dict[str, Any]:
     return {**function, "arguments": json.dumps(function["arguments"], ensure_ascii=False)}
 
 
-def _from_json(value: Any, what: str) -> Any:
+def from_json(value: Any, what: str) -> Any:
     """The value; JSON text is parsed."""
-    if not isinstance(value, str):
-        return value
-    try:
-        return json.loads(value)
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{what}: not JSON: {error}") from error
+    return parse_json(value, what) if isinstance(value, str) else value

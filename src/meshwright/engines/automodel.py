@@ -7,15 +7,20 @@ from meshwright.engines.engine import refused_axes
 from meshwright.engines.megatron_lm import LATER, split_of
 from meshwright.engines.settings import Rule, without
 from meshwright.engines.written import YamlEngine, rounded, stated, tokenizer_of, whole
-from meshwright.imports.automodel import PIPELINES
+from meshwright.imports.automodel_keys import PIPELINES, SCHEDULES
+from meshwright.imports.names import Names, lora
 from meshwright.spec.finetune import LoraSpec
 from meshwright.spec.precision import BF16, FP32
 from meshwright.spec.run import ResolvedRun
 
 AUTO = "nemo_automodel.NeMoAutoModelForCausalLM"
 DATASETS = "nemo_automodel.components.datasets"
-PIPELINE = {ours: theirs for theirs, ours in PIPELINES.items()}
-DTYPE = {BF16.name: "bfloat16", FP32.name: "float32"}
+OPTIMIZERS = Names("training.optimizer.name", {"adamw": "torch.optim.AdamW"})
+PRECISIONS = Names("training.precision", {BF16.name: "bfloat16", FP32.name: "float32"})
+BASES = Names.same("finetune.base", "plain", counts=lora)
+HISTORY = Names("data.chat.train_on", {"assistant": None, "last": True})
+"""Whether a conversation's earlier answers are masked."""
+RECOMPUTES = Names("training.recompute", {"none": False, "selective": "selective", "full": "full"})
 UNDECAYED = {"pattern": "norm|bias", "wd_mult": 0.0}
 
 
@@ -25,30 +30,25 @@ class AutoModelConfig(YamlEngine):
     name = "automodel"
     about = "NVIDIA NeMo AutoModel"
     file = "automodel.yaml"
+    choices: ClassVar = (SCHEDULES, OPTIMIZERS, PRECISIONS, PIPELINES, BASES, HISTORY)
     rules: ClassVar[Mapping[str, Rule]] = {"data.order": without("it orders samples itself")}
 
     def cannot(self, resolved: ResolvedRun) -> Mapping[str, str]:
         """Models without a directory, unsupported data, and AutoModel's fixed behaviour."""
         run, found = resolved.run, dict[str, str]()
-        layout, precision = run.layout, run.training.precision
+        layout = run.layout
         if not (run.model.name or "").startswith((".", "/")):
             found["model.name"] = "AutoModel loads a Hugging Face directory; write its path, starting with ./ or /"
-        if precision not in DTYPE:
-            found["training.precision"] = f"the file has {', '.join(DTYPE)}"
         if run.training.clip is None:
             found["training.clip"] = "AutoModel clips at 1.0 unless a norm is given; set training.clip"
         split = layout.tp * layout.pp * layout.cp
         if not layout.zero_stage and layout.data_parallel > 1 and split > 1:
             found["layout.zero"] = "AutoModel's DDP cannot be combined with other axes; set layout.zero=3"
-        if layout.pp > 1 and layout.schedule not in PIPELINE:
-            found["layout.schedule"] = f"this export supports {', '.join(PIPELINE)}"
         found |= refused_axes(layout, "ep", why="this export does not support expert parallelism")
         if reason := _other_data(resolved):
             found["data.sources"] = reason
         if tokenizer_of(resolved) is None:
             found["data.tokenizer"] = "AutoModel loads a tokenizer; give its folder"
-        if isinstance(run.finetune, LoraSpec) and run.finetune.base != "plain":
-            found["finetune.base"] = "this export does not support quantized bases; set finetune.base=plain"
         return found
 
     def notes(self, resolved: ResolvedRun) -> tuple[str, ...]:
@@ -90,7 +90,7 @@ class AutoModelConfig(YamlEngine):
             "loss_fn": {"_target_": "nemo_automodel.components.loss.masked_ce.MaskedCrossEntropy"},
             **_data(resolved),
             "optimizer": {
-                "_target_": "torch.optim.AdamW" if training.optimizer.name == "adamw" else training.optimizer.name,
+                "_target_": OPTIMIZERS.write(training.optimizer.name),
                 "lr": training.optimizer.lr,
                 "betas": list(training.optimizer.betas),
                 "eps": training.optimizer.eps,
@@ -119,7 +119,7 @@ def _distributed(resolved: ResolvedRun) -> dict[str, Any]:
     training, layout, kinds = resolved.run.training, resolved.run.layout, set(resolved.recompute)
     alone = layout.tp * layout.pp * layout.cp == 1
     narrow = training.precision == BF16.name
-    recompute = {"full": "full", "selective": "selective"}.get(next(iter(kinds)), False) if len(kinds) == 1 else False
+    recompute = RECOMPUTES.write(*kinds) if len(kinds) == 1 else False
     common = {"dp_size": layout.data_parallel, "activation_checkpointing": recompute}
     if alone and not layout.zero_stage:
         return {"strategy": "ddp", **common, "autocast_dtype": "bfloat16" if narrow else None}
@@ -134,15 +134,17 @@ def _distributed(resolved: ResolvedRun) -> dict[str, Any]:
         "reshard_after_forward": layout.zero_stage != 2,
         "mp_policy": {
             "_target_": "torch.distributed.fsdp.MixedPrecisionPolicy",
-            "param_dtype": DTYPE.get(training.precision, training.precision),
+            "param_dtype": PRECISIONS.write(training.precision),
             "reduce_dtype": "bfloat16" if narrow and training.reduce_dtype == BF16.name else "float32",
-            "output_dtype": DTYPE.get(training.precision, training.precision),
+            "output_dtype": PRECISIONS.write(training.precision),
             "cast_forward_inputs": True,
         },
     }
     if layout.pp > 1:
-        schedule = PIPELINE.get(layout.schedule, layout.schedule)
-        found["pipeline"] = {"pp_schedule": schedule, "pp_microbatch_size": resolved.micro_batch}
+        found["pipeline"] = {
+            "pp_schedule": PIPELINES.write(layout.schedule),
+            "pp_microbatch_size": resolved.micro_batch,
+        }
     return found
 
 
@@ -176,7 +178,7 @@ def _data(resolved: ResolvedRun) -> dict[str, Any]:
         "name": first.subset,
         "split": first.split,
         "seq_length": data.sequence_length,
-        "mask_history": data.chat.train_on == "last" or None,
+        "mask_history": HISTORY.write(data.chat.train_on),
         "tokenizer": tokenizer,
     }
     packed = data.packing == "best_fit"
@@ -192,7 +194,7 @@ def _rates(resolved: ResolvedRun) -> dict[str, Any]:
     schedule, steps, lr = training.lr_schedule, training.steps, training.optimizer.lr
     wsd = {"wsd_decay_steps": schedule.decay_steps(steps), "lr_wsd_decay_style": "linear"}
     return {
-        "lr_decay_style": "WSD" if schedule.name == "wsd" else schedule.name,
+        "lr_decay_style": SCHEDULES.write(schedule.name),
         **(wsd if schedule.name == "wsd" else {}),
         "lr_warmup_steps": schedule.warmup_steps(steps),
         "lr_decay_steps": steps,

@@ -221,7 +221,7 @@ def _write_inputs(
         check_start(resolved)
         say("preparing tokens and initial weights for every engine")
         corpus = corpus_of(resolved)
-        check_vocabulary(resolved.run, resolved.model, corpus.tokenizer.vocab_size)
+        check_vocabulary(resolved.run, resolved.model, corpus.tokenizer.vocab_size, Path(resolved.base_dir))
         found[key] = (folder / f"inputs-{len(found) + 1}").resolve()
         if any(_key(other) == key and _reads_inputs(other) for other in contestants):
             write_materials(resolved, corpus, found[key], steps=steps)

@@ -3,7 +3,7 @@
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal, assert_never
 
 from meshwright.engines.engine import Strategy, TemplateEngine, refused_axes, refused_data, strategy_of
 from meshwright.engines.settings import Rule, only
@@ -89,7 +89,7 @@ class DeepSpeedEngine(TemplateEngine):
     def cannot_offload(self, layout: LayoutSpec) -> str:
         """DeepSpeed offloads parameters, and state to disk, only under ZeRO-3, and nothing without ZeRO."""
         tiers, stage = layout.tiers, stage_of(layout)
-        if tiers.activations == "host":
+        if tiers.activations != "device":
             return "this program does not support offloading activations"
         if tiers.optimizer == "disk" and stage < 3:
             return f"DeepSpeed offloads to disk only with layout.zero=3, not {stage}"
@@ -175,12 +175,22 @@ def ds_config(resolved: ResolvedRun) -> dict[str, Any]:
 
 def _offload(tiers: OffloadSpec) -> dict[str, Any]:
     """The state that ZeRO keeps in host memory or on disk."""
-    kept = {"offload_optimizer": tiers.optimizer, "offload_param": tiers.parameters}
-    found: dict[str, Any] = {key: {"device": "cpu"} for key, where in kept.items() if where == "host"}
-    if tiers.optimizer == "disk":
-        overlapped = {"buffer_count": BUFFERS, "fast_init": True, "pipeline_read": True, "pipeline_write": True}
-        found["offload_optimizer"] = {"device": "nvme", "nvme_path": tiers.directory or "offload", **overlapped}
-    return found
+    folder = tiers.directory or "offload"
+    kept = {"offload_optimizer": _kept(tiers.optimizer, folder), "offload_param": _kept(tiers.parameters, folder)}
+    return {key: where for key, where in kept.items() if where}
+
+
+def _kept(where: Literal["device", "host", "disk"], folder: str) -> dict[str, Any]:
+    match where:
+        case "device":
+            return {}
+        case "host":
+            return {"device": "cpu"}
+        case "disk":
+            overlapped = {"buffer_count": BUFFERS, "fast_init": True, "pipeline_read": True, "pipeline_write": True}
+            return {"device": "nvme", "nvme_path": folder, **overlapped}
+        case other:
+            assert_never(other)
 
 
 def _cannot_split_samples(resolved: ResolvedRun) -> dict[str, str]:

@@ -4,11 +4,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, NoReturn
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from meshwright.engines.settings import Rule, Setting, settings_of
+from meshwright.imports.names import Names
 from meshwright.imports.program import with_recipe
 from meshwright.launch.launcher import threads_per_rank
 from meshwright.launch.programs import ProgramError
@@ -28,6 +29,14 @@ TEMPLATES = Environment(
     keep_trailing_newline=True,
 )
 """The programs' templates, each compiled once."""
+
+
+def _unknown(path: str, value: Any) -> NoReturn:
+    raise UserError(f"{path}={value}: the program has no such setting")
+
+
+TEMPLATES.globals["unknown"] = _unknown
+"""What a template says behind its last `elif` about a value that it does not know."""
 
 Strategy = Literal["single", "ddp", "zero1", "zero2", "zero3", "hybrid"]
 """Data-parallel strategy: ranks keep everything, or their share of optimizer state, gradients, parameters."""
@@ -113,6 +122,8 @@ class Engine(ABC):
     """The oldest tested versions of packages, where older ones lack something that its program uses."""
     rules: ClassVar[Mapping[str, Rule]] = {}
     """Its own rules of settings, before those of all engines."""
+    choices: ClassVar[tuple[Names, ...]] = ()
+    """The settings with a name as value, of which it can express the names that are listed. Others are refused."""
     checkout: ClassVar[str] = ""
     """Where to clone a program that is not a package; its program has an option --checkout for the folder."""
 
@@ -139,7 +150,12 @@ class Engine(ABC):
 
     def settings(self, resolved: ResolvedRun) -> Iterable[Setting]:
         """Every setting of the run and its fate."""
-        return settings_of(resolved, self.cannot(resolved), self.leaves_out(resolved), self.rules)
+        return settings_of(resolved, self.refused(resolved), self.leaves_out(resolved), self.rules)
+
+    def refused(self, resolved: ResolvedRun) -> dict[str, str]:
+        """Names that are not among its `choices`, and what else it `cannot` express, each with the reason."""
+        found = [choice.refused(resolved.run) for choice in self.choices]
+        return {path: why for each in (*found, self.cannot(resolved)) for path, why in each.items()}
 
     def cannot(self, resolved: ResolvedRun) -> Mapping[str, str]:
         """Settings of this run that the engine cannot express and that change what is trained, each with the reason."""
@@ -168,9 +184,19 @@ def explained(engine: Engine, error: ProgramError) -> ProgramError:
     return type(error)(f"{error}; {known}") if known else error
 
 
+SCHEDULES = Names.same("training.lr_schedule.name", "constant", "linear", "cosine", "wsd")
+"""The schedules that the templates' `lr_factor` computes."""
+DEVICES = Names.same("device", "auto", "cpu", "cuda")
+NARROW = Names("training.precision", {FP32.name: False, BF16.name: True})
+"""Whether a program computes in bf16."""
+REDUCED = Names("training.reduce_dtype", {FP32.name: "float32", BF16.name: "bfloat16"})
+"""PyTorch's name of the dtype in which gradients are reduced."""
+
+
 class TemplateEngine(Engine):
     """An engine whose program is a Jinja template: one training loop for transformers' model, in the engine's API."""
 
+    choices: ClassVar[tuple[Names, ...]] = (SCHEDULES, DEVICES, REDUCED)
     strategies: ClassVar[tuple[Strategy, ...]]
     """Its data-parallel strategies on more than one rank."""
     precisions: ClassVar[tuple[str, ...]] = (FP32.name, BF16.name)
@@ -251,7 +277,8 @@ class TemplateEngine(Engine):
             "warmup": warmup,
             "decay_begin": falls if schedule.name == "wsd" else warmup,
             "recompute": set(resolved.recompute) == {"full"},
-            "reduce_dtype": "float32" if training.reduce_dtype == FP32.name else "bfloat16",
+            "narrow": NARROW.write(training.precision),
+            "reduce_dtype": REDUCED.write(training.reduce_dtype),
             "strategy": strategy_of(run.layout),
             "rows": reads_rows(run.data),
             "placed": reads_places(run.data),

@@ -49,7 +49,7 @@ class DeepSpeedPlugIn(GpuOnly):
     def cannot_offload(self, layout: LayoutSpec) -> str:
         """As DeepSpeed: the optimizer's state and parameters to host memory."""
         tiers = layout.tiers
-        if tiers.activations == "host" or tiers.optimizer == "disk" or tiers.optimizer_share < 1:
+        if tiers.activations != "device" or tiers.optimizer not in ("device", "host") or tiers.optimizer_share < 1:
             return "this export offloads only parameters and the whole optimizer state, to host memory"
         if tiers.parameters == "host" and layout.zero_stage < 3:
             return "DeepSpeed offloads parameters only with layout.zero=3; use offload={optimizer: host}"

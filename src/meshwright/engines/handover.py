@@ -44,7 +44,7 @@ def hand_over(resolved: ResolvedRun, engine: Engine, folder: Path) -> Translatio
     if not engine.reads_sources:
         check_start(resolved)
         corpus = corpus_of(resolved)
-        check_vocabulary(resolved.run, resolved.model, corpus.tokenizer.vocab_size)
+        check_vocabulary(resolved.run, resolved.model, corpus.tokenizer.vocab_size, Path(resolved.base_dir))
     folder.parent.mkdir(parents=True, exist_ok=True)
     with complete_folder(folder) as staging:
         translation.write(staging)

@@ -8,23 +8,24 @@ from meshwright.engines.engine import refused_axes
 from meshwright.engines.megatron_lm import LATER
 from meshwright.engines.settings import RULES, Fate, Rule, without
 from meshwright.engines.written import YamlEngine, rounded, tokenizer_of, whole
+from meshwright.imports.foundry import PRECISIONS, SCHEDULES, TRAINED
+from meshwright.imports.names import Names, lora
 from meshwright.spec.finetune import LoraSpec
-from meshwright.spec.precision import BF16, FP16, FP32
+from meshwright.spec.precision import BF16
 from meshwright.spec.run import ResolvedRun, Run
 
-PRECISION = {BF16.name: "amp_bf16", FP16.name: "amp_fp16", FP32.name: "fp32"}
-SCHEDULES = {
-    "cosine": "cosine_with_warmup",
-    "linear": "linear_decay_with_warmup",
-    "constant": "constant_with_warmup",
-}
+OPTIMIZERS = Names("training.optimizer.name", {"adamw": "decoupled_adamw"})
+BASES = Names.same("finetune.base", "plain", counts=lora)
+PACKED = Names("data.packing", {"best_fit": {"packing_ratio": "auto"}, "padded": {}})
+SHUFFLED = Names("data.order", {"shuffled": True, "given": False})
+SHARDED = Names("layout.zero", {3: ("FULL_SHARD", "HYBRID_SHARD"), 2: ("SHARD_GRAD_OP", "_HYBRID_SHARD_ZERO2")})
+"""FSDP's strategy over all ranks, and that over those of one replica."""
 DETECTED = ("auto", "messages", "prompt_completion")
 """Formats of records that LLM-Foundry tells from their columns."""
 LOADERS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet"}
 """By a file's ending, the builder of `datasets` that reads it."""
 UNDECAYED = r"norm|bias|(^|\.)ln_"
 """A pattern of the names of parameters that do not decay here; `re.search` reads it."""
-TARGETS = {"assistant": ("all", "none"), "last": ("last", "none"), "all": ("all", "all")}
 
 
 def _recompute(value: Any, resolved: ResolvedRun) -> tuple[Fate, str]:
@@ -39,6 +40,7 @@ class LlmFoundryConfig(YamlEngine):
     name = "llm_foundry"
     about = "MosaicML LLM-Foundry"
     file = "llm_foundry.yaml"
+    choices: ClassVar = (SCHEDULES, OPTIMIZERS, PRECISIONS, BASES, TRAINED, SHUFFLED)
     rules: ClassVar[Mapping[str, Rule]] = {
         "data.held_out": without("no text is held out"),
         "training.recompute": _recompute,
@@ -46,15 +48,9 @@ class LlmFoundryConfig(YamlEngine):
 
     def cannot(self, resolved: ResolvedRun) -> Mapping[str, str]:
         """Models without a directory, other optimizers, schedules and data."""
-        run, training, found = resolved.run, resolved.run.training, dict[str, str]()
+        run, found = resolved.run, dict[str, str]()
         if not (run.model.name or "").startswith((".", "/")):
             found["model.name"] = "LLM-Foundry loads a Hugging Face directory; write its path, starting with ./ or /"
-        if training.optimizer.name != "adamw":
-            found["training.optimizer.name"] = "this export supports only adamw"
-        if training.lr_schedule.name not in SCHEDULES:
-            found["training.lr_schedule.name"] = f"this export supports {', '.join(SCHEDULES)}"
-        if training.precision not in PRECISION:
-            found["training.precision"] = f"this export supports {', '.join(PRECISION)}"
         if run.layout.zero_stage == 1:
             found["layout.zero"] = "FSDP also shards gradients; set layout.zero=2 or 3"
         found |= refused_axes(run.layout, "tp", "pp", "cp", "ep", why="this export supports only data parallelism")
@@ -62,8 +58,6 @@ class LlmFoundryConfig(YamlEngine):
             found["data.sources"] = reason
         if tokenizer_of(resolved) is None:
             found["data.tokenizer"] = "LLM-Foundry loads a tokenizer; give its folder"
-        if isinstance(run.finetune, LoraSpec) and run.finetune.base != "plain":
-            found["finetune.base"] = "LLM-Foundry does not quantize bases; set finetune.base=plain"
         return found
 
     def notes(self, resolved: ResolvedRun) -> tuple[str, ...]:
@@ -97,7 +91,7 @@ class LlmFoundryConfig(YamlEngine):
             "global_train_batch_size": resolved.global_batch,
             "device_train_microbatch_size": resolved.micro_batch,
             "accumulate_train_batch_on_tokens": True,
-            "precision": PRECISION.get(training.precision, training.precision),
+            "precision": PRECISIONS.write(training.precision),
             "model": _model(resolved),
             "tokenizer": {"name": tokenizer_of(resolved), "kwargs": {"model_max_length": length}},
             "train_loader": _loader(resolved),
@@ -161,7 +155,7 @@ def _model(resolved: ResolvedRun) -> dict[str, Any]:
 
 def _loader(resolved: ResolvedRun) -> dict[str, Any]:
     data = resolved.run.data
-    source, (responses, prompts) = data.sources[0], TARGETS[data.chat.train_on]
+    source, (responses, prompts) = data.sources[0], TRAINED.write(data.chat.train_on)
     remote = source.path.startswith("hub:")
     options = {"name": source.subset} if remote else {"data_files": source.path}
     loader = LOADERS.get(Path(source.path).suffix, "json")
@@ -175,8 +169,8 @@ def _loader(resolved: ResolvedRun) -> dict[str, Any]:
             "decoder_only_format": True,
             "target_responses": responses,
             "target_prompts": prompts,
-            "shuffle": data.order == "shuffled",
-            **({"packing_ratio": "auto"} if data.packing == "best_fit" else {}),
+            "shuffle": SHUFFLED.write(data.order),
+            **PACKED.write(data.packing),
         },
         "drop_last": True,
         "num_workers": 0,
@@ -187,7 +181,7 @@ def _optimizer(resolved: ResolvedRun) -> dict[str, Any]:
     """decoupled_adamw multiplies weights by the decay itself, not by the decay times the learning rate."""
     optimizer = resolved.run.training.optimizer
     return {
-        "name": "decoupled_adamw",
+        "name": OPTIMIZERS.write(optimizer.name),
         "lr": optimizer.lr,
         "betas": list(optimizer.betas),
         "eps": optimizer.eps,
@@ -201,7 +195,7 @@ def _rates(resolved: ResolvedRun) -> dict[str, Any]:
     schedule = training.lr_schedule
     flat = schedule.name == "constant"
     return {
-        "name": SCHEDULES.get(schedule.name, schedule.name),
+        "name": SCHEDULES.write(schedule.name),
         "t_warmup": f"{schedule.warmup_steps(training.steps)}ba",
         **({} if flat else {"alpha_f": schedule.final}),
     }
@@ -212,11 +206,10 @@ def _sharding(resolved: ResolvedRun) -> dict[str, Any] | None:
     if not layout.zero_stage or layout.data_parallel == 1:
         return None
     hybrid = layout.dp_replicate > 1
-    names = {3: "HYBRID_SHARD" if hybrid else "FULL_SHARD", 2: "_HYBRID_SHARD_ZERO2" if hybrid else "SHARD_GRAD_OP"}
     degrees = {"data_parallel_shard_degree": layout.dp_shard, "data_parallel_replicate_degree": layout.dp_replicate}
     narrow = training.dtypes.narrow and training.reduce_dtype == BF16.name
     return {
-        "sharding_strategy": names.get(layout.zero_stage, "NO_SHARD"),
+        "sharding_strategy": SHARDED.write(layout.zero_stage)[hybrid],
         **(degrees if hybrid else {}),
         "mixed_precision": "PURE" if narrow else "DEFAULT",
         "activation_checkpointing": set(resolved.recompute) == {"full"},

@@ -1,10 +1,12 @@
 """Export as Megatron-Bridge's `ConfigContainer`, the YAML that its recipes (NeMo's since 2025) become."""
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
-from meshwright.engines.megatron_lm import LATER, SHARDED, megatron_cannot, split_of
+from meshwright.engines.megatron_lm import LATER, PIPELINES, SHARDED, megatron_cannot, split_of
 from meshwright.engines.written import WrittenEngine, rounded, tokenizer_of
+from meshwright.imports.megatron import OPTIMIZERS, SCHEDULES
+from meshwright.imports.names import Names
 from meshwright.spec.document import write_yaml
 from meshwright.spec.precision import BF16, FP16, FP32
 from meshwright.spec.run import ResolvedRun
@@ -25,7 +27,7 @@ TARGETS = {
 }
 """The class of every section."""
 HALF = {"_target_": "torch.float16", "_call_": False}
-MIXED: Mapping[str, Any] = {
+MIXED = Names("training.precision", {
     BF16.name: "bf16_mixed",
     FP16.name: {  # its recipe fp16_mixed reduces gradients in fp16
         "_target_": "megatron.bridge.training.mixed_precision.MixedPrecisionConfig",
@@ -35,7 +37,7 @@ MIXED: Mapping[str, Any] = {
         "grad_reduce_in_fp32": True,
     },
     FP32.name: None,
-}
+})  # fmt: skip
 """`mixed_precision` by our precision."""
 
 
@@ -45,14 +47,13 @@ class MegatronBridgeConfig(WrittenEngine):
     name = "megatron_bridge"
     about = "Megatron-Bridge (NeMo)"
     file = "megatron_bridge.yaml"
+    choices: ClassVar = (SCHEDULES, OPTIMIZERS, MIXED, PIPELINES)
 
     def cannot(self, resolved: ResolvedRun) -> Mapping[str, str]:
         """Settings that Megatron lacks; also gpt2's activation and other precisions."""
         found, training = megatron_cannot(resolved, self.file), resolved.run.training
         if resolved.model.family == "gpt2":
             found["model.family"] = "this export supports SwiGLU, not gpt2's GELU"
-        if training.precision not in MIXED:
-            found["training.precision"] = f"this export supports {', '.join(MIXED)}"
         if training.dtypes.narrow and training.reduce_dtype != FP32.name:
             found["training.reduce_dtype"] = "this export reduces gradients in fp32"
         return found
@@ -70,7 +71,7 @@ class MegatronBridgeConfig(WrittenEngine):
         """The YAML."""
         made = {"model": {**_sizes(resolved), **_degrees(resolved)}, **_sections(resolved)}
         found = {part: {"_target_": TARGETS[part], **values} for part, values in made.items()}
-        mixed = {"mixed_precision": MIXED.get(resolved.run.training.precision)}
+        mixed = {"mixed_precision": MIXED.write(resolved.run.training.precision)}
         return write_yaml({"_target_": f"{CONFIGS}.ConfigContainer", **found, **mixed})
 
 
@@ -140,7 +141,7 @@ def _sections(resolved: ResolvedRun) -> dict[str, dict[str, Any]]:
                   "train_iters": steps},
         "validation": {"eval_interval": training.evaluation.every or steps, "eval_iters": training.evaluation.batches},
         "optimizer": {
-            "optimizer": {"adamw": "adam"}.get(optimizer.name, optimizer.name),
+            "optimizer": OPTIMIZERS.write(optimizer.name),
             "lr": optimizer.lr,
             "min_lr": rounded(optimizer.lr * schedule.final),
             "weight_decay": optimizer.weight_decay,
@@ -151,7 +152,7 @@ def _sections(resolved: ResolvedRun) -> dict[str, dict[str, Any]]:
             "use_distributed_optimizer": sharded,
         },
         "scheduler": {
-            "lr_decay_style": "WSD" if schedule.name == "wsd" else schedule.name,
+            "lr_decay_style": SCHEDULES.write(schedule.name),
             **(wsd if schedule.name == "wsd" else {}),
             "lr_decay_iters": steps,
             "lr_warmup_iters": schedule.warmup_steps(steps),

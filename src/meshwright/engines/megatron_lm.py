@@ -2,12 +2,17 @@
 
 import shlex
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, ClassVar, assert_never
 
 from meshwright.engines.written import WrittenEngine, rounded, tokenizer_of
-from meshwright.spec.precision import BF16, FP16
+from meshwright.imports.megatron import OPTIMIZERS, SCHEDULES
+from meshwright.imports.names import Names, pipelined
+from meshwright.spec.model import ModelSpec
+from meshwright.spec.precision import BF16, FP16, FP32
 from meshwright.spec.run import ResolvedRun
 
+PRECISIONS = Names.same("training.precision", BF16.name, FP16.name, FP32.name)
+PIPELINES = Names.same("layout.schedule", "1f1b", "interleaved-1f1b", counts=pipelined)
 FAMILIES = ("gpt2", "llama", "qwen2", "qwen3", "mixtral")
 SHARDED = {2: "optim_grads", 3: "optim_grads_params"}
 """ZeRO's stage -> what Megatron-FSDP shards."""
@@ -37,8 +42,6 @@ def megatron_cannot(resolved: ResolvedRun, where: str) -> dict[str, str]:
         found["data.sources"] = "Megatron mixes sources by weight; give every source a weight"
     if tokenizer_of(resolved) is None:
         found["data.tokenizer"] = "Megatron loads a tokenizer; give its folder"
-    if run.layout.pp > 1 and run.layout.schedule not in ("1f1b", "interleaved-1f1b"):
-        found["layout.schedule"] = "Megatron supports 1f1b and interleaved-1f1b"
     return found
 
 
@@ -55,6 +58,7 @@ class MegatronLmFlags(WrittenEngine):
     name = "megatron_lm"
     about = "Megatron-LM's pretrain_gpt.py"
     file = "pretrain.sh"
+    choices: ClassVar = (SCHEDULES, OPTIMIZERS, PRECISIONS, PIPELINES)
 
     def cannot(self, resolved: ResolvedRun) -> Mapping[str, str]:
         """Models, data and schedules that Megatron does not have."""
@@ -98,16 +102,12 @@ def _model(resolved: ResolvedRun) -> Flags:
     if model.num_kv_heads != model.num_heads:
         yield from (("group-query-attention", True), ("num-query-groups", model.num_kv_heads))
     yield "max-position-embeddings", model.max_positions
-    if model.positions == "rope":
-        yield from (("position-embedding-type", "rope"), ("rotary-base", int(model.rope_theta)))
-    else:
-        yield from (("position-embedding-type", "learned_absolute"), ("openai-gelu", True))
+    yield from _positions(model)
     if model.rope_scaling is not None:
         yield from (("use-rope-scaling", True), ("rope-scaling-factor", model.rope_scaling.factor))
-    yield "normalization", "RMSNorm" if model.norm == "rmsnorm" else "LayerNorm"
+    yield "normalization", NORMS[model.norm]
     yield "norm-epsilon", model.norm_eps
-    if model.gated:
-        yield from (("swiglu", True), ("disable-bias-linear", True))
+    yield from _feed_forward(model)
     if model.qkv_bias and model.family != "gpt2":
         yield "add-qkv-bias", True
     if model.qk_norm:
@@ -120,6 +120,29 @@ def _model(resolved: ResolvedRun) -> Flags:
     yield "init-method-std", model.init_std
     yield from (("hidden-dropout", 0.0), ("attention-dropout", 0.0))
     yield "padded-vocab-size", model.vocab
+
+
+NORMS = {"rmsnorm": "RMSNorm", "layernorm": "LayerNorm"}
+
+
+def _positions(model: ModelSpec) -> Flags:
+    match model.positions:
+        case "rope":
+            yield from (("position-embedding-type", "rope"), ("rotary-base", int(model.rope_theta)))
+        case "learned":
+            yield "position-embedding-type", "learned_absolute"
+        case other:
+            assert_never(other)
+
+
+def _feed_forward(model: ModelSpec) -> Flags:
+    match model.activation:
+        case "silu":
+            yield from (("swiglu", True), ("disable-bias-linear", True))
+        case "gelu_tanh":
+            yield "openai-gelu", True
+        case other:
+            assert_never(other)
 
 
 def _data(resolved: ResolvedRun) -> Flags:
@@ -145,17 +168,17 @@ def _training(resolved: ResolvedRun) -> Flags:
     optimizer, schedule = training.optimizer, training.lr_schedule
     yield from (("micro-batch-size", resolved.micro_batch), ("global-batch-size", resolved.global_batch))
     yield "train-iters", training.steps
-    yield "optimizer", {"adamw": "adam"}.get(optimizer.name, optimizer.name)
+    yield "optimizer", OPTIMIZERS.write(optimizer.name)
     yield from (("lr", optimizer.lr), ("min-lr", rounded(optimizer.lr * schedule.final)))
-    yield "lr-decay-style", "WSD" if schedule.name == "wsd" else schedule.name
+    yield "lr-decay-style", SCHEDULES.write(schedule.name)
     if schedule.name == "wsd":
         yield from (("lr-wsd-decay-style", "linear"), ("lr-wsd-decay-iters", schedule.decay_steps(training.steps)))
     yield from (("lr-decay-iters", training.steps), ("lr-warmup-iters", schedule.warmup_steps(training.steps)))
     yield "weight-decay", optimizer.weight_decay
     yield from (("adam-beta1", optimizer.betas[0]), ("adam-beta2", optimizer.betas[1]), ("adam-eps", optimizer.eps))
     yield "clip-grad", training.clip or 0.0
-    if training.precision in (BF16.name, FP16.name):
-        yield training.precision, True
+    if (precision := PRECISIONS.write(training.precision)) != FP32.name:
+        yield precision, True
         yield (
             ("grad-reduce-in-bf16" if training.reduce_dtype == BF16.name else "accumulate-allreduce-grads-in-fp32"),
             True,

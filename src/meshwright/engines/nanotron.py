@@ -8,12 +8,16 @@ from meshwright.engines.engine import refused_axes
 from meshwright.engines.megatron_lm import LATER
 from meshwright.engines.settings import Rule, without
 from meshwright.engines.written import YamlEngine, rounded, stated, tokenizer_of
-from meshwright.imports.nanotron import DTYPES
+from meshwright.imports.names import Names, pipelined
+from meshwright.imports.nanotron import DTYPES, OPTIMIZERS
 from meshwright.spec.precision import BF16, FP32
 from meshwright.spec.run import ResolvedRun
 
 FAMILIES = ("llama", "qwen2")
-DTYPE = {ours: theirs for theirs, ours in DTYPES.items()}
+STYLES = Names(
+    "training.lr_schedule.name", {"cosine": "cosine", "linear": "linear", "wsd": "linear", "constant": "linear"}
+)
+PIPELINES = Names.same("layout.schedule", "1f1b", "afab", counts=pipelined)
 UNDECAYED = [".*norm.*", ".*bias"]
 """Patterns of the names of parameters that do not decay here; `re.match` reads them."""
 
@@ -24,6 +28,7 @@ class NanotronConfig(YamlEngine):
     name = "nanotron"
     about = "Nanotron"
     file = "nanotron.yaml"
+    choices: ClassVar = (STYLES, OPTIMIZERS, DTYPES, PIPELINES)
     rules: ClassVar[Mapping[str, Rule]] = {"data.held_out": without("no text is held out")}
 
     def cannot(self, resolved: ResolvedRun) -> Mapping[str, str]:
@@ -76,12 +81,12 @@ class NanotronConfig(YamlEngine):
                 "dp": layout.data_parallel,
                 "tp": layout.tp,
                 "pp": layout.pp,
-                "pp_engine": layout.schedule if layout.pp > 1 else "1f1b",
+                "pp_engine": PIPELINES.write(layout.schedule) if layout.pp > 1 else "1f1b",
                 "tp_mode": "REDUCE_SCATTER",
                 "recompute_layer": set(resolved.recompute) == {"full"},
             },
             "model": {
-                "dtype": DTYPE.get(training.precision, training.precision),
+                "dtype": DTYPES.write(training.precision),
                 "init_method": {"std": resolved.model.init_std, "scaling_method": "NUM_LAYERS"},
                 "make_vocab_size_divisible_by": 1,
                 "model_config": _sizes(resolved),
@@ -95,7 +100,7 @@ class NanotronConfig(YamlEngine):
             },
             "optimizer": {
                 "optimizer_factory": {
-                    "name": "adamW" if optimizer.name == "adamw" else optimizer.name,
+                    "name": OPTIMIZERS.write(optimizer.name),
                     "adam_beta1": optimizer.betas[0],
                     "adam_beta2": optimizer.betas[1],
                     "adam_eps": optimizer.eps,
@@ -166,12 +171,11 @@ def _rates(resolved: ResolvedRun) -> dict[str, Any]:
     if schedule.name == "wsd":
         falls = min(falls, schedule.decay_steps(steps))
     flat = schedule.name == "constant"
-    styles = {"cosine": "cosine", "linear": "linear", "wsd": "linear", "constant": "linear"}
     return {
         "learning_rate": lr,
         "lr_warmup_steps": warmup,
         "lr_warmup_style": "linear" if warmup else "constant",
-        "lr_decay_style": styles.get(schedule.name, schedule.name),
+        "lr_decay_style": STYLES.write(schedule.name),
         "lr_decay_starting_step": steps - falls,
         "lr_decay_steps": falls,
         "min_decay_lr": lr if flat else rounded(lr * schedule.final),

@@ -11,7 +11,6 @@ from meshwright.spec.base import Spec
 from meshwright.spec.finetune import FullSpec
 from meshwright.spec.model import FamilyName
 from meshwright.spec.run import ResolvedRun, Run
-from meshwright.spec.training import ScheduleName
 
 Fate = Literal["said", "left_out", "refused"]
 """said: the program implements it, or there is nothing to do; left_out: it does not, but neither losses nor weights
@@ -89,13 +88,10 @@ def _start(value: Any, resolved: ResolvedRun) -> tuple[Fate, str]:
 
 
 def _recompute(value: Any, resolved: ResolvedRun) -> tuple[Fate, str]:
-    if len(set(resolved.recompute)) == 1 and resolved.recompute[0] != "selective":
+    if set(resolved.recompute) in ({"none"}, {"full"}):
         return "said", ""
     return "left_out", "no recomputation: the same losses, more memory"
 
-
-SCHEDULES: tuple[ScheduleName, ...] = ("cosine", "linear", "constant", "wsd")
-"""Schedules that every program computes."""
 
 RULES: Mapping[str, Rule] = {
     "model": said,
@@ -115,7 +111,6 @@ RULES: Mapping[str, Rule] = {
     "training.optimizer.name": only("adamw", why="the program supports only adamw"),
     "training.optimizer.state_dtype": only("fp32", why="the program supports only fp32 moments"),
     "training.master_dtype": only("fp32", why="the program supports only fp32 master weights"),
-    "training.lr_schedule.name": only(*SCHEDULES, why=f"the program supports only {', '.join(SCHEDULES)}"),
     "training.non_finite": lambda value, resolved: (
         ("said", "") if value == "raise" else ("left_out", "the program stops if a loss is not finite")
     ),

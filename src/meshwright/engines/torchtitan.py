@@ -3,26 +3,24 @@
 import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from meshwright.engines.written import WrittenEngine, tokenizer_of
 from meshwright.families.registry import PRESETS
 from meshwright.families.resolve import pretrained_directory, resolve_model
-from meshwright.imports.torchtitan import DTYPES, FLAVORS, SCALED, SCHEDULES
+from meshwright.imports.names import Names
+from meshwright.imports.torchtitan_keys import FLAVORS, PIPELINES, SCALED
 from meshwright.spec.precision import BF16, FP32
 from meshwright.spec.run import ResolvedRun
 
-DTYPE = {ours: theirs for theirs, ours in DTYPES.items()}
-PIPELINES = {
-    "1f1b": "1F1B",
-    "afab": "GPipe",
-    "interleaved-1f1b": "Interleaved1F1B",
-    "interleaved-zero-bubble": "InterleavedZeroBubble",
-    "zbv": "ZBVZeroBubble",
-    "looped-bfs": "LoopedBFS",
-    "dualpipev": "DualPipeV",
-}
-assert {word.lower() for word in PIPELINES.values()} == SCHEDULES.keys()
+PRECISIONS = Names("training.precision", {FP32.name: "float32", BF16.name: "bfloat16"})
+REDUCED = Names("training.reduce_dtype", {FP32.name: "float32"})
+"""torchtitan always reduces gradients in fp32."""
+OPTIMIZERS = Names("training.optimizer.name", {"adamw": "AdamW"})
+DECAYS = Names(
+    "training.lr_schedule.name", {"cosine": "cosine", "linear": "linear", "wsd": "linear", "constant": "linear"}
+)
+RECOMPUTES = Names("training.recompute", {"none": None, "selective": "SelectiveAC.Config", "full": "FullAC.Config"})
 SIZES = {
     **{f"{part}b": f"{part.upper()}B" for part in ("1", "3", "8", "70", "405")},
     **{f"{part}b": f"{part}B" for part in ("0.6", "1.7", "4", "14", "32")},
@@ -52,6 +50,7 @@ class TorchtitanConfig(WrittenEngine):
     name = "torchtitan"
     about = "torchtitan"
     file = "run_torchtitan.py"
+    choices: ClassVar = (DECAYS, OPTIMIZERS, PRECISIONS, REDUCED, PIPELINES)
 
     def cannot(self, resolved: ResolvedRun) -> Mapping[str, str]:
         """Models that torchtitan's code does not name, more than one source, and what it always does otherwise."""
@@ -71,10 +70,6 @@ class TorchtitanConfig(WrittenEngine):
             found["data.separate_documents"] = (
                 "torchtitan masks attention between documents; set data.separate_documents=true"
             )
-        if run.training.precision not in (FP32.name, BF16.name):
-            found["training.precision"] = f"this export supports {FP32.name} and {BF16.name}"
-        if run.training.reduce_dtype != FP32.name:
-            found["training.reduce_dtype"] = "torchtitan reduces gradients in fp32"
         if run.layout.tiers.words and (run.layout.zero_stage != 3 or run.layout.offload != "cpu"):
             found["layout.offload"] = (
                 "torchtitan offloads only with FSDP2, and then everything; set layout.zero=3 and layout.offload=cpu"
@@ -130,7 +125,6 @@ def _config(resolved: ResolvedRun) -> dict[str, Any]:
     steps, pipelined = training.steps, run.layout.pp > 1
     rates = {"total_steps": steps - 1 if steps > 1 else None}  # one earlier, so that the last step has the last rate
     falls = {"wsd": schedule.decay_steps(steps) / max(1, steps - 1)}
-    decay = {"cosine": "cosine", "linear": "linear", "wsd": "linear", "constant": "linear"}
     return {
         "model_spec": _Code("model_spec"),
         "hf_assets_path": tokenizer_of(resolved) or "?",
@@ -141,7 +135,7 @@ def _config(resolved: ResolvedRun) -> dict[str, Any]:
             "warmup_steps": schedule.warmup_steps(steps),
             **rates,
             "decay_ratio": falls.get(schedule.name),
-            "decay_type": decay.get(schedule.name, schedule.name),
+            "decay_type": DECAYS.write(schedule.name),
             "min_lr_factor": 1.0 if schedule.name == "constant" else schedule.final,
         }),
         "training": _Call("TrainingConfig", {
@@ -153,8 +147,8 @@ def _config(resolved: ResolvedRun) -> dict[str, Any]:
             "enable_cpu_offload": run.layout.offload == "cpu",
             "disable_cuda_graphs": pipelined,
             "dtype": "bfloat16" if training.master_dtype == BF16.name else "float32",
-            "mixed_precision_param": DTYPE.get(training.precision, training.precision),
-            "mixed_precision_reduce": DTYPE[training.reduce_dtype],
+            "mixed_precision_param": PRECISIONS.write(training.precision),
+            "mixed_precision_reduce": REDUCED.write(training.reduce_dtype),
         }),
         "parallelism": _Call("ParallelismConfig", _degrees(resolved)),
         "checkpoint": _Call("CheckpointManager.Config", {
@@ -191,7 +185,7 @@ def _degrees(resolved: ResolvedRun) -> dict[str, Any]:
         "expert_parallel_degree": layout.ep,
     }
     if pipelined:
-        found["pipeline_parallel_schedule"] = PIPELINES.get(layout.schedule, layout.schedule)
+        found["pipeline_parallel_schedule"] = PIPELINES.write(layout.schedule)
         found["pipeline_parallel_microbatch_size"] = resolved.micro_batch
         found["module_fqns_per_model_part"] = list(_parts(resolved))
     return found
@@ -210,7 +204,7 @@ def _parts(resolved: ResolvedRun) -> Iterator[list[str]]:
 def _groups(resolved: ResolvedRun) -> list[Any]:
     """AdamW's groups: norms and biases do not decay."""
     optimizer = resolved.run.training.optimizer
-    name = "AdamW" if optimizer.name == "adamw" else optimizer.name
+    name = OPTIMIZERS.write(optimizer.name)
     common = {"lr": optimizer.lr, "betas": optimizer.betas, "eps": optimizer.eps}
     rows = ((".*norm.*|.*bias", 0.0), (".*", optimizer.weight_decay))
     return [
@@ -221,8 +215,8 @@ def _groups(resolved: ResolvedRun) -> list[Any]:
 
 
 def _recomputation(resolved: ResolvedRun) -> Any:
-    kinds = {"full": _Call("FullAC.Config", {}), "selective": _Call("SelectiveAC.Config", {})}
-    return kinds.get(resolved.recompute[0])
+    kind = RECOMPUTES.write(resolved.recompute[0])
+    return kind and _Call(kind, {})
 
 
 def _flavor(resolved: ResolvedRun) -> tuple[str, str] | None:

@@ -3,31 +3,62 @@
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from meshwright.engines.megatron_lm import LATER
 from meshwright.engines.written import YamlEngine, stated, whole
 from meshwright.imports.axolotl_data import FORMATS, VERBATIM
 from meshwright.imports.hf_arguments import OPTIMIZERS as READ
 from meshwright.imports.llama_factory import RECORDS, TABLE, TEMPLATES
+from meshwright.imports.names import Names, lora
 from meshwright.spec.finetune import FullSpec, LoraSpec
-from meshwright.spec.precision import BF16, FP16
+from meshwright.spec.precision import BF16, FP16, FP32
 from meshwright.spec.run import ResolvedRun
 from meshwright.spec.training import TrainingSpec
 
-OPTIMIZERS = {"adamw": "adamw_torch", "adamw_8bit": "adamw_bnb_8bit", "paged_adamw": "paged_adamw_32bit"}
-assert all(READ[theirs] == ours for ours, theirs in OPTIMIZERS.items())
-SCHEDULES = {"linear": "linear", "cosine": "cosine", "constant": "constant_with_warmup"}
-TYPES: Mapping[str, Any] = {
-    **{ours: theirs for theirs, ours in FORMATS.items() if theirs != "sharegpt"},
-    "prompt_completion": {"field_instruction": "prompt", "field_output": "completion", **VERBATIM},
-}
+OPTIMIZERS = Names(
+    "training.optimizer.name",
+    {"adamw": "adamw_torch", "adamw_8bit": "adamw_bnb_8bit", "paged_adamw": "paged_adamw_32bit"},
+)
+assert all(READ[theirs] == ours for ours, theirs in OPTIMIZERS.written.items())
+SCHEDULES = Names(
+    "training.lr_schedule.name", {"linear": "linear", "cosine": "cosine", "constant": "constant_with_warmup"}
+)
+PRECISIONS = Names(
+    "training.precision",
+    {kind: {BF16.name: kind == BF16.name, FP16.name: kind == FP16.name} for kind in (BF16.name, FP16.name, FP32.name)},
+)
+TYPES = Names(
+    "data.sources.format",
+    {
+        "auto": None,
+        **{ours: theirs for theirs, ours in FORMATS.items() if theirs != "sharegpt"},
+        "prompt_completion": {"field_instruction": "prompt", "field_output": "completion", **VERBATIM},
+    },
+)
+DESCRIBED = Names("data.sources.format", RECORDS)
 SHARDED = {
     "fsdp_version": 2,
     "fsdp_config": {"auto_wrap_policy": "TRANSFORMER_BASED_WRAP", "reshard_after_forward": True},
 }
 TEMPLATE = {ours: theirs for theirs, ours in TEMPLATES.items()}
-BITS = {"nf4": 4, "int8": 8}
+"""By our name of a chat template; one of another name comes back as auto."""
+BITS = Names("finetune.base", {"plain": None, "nf4": 4, "int8": 8}, counts=lora)
+BASES = Names(
+    "finetune.base",
+    {
+        "plain": {"adapter": "lora"},
+        "nf4": {"adapter": "qlora", "load_in_4bit": True},
+        "int8": {"adapter": "lora", "load_in_8bit": True},
+    },
+    counts=lora,
+)
+"""axolotl's keys."""
+TRAINED = Names(
+    "data.chat.train_on", {"assistant": {}, "all": {"train_on_prompt": True}, "last": {"mask_history": True}}
+)
+ORDERS = Names("data.order", {"shuffled": {}, "given": {"disable_shuffling": True}})
+PACKED = Names("data.packing", {"best_fit": True, "padded": False})
 
 
 def _optimization(training: TrainingSpec) -> dict[str, Any]:
@@ -49,12 +80,13 @@ class AxolotlConfig(YamlEngine):
     name = "axolotl"
     about = "axolotl"
     file = "axolotl.yaml"
+    choices: ClassVar = (SCHEDULES, OPTIMIZERS, PRECISIONS, BASES, PACKED)
 
     def cannot(self, resolved: ResolvedRun) -> Mapping[str, str]:
         """Other optimizers, and models that are no directory."""
         run, found = resolved.run, dict[str, str]()
-        if run.training.optimizer.name not in OPTIMIZERS:
-            found["training.optimizer.name"] = f"this export supports {', '.join(OPTIMIZERS)}"
+        if bad := [source for source in run.data.sources if source.format not in TYPES.written]:
+            found["data.sources"] = f"set the format of {bad[0].path}: {', '.join(TYPES.written)}"
         if run.training.lr_schedule.warmup_steps(run.training.steps) == 1:
             found["training.lr_schedule.warmup"] = "axolotl turns a warm-up of 1 step into 2; set 0 or 2"
         if run.model.weights == "random":
@@ -77,7 +109,7 @@ class AxolotlConfig(YamlEngine):
             "chat_template": data.chat.template if data.chat.template != "auto" else None,
             "val_set_size": data.held_out,
             "sequence_len": data.sequence_length,
-            "sample_packing": data.packing == "best_fit",
+            "sample_packing": PACKED.write(data.packing),
             **_axolotl_adapter(resolved),
             "micro_batch_size": resolved.micro_batch,
             "gradient_accumulation_steps": resolved.accumulation,
@@ -85,10 +117,9 @@ class AxolotlConfig(YamlEngine):
             "optimizer": _axolotl_optimizer(resolved),
             **_optimization(training),
             "cosine_min_lr_ratio": schedule.final if schedule.name == "cosine" and schedule.final else None,
-            "lr_scheduler": SCHEDULES.get(schedule.name, schedule.name),
+            "lr_scheduler": SCHEDULES.write(schedule.name),
             "warmup_steps": schedule.warmup_steps(training.steps),
-            BF16.name: training.precision == BF16.name,
-            FP16.name: training.precision == FP16.name,
+            **PRECISIONS.write(training.precision),
             "gradient_checkpointing": set(resolved.recompute) == {"full"},
             "torch_compile": training.compile or None,
             "seed": training.seed,
@@ -106,12 +137,12 @@ def _axolotl_optimizer(resolved: ResolvedRun) -> str:
     name = resolved.run.training.optimizer.name
     if name == "adamw_8bit" and resolved.run.layout.zero_stage:
         return "adamw_torch_8bit"
-    return OPTIMIZERS.get(name, name)
+    return OPTIMIZERS.write(name)
 
 
 def _axolotl_dataset(source: Any) -> dict[str, Any]:
     remote = source.path.startswith("hub:")
-    found = {"path": source.path.removeprefix("hub:"), "type": TYPES.get(source.format)}
+    found = {"path": source.path.removeprefix("hub:"), "type": TYPES.write(source.format)}
     found |= {} if remote else {"ds_type": "json"}
     return stated(found | {"split": source.split if source.split != "train" else None, "name": source.subset})
 
@@ -122,9 +153,7 @@ def _axolotl_adapter(resolved: ResolvedRun) -> dict[str, Any]:
         return {}
     linear = finetune.targets == "all-linear"
     return {
-        "adapter": "qlora" if finetune.base == "nf4" else "lora",
-        "load_in_4bit": True if finetune.base == "nf4" else None,
-        "load_in_8bit": True if finetune.base == "int8" else None,
+        **BASES.write(finetune.base),
         "lora_r": finetune.rank,
         "lora_alpha": whole(finetune.alpha),
         "lora_dropout": finetune.dropout,
@@ -142,6 +171,7 @@ class LlamaFactoryConfig(YamlEngine):
     name = "llama_factory"
     about = "LLaMA-Factory"
     file = "llama_factory.yaml"
+    choices: ClassVar = (SCHEDULES, OPTIMIZERS, PRECISIONS, BITS, TRAINED, ORDERS)
 
     def cannot(self, resolved: ResolvedRun) -> Mapping[str, str]:
         """Models without a directory, other optimizers, schedules and data."""
@@ -149,8 +179,6 @@ class LlamaFactoryConfig(YamlEngine):
         schedule = run.training.lr_schedule
         if not (run.model.name or "").startswith((".", "/")):
             found["model.name"] = "LLaMA-Factory loads a Hugging Face directory; write its path, starting with ./ or /"
-        if run.training.optimizer.name not in OPTIMIZERS:
-            found["training.optimizer.name"] = f"this export supports {', '.join(OPTIMIZERS)}"
         if schedule.name != "constant" and schedule.final:
             found["training.lr_schedule.final"] = "this export's schedules decay to 0; set it to 0"
         if run.layout.zero_stage:
@@ -179,7 +207,7 @@ class LlamaFactoryConfig(YamlEngine):
         run, training, data = resolved.run, resolved.run.training, resolved.run.data
         schedule, preference = training.lr_schedule, training.preference
         texts = all(source.format == "text" for source in data.sources)
-        packed = {"concatenated": True, "best_fit": not texts, "padded": False}[data.packing]
+        packed = data.packing == "concatenated" or (PACKED.write(data.packing) and not texts)
         return {
             "model_name_or_path": run.model.name,
             "train_from_scratch": True if run.model.weights == "random" else None,
@@ -195,18 +223,16 @@ class LlamaFactoryConfig(YamlEngine):
             "packing": packed,
             "neat_packing": True if packed and data.separate_documents and not texts else None,
             "val_size": data.held_out,
-            "train_on_prompt": True if data.chat.train_on == "all" else None,
-            "mask_history": True if data.chat.train_on == "last" else None,
-            "disable_shuffling": True if data.order == "given" else None,
+            **TRAINED.write(data.chat.train_on),
+            **ORDERS.write(data.order),
             "per_device_train_batch_size": resolved.micro_batch,
             "gradient_accumulation_steps": resolved.accumulation,
             "max_steps": training.steps,
-            "optim": OPTIMIZERS.get(training.optimizer.name, training.optimizer.name),
+            "optim": OPTIMIZERS.write(training.optimizer.name),
             **_optimization(training),
-            "lr_scheduler_type": SCHEDULES.get(schedule.name, schedule.name),
+            "lr_scheduler_type": SCHEDULES.write(schedule.name),
             "warmup_steps": schedule.warmup_steps(training.steps),
-            BF16.name: training.precision == BF16.name,
-            FP16.name: training.precision == FP16.name,
+            **PRECISIONS.write(training.precision),
             "disable_gradient_checkpointing": set(resolved.recompute) != {"full"},
             "torch_compile": training.compile or None,
             "full_determinism": training.deterministic or None,
@@ -232,7 +258,7 @@ def _entry(source: Any) -> dict[str, Any]:
     remote = source.path.startswith("hub:")
     place = {"hf_hub_url": source.path.removeprefix("hub:")} if remote else {"file_name": source.path}
     more = {"split": source.split if source.split != "train" else None, "subset": source.subset}
-    form = dict(RECORDS.get(source.format, {}))
+    form = dict(DESCRIBED.write(source.format))
     if source.format == "text":
         form["columns"] = {"prompt": source.text_key}
     return {**place, **form, **stated(more)}
@@ -255,6 +281,6 @@ def _method(resolved: ResolvedRun) -> dict[str, Any]:
         "use_dora": finetune.dora or None,
         "use_rslora": finetune.rslora or None,
         "loraplus_lr_ratio": finetune.b_lr_ratio if finetune.b_lr_ratio != 1 else None,
-        "quantization_bit": BITS.get(finetune.base),
+        "quantization_bit": BITS.write(finetune.base),
         "double_quantization": finetune.double_quantization if finetune.base == "nf4" else None,
     }

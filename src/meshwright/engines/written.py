@@ -67,7 +67,7 @@ class WrittenEngine(Engine):
     def settings(self, resolved: ResolvedRun) -> Iterator[Setting]:
         """Every setting: said if the recipe that `meshwright import` makes of the files has it, else left out where
         nothing trained depends on it, else refused."""
-        cannot, own = dict(self.cannot(resolved)), {**ARRANGED, **self.rules}
+        cannot, own = self.refused(resolved), {**ARRANGED, **self.rules}
         try:
             imported = self._read_back(resolved)
         except UserError as error:
@@ -97,7 +97,8 @@ class WrittenEngine(Engine):
             paths = [Path(folder) / name for name in files]
             for path in paths:
                 path.write_text(files[path.name], encoding="utf-8")
-            recipe, _ = import_files(paths, ranks=resolved.run.layout.world_size)
+            ranks, base_dir = resolved.run.layout.world_size, Path(resolved.base_dir)
+            recipe, _ = import_files(paths, ranks=ranks, base_dir=base_dir)
         return parse_spec(recipe, Run, source=self.file)
 
 

@@ -15,6 +15,7 @@ from math import sqrt
 
 from meshwright.families.hf_tensors import hf_tensors
 from meshwright.families.quantized import quantized_rows
+from meshwright.families.registry import family_of
 from meshwright.families.split import TP_SPLITS
 from meshwright.families.table import parameter_table
 from meshwright.spec.errors import UserError
@@ -256,11 +257,23 @@ def _matching(
             known = {end for module in offered for name in names[module] for end in (name, name.rpartition(".")[2])}
             ends = dict.fromkeys(module.rpartition(".")[2] for module in offered)
             hint = did_you_mean(pattern, known) or f"; there are {', '.join(ends)}"
-            problems.append(f"{pattern!r} matches no module of the model{hint}")
+            problems.append(_tied(model, pattern, setting) or f"{pattern!r} matches no module of the model{hint}")
         found |= matching
     if problems:
         raise UserError(f"{setting}: {'; '.join(problems)}")
     return [module for module in names if module in found]
+
+
+def _tied(model: ModelSpec, pattern: str, setting: str) -> str:
+    """Why a pattern for the head matches nothing; empty if the head has a matrix, or the pattern means something else.
+
+    A tied head has no parameter of its own.
+    """
+    theirs = "lm_head" if model.foreign else family_of(model).hf_modules[HEAD]
+    if not model.tied_embeddings or not any(_matches(name, pattern) for name in (HEAD, theirs)):
+        return ""
+    remedy = f"name {EMBEDDING}, which then trains as both" if setting == "finetune.train" else "leave it out"
+    return f"{pattern!r} is the head, which this model ties to the embedding; {remedy}"
 
 
 def _matches(name: str, pattern: str) -> bool:

@@ -100,9 +100,7 @@ def read_foreign(config: Mapping[str, Any], stored: Mapping[str, StoredTensor], 
         stacks=tuple(stacks.items()),
         transposed=tuple(sorted(turned)),
         buffers=tuple(sorted(buffers.items())),
-        scalars=tuple(
-            (names[name], read_scalar(one)) for name, one in sorted(stored.items()) if not one.shape
-        ),
+        scalars=tuple((names[name], read_scalar(one)) for name, one in sorted(stored.items()) if not one.shape),
         renamed=renamed,
     )
     heads = [name for name, shape in tensors.items() if shape == (sizes["vocab"], sizes["hidden"])]

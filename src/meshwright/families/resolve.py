@@ -1,6 +1,5 @@
 """Resolution of the recipe's `model:` section into a complete model."""
 
-import json
 from collections.abc import Callable, Iterable, Mapping
 from difflib import get_close_matches
 from functools import partial
@@ -21,6 +20,7 @@ from meshwright.spec.errors import UserError
 from meshwright.spec.model import ModelFields, ModelSpec
 from meshwright.spec.plugins import has_plugin, known_plugins
 from meshwright.storage.durable import regular
+from meshwright.storage.jsonl import parse_json
 
 SIZES = [field for field in ModelFields.model_fields if field not in ("name", "weights", "family")]
 """The fields that give a model's sizes and constants."""
@@ -97,17 +97,13 @@ def read_hf_directory(directory: Path, *, family: str | None = None) -> ModelSpe
     """
     path = directory / "config.json"
     try:
-        config = json.loads(regular(path).read_text(encoding="utf-8"))
+        config = parse_json(regular(path).read_text(encoding="utf-8"), str(path))
     except FileNotFoundError as error:
         is_run = (directory / "checkpoints").is_dir()
         hint = f"; to write one from a run: meshwright export {directory} --hf {directory}/export" if is_run else ""
         raise UserError(f"{directory} is not a Hugging Face model directory: it has no config.json{hint}") from error
-    except UserError:
-        raise
-    except ValueError as error:
-        raise UserError(f"{path} is not valid JSON: {error}") from error
-    except RecursionError as error:
-        raise UserError(f"{path}: its JSON is nested too deeply") from error
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path}: is not UTF-8 at byte {error.start}") from error
     if not isinstance(config, dict):
         raise UserError(f"{path} is not a JSON object")
     if not isinstance(config.get("model_type", ""), str):

@@ -27,7 +27,7 @@ TEXT_MODELS: dict[str, dict[str, Any]] = {
 """model_type of a text model -> changes to its config, to those of the model that it is if all inputs are text:
 positions in time, height and width are then equal."""
 
-EMBEDDING, HEAD = "embed_tokens.weight", "lm_head.weight"
+EMBEDDING = "embed_tokens.weight"
 
 FILES = (
     (("model.", "language_model.model."), ("lm_head.", "language_model.lm_head.")),
@@ -98,7 +98,7 @@ def completed(config: Mapping[str, Any], *, where: str) -> dict[str, Any]:
     from transformers import __version__
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-    kind = config.get("model_type")
+    kind = str(config.get("model_type"))
     if kind not in CONFIG_MAPPING:
         raise UserError(f"{where}: transformers {__version__} does not know model_type {kind!r}, nor does Meshwright")
     try:

@@ -4,126 +4,62 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from meshwright.imports.accelerate_fp8 import FP8_RULES, give_up_fp8, settle_fp8
+from meshwright.imports.claims import Always, Has, HasNot, NoEffect
 from meshwright.imports.deepspeed import folder, offload, settle_offload
 from meshwright.imports.deepspeed_schedules import keep_named
 from meshwright.imports.megatron import RULES as FLAGS
 from meshwright.imports.megatron_combined import recomputation
 from meshwright.imports.reading import Reading, Rule, check_count, flat
-from meshwright.imports.rules import apply, degree, fact, ignored, nothing, only, positive, sections, when, words
+from meshwright.imports.rules import (
+    apply,
+    claims_value,
+    degree,
+    fact,
+    no_effect,
+    no_effects,
+    only,
+    positive,
+    sections,
+    unsupported,
+    when,
+    without,
+    words,
+)
 from meshwright.spec.errors import UserError
-
-BACKEND = "fp8 backend"
-RECIPE = "training.low_precision.recipe"
-ALGORITHM, HISTORY, MARGIN = "fp8 amax_compute_algo", "fp8 amax_history_len", "fp8 margin"
-UNREAD = "Accelerate does not read this spelling; it reads amax_history_len and amax_compute_algo"
-
-
-def _overridden(reading: Reading, value: Any, origin: str) -> None:
-    if any(value):
-        reading.give_up(origin, "all three products of a layer are in fp8; set training.low_precision.keep")
-
-
-FP8_RULES: Mapping[str, Rule] = {
-    "backend": fact(BACKEND),
-    "amax_history_len": fact(HISTORY),
-    "amax_compute_algo": fact(ALGORITHM),
-    "amax_history_length": nothing(UNREAD),
-    "amax_compute_algorithm": nothing(UNREAD),
-    "margin": fact(MARGIN),
-    "interval": only(1, "scales are computed at every step"),
-    "format": only("HYBRID", "forward in e4m3, gradients in e5m2 (HYBRID)"),
-    "override_linear_precision": _overridden,
-    "use_mxfp8_block_scaling": when(nothing("set training.precision=mxfp8"), True),
-    "use_autocast_during_eval": nothing("evaluation computes as training does"),
-    "enable_fsdp_float8_all_gather": nothing("set layout.quantized_weights=fp8, which changes no result"),
-    "pad_inner_dim": nothing("sizes of layers must be multiples of 16"),
-    "opt_level": nothing("MS-AMP is not supported"),
-    "optimization_level": nothing("MS-AMP is not supported"),
-}
-"""The keys of `fp8_config`, without their prefix."""
-
-
-def settle_fp8(reading: Reading, origin: str) -> None:
-    """Set the recipe of fp8: torchao's, or Transformer Engine's with scales of previous steps."""
-    backend, where = reading.facts.get(BACKEND, ("auto", origin))
-    word = str(backend).lower()
-    if word in ("ao", "torchao"):
-        reading.set(RECIPE, "tensorwise", where)
-    elif word == "te":
-        _settle_delayed(reading, where)
-    elif word in ("auto", "no"):
-        reading.set(RECIPE, "tensorwise", where)
-        reading.notes.append(f"{origin}: no backend is named; Accelerate takes torchao, if it is installed")
-    else:
-        reading.give_up(where, "supported: AO, TE; the recipe computes in fp8 with one scale per tensor")
-    if word != "te":
-        reading.notes.append(
-            f"{where}: torchao under Accelerate leaves the first linear layer in bf16; a recipe quantizes it, unless "
-            "training.low_precision.keep names it"
-        )
-        for name in (ALGORITHM, HISTORY, MARGIN):
-            if name in reading.facts:
-                reading.give_up(reading.facts[name][1], "only Transformer Engine (TE) reads it")
-
-
-def give_up_fp8(reading: Reading) -> None:
-    """Report the settings of fp8 where nothing is computed in it."""
-    for name in (BACKEND, ALGORITHM, HISTORY, MARGIN):
-        if name in reading.facts:
-            reading.give_up(reading.facts[name][1], "without mixed_precision=fp8 it has no effect")
-
-
-def _settle_delayed(reading: Reading, where: str) -> None:
-    """Transformer Engine's scales, which come from the last step or from the largest of several."""
-    reading.set(RECIPE, "delayed", where)
-    default = f"{where} (Accelerate's default: amax_compute_algo=most_recent)"
-    algorithm, said = reading.facts.get(ALGORITHM, ("most_recent", default))
-    length, given = reading.facts.get(HISTORY, (1024, where))
-    check_count(length, given)
-    if str(algorithm).lower() == "most_recent":
-        reading.set("training.low_precision.amax_history", 1, said)
-        if HISTORY in reading.facts:
-            reading.give_up(given, f"only the last amax counts: {said}")
-    else:
-        reading.set("training.low_precision.amax_history", length, f"{given}; {said}")
-    if reading.known(MARGIN):
-        reading.set("training.low_precision.margin", *reading.facts[MARGIN])
-
 
 SECTION = "megatron_lm_config"
 PREFIX = f"{SECTION}.megatron_lm_"
-
-
 MEGATRON_KEYS: Mapping[str, Rule] = {
     "tp_degree": degree("layout.tp"),
     "pp_degree": degree("layout.pp"),
     "context_parallel_size": degree("layout.cp"),
     "expert_model_parallel_size": degree("layout.ep"),
     "expert_tensor_parallel_size": only(1, "experts are not split"),
-    "sequence_parallelism": ignored,  # always with tp
+    "sequence_parallelism": no_effect(NoEffect.MEMORY),
     "num_micro_batches": fact("accumulation"),
     "gradient_clipping": positive("training.clip"),
-    "recompute_activations": when(FLAGS["recompute-activations"], True),
+    "recompute_activations": when("training.recompute", "selective"),
     "recompute_granularity": FLAGS["recompute-granularity"],
     "recompute_method": FLAGS["recompute-method"],
     "recompute_num_layers": FLAGS["recompute-num-layers"],
-    "use_distributed_optimizer": when(FLAGS["use-distributed-optimizer"], True),
-    "use_custom_fsdp": nothing("set layout.zero, the stage of sharding"),
-    "optimizer_cpu_offload": when("layout.offload", {"optimizer": "host"}),
-    "overlap_cpu_optimizer_d2h_h2d": nothing("transfers always overlap the step"),
-    "use_precision_aware_optimizer": nothing("set training.optimizer.name=adamw_8bit for one byte per moment"),
-    "decoder_last_pipeline_num_layers": nothing("set layout.stage_layers"),
+    "use_distributed_optimizer": when(FLAGS["use-distributed-optimizer"], True, HasNot("layout.zero", 1)),
+    "use_custom_fsdp": unsupported("set layout.zero, the stage of sharding"),
+    "optimizer_cpu_offload": when("layout.offload", {"optimizer": "host"}, Has("layout.offload", "none")),
+    "overlap_cpu_optimizer_d2h_h2d": no_effect(NoEffect.OVERLAP),
+    "use_precision_aware_optimizer": unsupported("set training.optimizer.name=adamw_8bit for one byte per moment"),
+    "decoder_last_pipeline_num_layers": unsupported("set layout.stage_layers"),
     "num_layers_per_virtual_pipeline_stage": FLAGS["num-layers-per-virtual-pipeline-stage"],
-    "pipeline_model_parallel_split_rank": nothing("models have no encoder beside the decoder"),
+    "pipeline_model_parallel_split_rank": unsupported("models have no encoder beside the decoder"),
     "attention_dropout": FLAGS["attention-dropout"],
     "hidden_dropout": FLAGS["hidden-dropout"],
     "eod_mask_loss": FLAGS["eod-mask-loss"],
-    "attention_backend": nothing("training.attention chooses the kernel"),
+    "attention_backend": no_effect(NoEffect.KERNEL),
     "attention_softmax_in_fp32": FLAGS["attention-softmax-in-fp32"],
     "calculate_per_token_loss": only(True, "the loss is always a mean over all tokens of a batch"),
-    "use_rotary_position_embeddings": ignored,  # the model's configuration says it
-    "no_load_optim": FLAGS["load"],
-    "no_save_optim": nothing("checkpoints always hold the optimizer's state"),
+    "use_rotary_position_embeddings": without("the model's config.json tells its positions"),
+    "no_load_optim": no_effect(NoEffect.RESUMES),
+    "no_save_optim": unsupported("checkpoints always hold the optimizer's state"),
 }
 """Keys of the section, without its prefix."""
 MEGATRON_RULES: Mapping[str, Rule] = {f"{PREFIX}{key}": rule for key, rule in MEGATRON_KEYS.items()}
@@ -152,13 +88,17 @@ def settle_megatron(reading: Reading, values: Mapping[str, Any], file: str) -> N
 SHARDING = {"full_shard": 3, "hybrid_shard": 3, "shard_grad_op": 2, "hybrid_shard_zero2": 2, "no_shard": 0}
 PRECISIONS = {"no": "fp32", "false": "fp32", "bf16": "bf16", "fp16": "fp16", "fp8": "fp8"}
 PRECISION = "Accelerate's precision"
-LAUNCH = "set by torchrun, Slurm or Meshwright's launcher (docs/clusters.md)"
+DEGREES = "the number of processes is the product of the degrees"
 
 
 def _type(reading: Reading, value: Any, origin: str) -> None:
     if value in ("MULTI_GPU", "MULTI_CPU", "NO", False):
         reading.fact("zero", 0, origin)
-    elif value not in ("FSDP", "DEEPSPEED", "MEGATRON_LM"):
+    elif value in ("FSDP", "DEEPSPEED"):
+        reading.claim(origin, HasNot("layout.zero", "auto"))
+    elif value == "MEGATRON_LM":
+        reading.claim(origin, Always("its section tells the layout"))
+    else:
         reading.give_up(origin, "supported: NO, MULTI_CPU, MULTI_GPU, FSDP, DEEPSPEED, MEGATRON_LM")
 
 
@@ -190,15 +130,45 @@ def _precision(reading: Reading, value: Any, origin: str) -> None:
 def _offload(reading: Reading, value: Any, origin: str) -> None:
     if value in (True, "cpu"):
         reading.set("layout.offload", "cpu", origin)
-    elif value not in (False, "none"):
+    elif value in (False, "none"):
+        reading.claim(origin, Has("layout.offload", "none"))
+    else:
         reading.give_up(origin, "supported: cpu, none")
+
+
+def _size(axis: str) -> Rule:
+    """A degree, which `_settle_parallelism` multiplies with the others."""
+
+    def rule(reading: Reading, value: Any, origin: str) -> None:
+        check_count(value, origin)
+        reading.fact(f"parallel {axis}", value, origin)
+
+    return rule
+
+
+def _context(also: Mapping[str, Any]) -> Rule:
+    """One of the two degrees of context parallelism, of which the other may be above 1."""
+
+    def rule(reading: Reading, value: Any, origin: str) -> None:
+        check_count(value, origin)
+        if value > 1:
+            reading.set_all({"layout.cp": value, **also}, origin)
+        else:
+            reading.claim(origin, Always("1 switches it off"))
+
+    return rule
+
+
+COMPILED = Always("the unit of compilation changes no result")
 
 
 def compile_with(reading: Reading, value: Any, origin: str) -> None:
     """Dynamo's backend; YAML reads `no` as false."""
     if str(value).lower() == "inductor":
         reading.set("training.compile", True, origin)
-    elif str(value).lower() not in ("no", "false"):
+    elif str(value).lower() in ("no", "false"):
+        reading.claim(origin, Has("training.compile", False))
+    else:
         reading.give_up(origin, "supported: inductor, no")
 
 
@@ -206,54 +176,64 @@ def compile_in_mode(reading: Reading, value: Any, origin: str) -> None:
     """The mode of compilation."""
     if value == "max-autotune-no-cudagraphs":
         reading.set("training.compile_mode", value, origin)
-    elif value != "default":
+    elif value == "default":
+        reading.claim(origin, Has("training.compile_mode", "default"))
+    else:
         reading.give_up(origin, "supported: default, max-autotune-no-cudagraphs (training.compile_mode)")
 
 
-FSDP = "Meshwright always shards block by block and prefetches"
 PARALLEL = "parallelism_config.parallelism_config_"
+BLOCKS = "Meshwright always shards block by block"
+NO_EFFECT: Mapping[NoEffect, Mapping[str, str]] = {
+    NoEffect.LAUNCH: {
+        "": "compute_environment machine_rank main_process_ip main_process_port same_network "
+        "main_training_function rdzv_backend gpu_ids tpu_use_cluster tpu_use_sudo tpu_env enable_cpu_affinity "
+        "ipex_config mpirun_config",
+        "deepspeed_config": "deepspeed_hostfile deepspeed_exclusion_filter deepspeed_inclusion_filter "
+        "deepspeed_multinode_launcher",
+    },
+    NoEffect.GUARDS: {"": "debug"},
+    NoEffect.KERNEL: {
+        "dynamo_config": "dynamo_use_fullgraph dynamo_use_dynamic",
+        "parallelism_config": "parallelism_config_sp_attn_implementation parallelism_config_cp_backend "
+        "parallelism_config_sp_backend",
+        "fsdp_config": "fsdp_use_orig_params",
+    },
+    NoEffect.MEMORY: {
+        "fsdp_config": "fsdp_cpu_ram_efficient_loading fsdp_sync_module_states",
+        "deepspeed_config": "zero3_init_flag",
+    },
+    NoEffect.OVERLAP: {
+        "fsdp_config": "fsdp_version fsdp_auto_wrap_policy fsdp_transformer_layer_cls_to_wrap fsdp_backward_prefetch "
+        "fsdp_forward_prefetch fsdp_min_num_params",
+    },
+    NoEffect.SAVES: {"fsdp_config": "fsdp_state_dict_type", "deepspeed_config": "zero3_save_16bit_model"},
+}
 KEYS: Mapping[str, Rule] = {
-    "compute_environment": ignored,
-    "debug": nothing("the watchdog is always on"),
+    **no_effects(NO_EFFECT),
     "distributed_type": _type,
     "num_processes": fact("ranks"),
-    "num_machines": nothing(LAUNCH),
-    **dict.fromkeys(("machine_rank", "main_process_ip", "main_process_port", "same_network"), nothing(LAUNCH)),
-    **dict.fromkeys(("main_training_function", "rdzv_backend", "gpu_ids", "downcast_bf16"), nothing(LAUNCH)),
-    **dict.fromkeys(("tpu_use_cluster", "tpu_use_sudo", "tpu_env", "enable_cpu_affinity"), nothing(LAUNCH)),
+    "num_machines": fact("machines"),
+    "downcast_bf16": unsupported("only TPUs have it"),
     "mixed_precision": _precision,
     **{f"fp8_config.fp8_{key}": rule for key, rule in FP8_RULES.items()},
     **dict.fromkeys(("dynamo_backend", "dynamo_config.dynamo_backend"), compile_with),
     "dynamo_config.dynamo_mode": compile_in_mode,
-    "dynamo_config.dynamo_use_regional_compilation": when("training.compile_scope", "block"),
-    "dynamo_config.dynamo_use_fullgraph": nothing("a graph may break"),
-    "dynamo_config.dynamo_use_dynamic": nothing("shapes never change within a run"),
-    f"{PARALLEL}dp_replicate_size": lambda reading, value, origin: check_count(value, origin),
-    f"{PARALLEL}dp_shard_size": lambda reading, value, origin: check_count(value, origin),
+    "dynamo_config.dynamo_use_regional_compilation": when("training.compile_scope", "block", COMPILED),
+    f"{PARALLEL}dp_replicate_size": _size("dp_replicate"),
+    f"{PARALLEL}dp_shard_size": _size("dp_shard"),
     f"{PARALLEL}tp_size": degree("layout.tp"),
-    f"{PARALLEL}cp_size": degree("layout.cp"),
-    f"{PARALLEL}sp_size": degree("layout.cp", {"layout.cp_method": "ulysses"}),
+    f"{PARALLEL}cp_size": _context({}),
+    f"{PARALLEL}sp_size": _context({"layout.cp_method": "ulysses"}),
     f"{PARALLEL}cp_comm_strategy": words("layout.cp_method", {"allgather": "all_gather", "alltoall": "ring"}),
-    f"{PARALLEL}cp_backend": ignored,  # there is one
-    f"{PARALLEL}sp_backend": ignored,
-    f"{PARALLEL}sp_attn_implementation": nothing("training.attention chooses the kernel"),
-    f"{PARALLEL}sp_seq_length": nothing("set data.sequence_length"),
-    f"{PARALLEL}sp_seq_length_is_variable": nothing("samples have data.sequence_length tokens"),
+    f"{PARALLEL}sp_seq_length": claims_value("data.sequence_length"),
+    f"{PARALLEL}sp_seq_length_is_variable": unsupported("samples have data.sequence_length tokens"),
     "use_cpu": when("device", "cpu"),
     "gradient_accumulation_steps": fact("accumulation"),
-    "fsdp_config.fsdp_version": ignored,
     "fsdp_config.fsdp_sharding_strategy": _sharding,
     "fsdp_config.fsdp_reshard_after_forward": _reshard,
     "fsdp_config.fsdp_offload_params": _offload,
-    "fsdp_config.fsdp_activation_checkpointing": when("training.recompute", "full"),
-    "fsdp_config.fsdp_state_dict_type": nothing("checkpoints are always sharded, and load under any layout"),
-    **{
-        f"fsdp_config.fsdp_{key}": nothing(FSDP)
-        for key in (
-            *("auto_wrap_policy", "transformer_layer_cls_to_wrap", "backward_prefetch", "forward_prefetch"),
-            *("use_orig_params", "cpu_ram_efficient_loading", "sync_module_states", "min_num_params"),
-        )
-    },
+    "fsdp_config.fsdp_activation_checkpointing": when("training.recompute", "full", Has("training.recompute", "none")),
     **MEGATRON_RULES,
     "deepspeed_config.zero_stage": fact("zero"),
     "deepspeed_config.gradient_accumulation_steps": fact("accumulation"),
@@ -262,14 +242,7 @@ KEYS: Mapping[str, Rule] = {
     "deepspeed_config.offload_param_device": offload("parameters"),
     "deepspeed_config.offload_optimizer_nvme_path": folder,
     "deepspeed_config.offload_param_nvme_path": folder,
-    "deepspeed_config.deepspeed_moe_layer_cls_names": nothing("Meshwright always shards block by block"),
-    **{
-        f"deepspeed_config.deepspeed_{key}": nothing(LAUNCH)
-        for key in ("hostfile", "exclusion_filter", "inclusion_filter")
-    },
-    "deepspeed_config.zero3_init_flag": nothing("each rank always initializes only its shard"),
-    "deepspeed_config.zero3_save_16bit_model": nothing("`meshwright export` writes whole weights"),
-    "deepspeed_config.deepspeed_multinode_launcher": nothing(LAUNCH),
+    "deepspeed_config.deepspeed_moe_layer_cls_names": without(BLOCKS),
     "deepspeed_config.deepspeed_config_file": keep_named,
 }
 SHORT = ("fsdp", "fp8", "dynamo", "megatron_lm")
@@ -294,10 +267,13 @@ def is_accelerate(values: Mapping[str, Any]) -> bool:
 def _settle_hybrid(reading: Reading, values: Mapping[str, Any]) -> None:
     """Hybrid sharding, whose groups are the processes of a machine."""
     if "hybrid" not in reading.facts:
+        if "machines" in reading.facts:
+            reading.no_effect.append((reading.facts["machines"][1], NoEffect.LAUNCH))
         return
     origin, machines, processes = reading.facts["hybrid"][1], values.get("num_machines", 1), values.get("num_processes")
     if isinstance(processes, int) and isinstance(machines, int) and machines > 0 and processes % machines == 0:
-        reading.fact("shard", processes // machines, f"{origin}; num_machines={machines}")
+        said = reading.facts.get("machines", (1, "num_machines=1"))[1]
+        reading.fact("shard", processes // machines, f"{origin}; {said}")
     else:
         reading.give_up(
             origin, f"{machines} machines do not divide {processes} processes; the recipe shards over all ranks"
@@ -317,6 +293,10 @@ def _settle_parallelism(reading: Reading, values: Mapping[str, Any], file: str) 
     for name, size in sizes.items():
         check_count(size, f"{file}: {PARALLEL}{name}_size={size}")
     product = math.prod(sizes.values())
+    for name in names[:2]:
+        if sizes[name] == 1 and (axis := f"parallel {name}") in reading.facts:
+            alone = Always("degrees of 1 leave the ranks to distributed_type")
+            reading.claim(reading.facts[axis][1], alone if product == 1 else Has(f"layout.{name}", 1))
     if product == 1:
         return
     processes = values.get("num_processes")

@@ -4,186 +4,13 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
+from meshwright.imports.automodel_keys import MOMENTS, RULES, _last
+from meshwright.imports.claims import Always, Has, NoEffect
 from meshwright.imports.megatron import RULES as FLAGS
-from meshwright.imports.reading import Reading, Rule, check_count, check_number, flat
-from meshwright.imports.rules import apply, choice, dotted, fact, ignored, listed, nothing, positive, unless_none, when
-from meshwright.imports.schedules import schedule_choice
+from meshwright.imports.reading import Reading, check_count, check_number, flat
+from meshwright.imports.rules import apply
 
-DTYPES = {"bfloat16": "bf16", "bf16": "bf16", "float32": "fp32", "fp32": "fp32", "float16": "fp16", "fp16": "fp16"}
-SCHEDULES = {"cosine": "cosine", "linear": "linear", "constant": "constant", "WSD": "wsd"}
-RECOMPUTES = {True: "full", False: "none", "true": "full", "false": "none", "full": "full", "none": "none"}
-RECOMPUTES |= {"selective": "selective"}
-PIPELINES = {"1f1b": "1f1b", "gpipe": "afab"}
 CONSTANT = {"training.lr_schedule.name": "constant", "training.lr_schedule.warmup": 0}
-OURS = "it does not affect training, or Meshwright decides it"
-
-
-def _last(target: Any) -> str:
-    """A target without its modules."""
-    return str(target).rsplit(".", 1)[-1]
-
-
-def _degree(path: str) -> Rule:
-    def rule(reading: Reading, value: Any, origin: str) -> None:
-        if value in ("none", 0):  # their words for what is left
-            return
-        check_count(value, origin)
-        if "." not in path:
-            reading.fact(path, value, origin)
-        elif value > 1:
-            reading.set(path, value, origin)
-
-    return rule
-
-
-def _model(reading: Reading, value: Any, origin: str) -> None:
-    kind = str(value).rsplit(".", 2)[-2:]
-    if kind[-1] == "from_config":
-        reading.set("model.weights", "random", origin)
-    elif kind != ["NeMoAutoModelForCausalLM", "from_pretrained"]:
-        reading.give_up(
-            origin, "only NeMoAutoModelForCausalLM's from_pretrained and from_config are read; give --model"
-        )
-
-
-def _optimizer(reading: Reading, value: Any, origin: str) -> None:
-    name = _last(value)
-    if name in ("AdamW", "FusedAdam"):
-        reading.set("training.optimizer.name", "adamw", origin)
-    elif name == "Adam":
-        reading.fact("coupled", True, origin)
-        reading.set("training.optimizer.name", "adamw", origin)
-    else:
-        reading.give_up(origin, "supported: AdamW, FusedAdam, Adam")
-
-
-def _dtype(name: str) -> Rule:
-    def rule(reading: Reading, value: Any, origin: str) -> None:
-        word = _last(value)
-        if word in DTYPES:
-            reading.fact(name, DTYPES[word], origin)
-        elif word != "auto":
-            reading.give_up(origin, f"supported: {', '.join(DTYPES)}")
-
-    return rule
-
-
-def _config(reading: Reading, value: Any, origin: str) -> None:
-    if not str(value).endswith("AutoConfig.from_pretrained"):
-        reading.give_up(origin, "give --model, or a Hugging Face directory with this config.json")
-
-
-def _pipeline(reading: Reading, value: Any, origin: str) -> None:
-    if str(value).lower() in PIPELINES:
-        reading.fact("schedule", PIPELINES[str(value).lower()], origin)
-    else:
-        reading.give_up(origin, f"only {', '.join(PIPELINES)} are read; set layout.schedule")
-
-
-def _packed(reading: Reading, value: Any, origin: str) -> None:
-    if value > 0:
-        reading.set("data.packing", "best_fit", origin)
-        reading.set("data.separate_documents", True, origin)
-        reading.set("data.sequence_length", value, origin)
-
-
-def _overrides(reading: Reading, value: Any, origin: str) -> None:
-    """Groups by names: here norms and biases never decay, and every rate is the same."""
-    for group in value:
-        undecayed = group.get("wd_mult") == 0 and "norm" in str(group.get("pattern"))
-        if undecayed and group.get("lr_mult", 1) == 1:
-            reading.fact("undecayed", True, origin)
-        else:
-            why = "weight decay never applies to norms and biases, and all parameters have one learning rate"
-            reading.give_up(f"{origin.split('=')[0]}: {group}", why)
-
-
-LEFT_TO_US = {
-    "": "recipe ci.recipe_owner loss_fn._target_",
-    "dist_env": "backend timeout_minutes",
-    "rng": "_target_ ranked",
-    "step_scheduler": "save_checkpoint_every_epoch log_remote_every_steps gc_every_steps preemption_signal "
-    "loss_average_window_steps",
-    "model": "trust_remote_code attn_implementation use_liger_kernel use_sdpa_patching use_cache",
-    "compile": "fullgraph dynamic backend",
-    "checkpoint": "model_save_format save_consolidated is_async enabled",
-    "distributed": "_target_ sequence_parallel defer_fsdp_grad_sync",
-    "distributed.mp_policy": "_target_ output_dtype cast_forward_inputs",
-    "distributed.pipeline": "scale_grads_in_schedule dtype round_virtual_stages_to_pp_multiple",
-    "dataloader": "_target_ collate_fn collate_fn._target_ num_workers pin_memory dataloader_type",
-    "optimizer": "fused foreach adam_w_mode bias_correction exp_avg_dtype exp_avg_sq_dtype store_param_remainders",
-    "lr_scheduler": "use_checkpoint_opt_param_scheduler",
-    "packed_sequence": "split_across_pack",
-    "peft": "_target_ use_triton use_memory_efficient_lora lora_A_init",
-}
-
-RULES: Mapping[str, Rule] = {
-    "seed": "training.seed",
-    "rng.seed": nothing("AutoModel reads the top-level key seed instead"),
-    "step_scheduler.global_batch_size": "training.global_batch",
-    "step_scheduler.local_batch_size": fact("local batch"),
-    "step_scheduler.max_steps": unless_none("training.steps"),
-    "step_scheduler.num_epochs": nothing(
-        "runs have a number of steps: training.steps (AutoModel ends at the earlier of the two)"
-    ),
-    "step_scheduler.ckpt_every_steps": fact("saves"),
-    "step_scheduler.val_every_steps": "training.evaluation.every",
-    "model._target_": _model,
-    "model.pretrained_model_name_or_path": "model.name",
-    "model.config": "model.name",
-    "model.config._target_": _config,
-    "model.config.pretrained_model_name_or_path": "model.name",
-    "model.torch_dtype": _dtype("storage"),
-    "compile.enabled": when("training.compile", True),
-    "compile.mode": "training.compile_mode",
-    "clip_grad_norm.max_norm": positive("training.clip"),
-    "distributed.strategy": choice(fact("strategy"), {"fsdp2": "fsdp2", "ddp": "ddp"}),
-    "distributed.dp_size": _degree("replicas"),
-    "distributed.dp_replicate_size": _degree("replicate"),
-    "distributed.tp_size": _degree("layout.tp"),
-    "distributed.pp_size": _degree("layout.pp"),
-    "distributed.cp_size": _degree("layout.cp"),
-    "distributed.ep_size": _degree("layout.ep"),
-    "distributed.activation_checkpointing": choice("training.recompute", RECOMPUTES, "full, selective, false"),
-    "distributed.reshard_after_forward": fact("reshards"),
-    "distributed.mp_policy.param_dtype": _dtype("compute"),
-    "distributed.mp_policy.reduce_dtype": _dtype("reduced"),
-    "distributed.autocast_dtype": _dtype("autocast"),
-    "distributed.pipeline.pp_schedule": _pipeline,
-    "distributed.pipeline.pp_microbatch_size": fact("microbatch"),
-    "distributed.pipeline.layers_per_stage": nothing("set layout.stage_layers or layout.stages_per_rank"),
-    "optimizer._target_": _optimizer,
-    "optimizer.lr": "training.optimizer.lr",
-    "optimizer.betas": listed("training.optimizer.betas"),
-    "optimizer.eps": "training.optimizer.eps",
-    "optimizer.weight_decay": "training.optimizer.weight_decay",
-    "optimizer.param_group_overrides": _overrides,
-    "optimizer.master_weights": fact("masters"),
-    "lr_scheduler.lr_decay_style": schedule_choice(SCHEDULES),
-    "lr_scheduler.lr_warmup_steps": "training.lr_schedule.warmup",
-    "lr_scheduler.lr_decay_steps": fact("decay steps"),
-    "lr_scheduler.wsd_decay_steps": "training.lr_schedule.decay",
-    "lr_scheduler.lr_wsd_decay_style": FLAGS["lr-wsd-decay-style"],
-    "lr_scheduler.min_lr": fact("min_lr"),
-    "lr_scheduler.init_lr": fact("first rate"),
-    "lr_scheduler.max_lr": "training.optimizer.lr",
-    "checkpoint.checkpoint_dir": "run_dir",
-    "checkpoint.restore_from": nothing("`meshwright train --resume` continues from the newest checkpoint"),
-    "dataloader.shuffle": ignored,
-    "packed_sequence.packed_sequence_size": _packed,
-    "peft.target_modules": lambda reading, value, origin: (
-        reading.set("finetune.targets", [value] if isinstance(value, str) else list(value), origin) if value else None
-    ),
-    "peft.match_all_linear": when("finetune.targets", "all-linear"),
-    "peft.dim": "finetune.rank",
-    "peft.alpha": "finetune.alpha",
-    "peft.dropout": "finetune.dropout",
-    "peft.dropout_position": fact("dropout position"),
-    "peft.use_dora": when("finetune.dora", True),
-    "quantization.load_in_4bit": when("finetune.base", "nf4"),
-    "quantization.load_in_8bit": when("finetune.base", "int8"),
-    **dict.fromkeys(dotted(LEFT_TO_US), nothing(OURS)),
-}
 
 
 def is_automodel(values: Mapping[str, Any]) -> bool:
@@ -195,14 +22,10 @@ def is_automodel(values: Mapping[str, Any]) -> bool:
 def read_automodel(reading: Reading, values: Mapping[str, Any], file: str) -> None:
     """Read an AutoModel configuration."""
     default = f"{file} (AutoModel's default)"
-    apart = {"dataset", "validation_dataset", "validation_dataloader", "wandb", "mlflow", "comet"}
-    reading.take(flat({key: value for key, value in values.items() if key not in apart}), RULES, file)
-    for part in sorted(apart & values.keys() - {"dataset"}):
-        if part == "wandb":
-            reading.set("trackers", ["wandb"], f"{file}: wandb={values[part]}")
-        else:
-            held_out = "evaluation data is a fraction of the training data; set data.held_out"
-            reading.give_up(f"{file}: {part}={values[part]}", held_out if part.startswith("valid") else "set trackers")
+    reading.take(flat({key: value for key, value in values.items() if key != "dataset"}), RULES, file)
+    tracked = values.get("wandb")
+    if isinstance(tracked, Mapping) and "enable" not in tracked and tracked.get("mode") != "disabled":
+        reading.track("wandb", f"{file}: wandb")
     if isinstance(values.get("dataset"), Mapping):
         _dataset(reading, values["dataset"], f"{file}: dataset", default)
     defaults = {"training.global_batch": 32, "training.optimizer.lr": 1e-4, "training.optimizer.weight_decay": 0.01}
@@ -213,17 +36,27 @@ def read_automodel(reading: Reading, values: Mapping[str, Any], file: str) -> No
     _dtypes(reading, default)
     _rates(reading, values, default)
     _adapters(reading, values, default)
-    saves, where = reading.facts.get("saves", (100, default))
-    check_number(saves, where)
-    steps = reading.settings.get("training.steps", (2**52, ""))
-    check_count(*steps)
-    reading.set("checkpoint.every", saves if saves < steps[0] else 0, where)
+    _checkpoints(reading, default)
     decay, where = reading.settings.get("training.optimizer.weight_decay", (0.01, default))
     if decay and reading.known("coupled"):
         why = "Adam adds weight decay to the gradient; only AdamW's decoupled decay is supported"
         reading.give_up(reading.facts["coupled"][1], why)
     if decay and "undecayed" not in reading.facts:
         reading.notes.append(f"{where}: AutoModel also decays norms and biases; Meshwright does not")
+
+
+def _checkpoints(reading: Reading, default: str) -> None:
+    """How often it saves: every 100 steps, and never if it is switched off."""
+    saves, where = reading.facts.get("saves", (100, default))
+    check_number(saves, where)
+    steps = reading.settings.get("training.steps", (2**52, ""))
+    check_count(*steps)
+    enabled, origin = reading.facts.get("saves at all", (True, ""))
+    if enabled is False:
+        reading.set("checkpoint.every", 0, origin)
+        reading.no_effect += [(where, NoEffect.OFF)] if "saves" in reading.facts else []
+        return
+    reading.set("checkpoint.every", saves if saves < steps[0] else 0, f"{where}; {origin}" if origin else where)
 
 
 def _dataset(reading: Reading, given: Mapping[str, Any], where: str, default: str) -> None:
@@ -242,7 +75,7 @@ def _dataset(reading: Reading, given: Mapping[str, Any], where: str, default: st
         apply(FLAGS["split"], reading, (split or "900,50,50").replace(" ", ""), said)
         for key in ("index_mapping_dir", "splits_to_build", "seed", "num_val_samples", "mmap_bin_files"):
             if key in found:
-                reading.give_up(f"{where}.{key}={found.pop(key)}", OURS)
+                reading.give_up(f"{where}.{key}={found.pop(key)}", "training.seed shuffles; set data.held_out")
     elif kind.startswith("ChatDataset"):
         path = str(found.pop("path_or_dataset_id"))
         local = path.startswith((".", "/")) or path.endswith((".json", ".jsonl", ".parquet"))
@@ -282,7 +115,13 @@ def _batch(reading: Reading, default: str) -> None:
     """A rank's batch goes through a pipeline in microbatches."""
     local, where = reading.facts.get("local batch", (1, default))
     check_count(local, where)
-    if "layout.pp" in reading.settings:
+    if "layout.pp" not in reading.settings:
+        for name in ("microbatch", "schedule"):
+            if name in reading.facts:
+                reading.no_effect.append((reading.facts[name][1], NoEffect.OFF))
+    else:
+        if "local batch" in reading.facts:  # it goes through the pipeline in microbatches, as the global batch does
+            reading.no_effect.append((where, NoEffect.OVERRULED))
         local, where = reading.facts.get("microbatch", (1, default))
         reading.set("layout.schedule", *reading.facts.get("schedule", ("1f1b", default)))
     reading.set("training.micro_batch", local, where)
@@ -290,13 +129,18 @@ def _batch(reading: Reading, default: str) -> None:
 
 def _ranks(reading: Reading, default: str) -> None:
     strategy, where = reading.facts.get("strategy", ("fsdp2", default))
+    if strategy == "ddp" and "strategy" in reading.facts:
+        reading.claim(where, Has("layout.zero", "auto"))
     if "replicas" in reading.facts:
         replicas, origin = reading.facts["replicas"]
         reading.fact("ranks", replicas * reading.model_ranks(), origin)
     if strategy == "fsdp2":
-        stays = reading.known("reshards") is False
-        reading.fact("zero", 2 if stays else 3, reading.facts["reshards"][1] if stays else where)
-        reading.replicate(*reading.facts.get("replicate", (1, "")))
+        reshards, origin = reading.facts.get("reshards", (True, ""))
+        reading.fact("zero", 2 if reshards is False else 3, f"{where}; {origin}" if origin else where)
+        copies, origin = reading.facts.get("replicate", (1, ""))
+        reading.replicate(copies, origin)
+        if copies == 1 and origin:
+            reading.claim(origin, Has("layout.dp_replicate", 1))
 
 
 def _dtypes(reading: Reading, default: str) -> None:
@@ -306,11 +150,39 @@ def _dtypes(reading: Reading, default: str) -> None:
     plain = ("bf16", default) if sharded else (storage, where)
     compute = reading.facts.get("compute" if sharded else "autocast", plain)
     reading.set("training.precision", *compute)
+    for name in ("output", "pipeline"):
+        if name in reading.facts:
+            reading.claim(reading.facts[name][1], Has("training.precision", reading.known(name)))
+    if sharded and "autocast" in reading.facts:
+        reading.no_effect.append((reading.facts["autocast"][1], NoEffect.OVERRULED))
+    _moments(reading)
+    masters, origin = reading.facts.get("masters", (False, ""))
+    if storage == "fp16":
+        reading.give_up(where, "weights are kept in fp32 or bf16")
+    if origin and storage != "bf16":
+        reading.no_effect.append((origin, NoEffect.OVERRULED))
     if compute[0] != "bf16":
         return
     reading.set("training.reduce_dtype", *reading.facts.get("reduced", ("fp32", default)))
-    if storage == "bf16" and reading.known("masters") is not True:
-        reading.in_bf16(where)
+    if storage == "bf16" and masters is not True:
+        reading.in_bf16(f"{where}; {origin}" if origin else where)
+    else:
+        reading.claim(f"{where}; {origin}", Has("training.master_dtype", "fp32"))
+
+
+def _moments(reading: Reading) -> None:
+    """FusedAdam's dtype of each moment, which a recipe has for both together."""
+    given = [reading.facts[moment] for moment in MOMENTS if moment in reading.facts]
+    kinds = {dtype for dtype, _ in given}
+    path, origin = "training.optimizer.state_dtype", "; ".join(where for _, where in given)
+    if len(given) == len(MOMENTS) and kinds == {"bf16"}:
+        reading.set(path, "bf16", origin)
+        reading.notes.append(f"{origin}: a recipe rounds bf16 moments stochastically, FusedAdam to the nearest")
+    elif kinds == {"fp32"}:
+        for _, where in given:
+            reading.claim(where, Has(path, "fp32"))
+    elif given:
+        reading.give_up(origin, f"both moments have one dtype, fp32 or bf16; set {path}")
 
 
 def _rates(reading: Reading, values: Mapping[str, Any], default: str) -> None:
@@ -331,8 +203,12 @@ def _rates(reading: Reading, values: Mapping[str, Any], default: str) -> None:
     if "min_lr" not in reading.facts and reading.value("training.lr_schedule.name") != "constant":
         reading.set("training.lr_schedule.final", 0.01, f"{default}: min_lr=0.01 lr")
     first, where = reading.facts.get("first rate", (peak / 10, f"{default}: init_lr=0.1 lr"))
-    if first and reading.value("training.lr_schedule.warmup"):
+    if not reading.value("training.lr_schedule.warmup"):
+        reading.no_effect += [(where, NoEffect.OFF)] if "first rate" in reading.facts else []
+    elif first:
         reading.give_up(where, "warm-up always starts at 0")
+    else:
+        reading.claim(where, Always("warm-up always starts at 0"))
 
 
 def _adapters(reading: Reading, values: Mapping[str, Any], default: str) -> None:
@@ -343,5 +219,9 @@ def _adapters(reading: Reading, values: Mapping[str, Any], default: str) -> None
     reading.set("finetune.method", "lora", f"{default}: peft")
     reading.default_all({"finetune.rank": 8, "finetune.alpha": 32}, default)
     position, where = reading.facts.get("dropout position", ("post", default))
-    if position == "post" and reading.value("finetune.dropout"):
+    if not reading.value("finetune.dropout"):
+        reading.no_effect += [(where, NoEffect.OFF)] if "dropout position" in reading.facts else []
+    elif position == "post":
         reading.give_up(f"{where}: dropout_position={position}", "dropout is applied before the adapters")
+    else:
+        reading.claim(where, Always("dropout is applied before the adapters"))

@@ -4,16 +4,33 @@ from collections.abc import Mapping
 from typing import Any
 
 from meshwright.imports.accelerate_yaml import RULES as ACCELERATE_RULES
+from meshwright.imports.accelerate_yaml import SHARDING
 from meshwright.imports.axolotl_data import chat_template, read_datasets
 from meshwright.imports.axolotl_intervals import RULES as INTERVAL_RULES
 from meshwright.imports.axolotl_intervals import settle_intervals
 from meshwright.imports.axolotl_ranks import RULES as RANK_RULES
 from meshwright.imports.axolotl_ranks import settle_batch, settle_preference, settle_ranks
+from meshwright.imports.claims import Has, HasNot, NoEffect
 from meshwright.imports.deepspeed_schedules import FINAL, SCHEDULE
+from meshwright.imports.experts import COMPUTES, override_rules
 from meshwright.imports.hf_arguments import HYBRID, take_defaults
 from meshwright.imports.hf_arguments import RULES as HF_RULES
 from meshwright.imports.reading import Reading, Rule, check_count, check_number
-from meshwright.imports.rules import apply, choice, fact, if_any, ignored, nothing, when, words
+from meshwright.imports.rules import (
+    apply,
+    choice,
+    claims,
+    fact,
+    if_any,
+    no_effects,
+    no_tracker,
+    only,
+    tracker,
+    unsupported,
+    when,
+    without,
+    words,
+)
 
 
 def _packing(reading: Reading, value: Any, origin: str) -> None:
@@ -27,6 +44,8 @@ def _bf16(reading: Reading, value: Any, origin: str) -> None:
         reading.give_up(origin, "set training.precision=bf16 and training.master_dtype=bf16")
     elif value is True:
         reading.set("training.precision", "bf16", origin)
+    else:
+        reading.claim(origin, HasNot("training.precision", "bf16"))
 
 
 def _evaluation(reading: Reading, value: Any, origin: str) -> None:
@@ -70,57 +89,104 @@ def _targets(reading: Reading, value: Any, origin: str) -> None:
         reading.give_up(origin, "a regular expression; list patterns in finetune.targets, as in [q_proj, v_proj]")
 
 
-def _sharded(reading: Reading, value: Any, origin: str) -> None:
-    """FSDP; the keys of its first version begin with fsdp_."""
-    found = {str(key).removeprefix("fsdp_"): said for key, said in value.items()}
-    where = origin.split("=")[0]
-    shards = found.pop("reshard_after_forward", True)
-    if "fsdp" not in reading.known("keys", ()):
-        reading.fact("zero", 2 if shards is False else 3, f"{where}.reshard_after_forward={shards}")
-    if found.pop("offload_params", False):
-        reading.set("layout.offload", "cpu", f"{where}.offload_params=True")
-    if found.pop("activation_checkpointing", False):
-        reading.set("training.recompute", "full", f"{where}.activation_checkpointing=True")
-    if (strategy := found.pop("sharding_strategy", None)) is not None and "fsdp" not in reading.known("keys", ()):
-        reading.facts.pop("zero", None)
-        rule = ACCELERATE_RULES["fsdp_config.fsdp_sharding_strategy"]
-        said = f"{where}.sharding_strategy={strategy}"
-        apply(rule, reading, strategy, said)
+def _recomputed(reading: Reading, value: Any, origin: str) -> None:
+    """Whether layers recompute; a word tells where their inputs are kept."""
+    apply(HF_RULES["gradient_checkpointing"], reading, bool(value), origin)
+    if isinstance(value, str):
+        reading.notes.append(
+            f"{origin}: where activations are kept is not imported; set layout.offload={{activations: host}}"
+        )
+
+
+def _tracked(reading: Reading, value: Any, origin: str) -> None:
+    """W&B is on where its project has a name, unless its mode is `disabled`."""
+    if "wandb is off" in reading.facts:
+        reading.no_effect.append((origin, NoEffect.OFF))
+    elif value:
+        reading.track("wandb", origin)
+    else:
+        reading.claim(origin, no_tracker("wandb"))
+
+
+def _mode(reading: Reading, value: Any, origin: str) -> None:
+    if value == "disabled":
+        reading.fact("wandb is off", True, origin)
+        reading.claim(origin, no_tracker("wandb"))
+    else:
+        reading.no_effect.append((origin, NoEffect.LOGS))
+
+
+def _settle_sharding(reading: Reading, values: Mapping[str, Any], file: str) -> None:
+    """FSDP's stage: `fsdp` counts first, then the sharding strategy, then whether weights are sharded again."""
+    shards, origin = reading.facts.get("shards again", (True, f"{file}: fsdp_config (weights are sharded again)"))
+    strategy, where = reading.facts.get("sharding strategy", (None, ""))
+    if not isinstance(values.get("fsdp_config"), Mapping):
+        return
+    reading.claim(origin, Has("layout.zero", 2 if shards is False else 3))
+    if "fsdp" in values:
+        reading.claim(where, Has("layout.zero", SHARDING.get(str(strategy).lower())))
+        return
+    if strategy is not None:
+        apply(ACCELERATE_RULES["fsdp_config.fsdp_sharding_strategy"], reading, strategy, where)
         if "hybrid" in reading.facts:
-            reading.notes.append(f"{said}: {HYBRID}")
-    found.pop("version", None)  # the same sharding
-    if found.get("auto_wrap_policy") == "TRANSFORMER_BASED_WRAP":
-        del found["auto_wrap_policy"]
-    for key, said in found.items():
-        reading.give_up(f"{where}.{key}={said}", "Meshwright always shards block by block, and has its own checkpoints")
+            reading.notes.append(f"{where}: {HYBRID}")
+    else:
+        reading.fact("zero", 2 if shards is False else 3, origin)
 
 
 MOST_KEPT = 4
 """Checkpoints that axolotl keeps."""
 LEAST = "the cosine's least rate"
-LEFT_TO_US = (
-    *("attn_implementation", "liger_rope", "liger_rms_norm", "liger_layer_norm", "liger_glu_activation"),
-    *("liger_fused_linear_cross_entropy", "lora_mlp_kernel", "lora_qkv_kernel", "lora_o_kernel", "wandb_log_model"),
-    *("flash_attention", "sdp_attention", "xformers_attention", "dataset_prepared_path", "tf32", "logging_steps"),
-    *("group_by_length", "pad_to_sequence_len", "strict", "trust_remote_code", "model_type", "tokenizer_type"),
-    *("is_llama_derived_model", "gradient_checkpointing_kwargs", "dataset_processes"),
-    *("eval_sample_packing", "save_safetensors", "debug", "wandb_entity", "wandb_watch", "wandb_name", "local_rank"),
-)
+CONFIGS = ("overrides_of_model_config", "model_config")
+"""Sections of changes to the model's configuration; the second is the older name."""
+BLOCKS = "Meshwright always shards block by block"
+NO_EFFECT: Mapping[NoEffect, Mapping[str, str]] = {
+    NoEffect.KERNEL: {
+        "": "attn_implementation flash_attention sdp_attention xformers_attention flex_attention eager_attention "
+        "liger_rope liger_rms_norm liger_layer_norm liger_glu_activation liger_fused_linear_cross_entropy "
+        "liger_cross_entropy lora_mlp_kernel lora_qkv_kernel lora_o_kernel cut_cross_entropy use_kernels",
+        "fsdp_config": "use_orig_params",
+    },
+    NoEffect.LOGS: {
+        "": "logging_steps wandb_log_model wandb_entity wandb_watch wandb_name wandb_run_id trackio_project_name "
+        "trackio_run_name trackio_space_id"
+    },
+    NoEffect.CACHE: {"": "dataset_prepared_path skip_prepare_dataset"},
+    NoEffect.READS: {"": "dataset_processes dataset_num_proc dataloader_num_workers dataloader_prefetch_factor "
+                     "dataloader_pin_memory remove_unused_columns"},
+    NoEffect.MEMORY: {
+        "": "pad_to_sequence_len gradient_checkpointing_kwargs low_cpu_mem_usage",
+        "fsdp_config": "cpu_ram_efficient_loading sync_module_states",
+    },
+    NoEffect.OVERLAP: {
+        "": "fsdp_version ddp_find_unused_parameters ddp_bucket_cap_mb ddp_broadcast_buffers",
+        "fsdp_config": "version forward_prefetch backward_prefetch limit_all_gathers transformer_layer_cls_to_wrap",
+    },
+    NoEffect.GUARDS: {"": "strict debug ddp_timeout"},
+    NoEffect.CODE: {"": "trust_remote_code"},
+    NoEffect.CLASS: {"": "model_type tokenizer_type processor_type is_llama_derived_model"},
+    NoEffect.EVALUATES: {"": "eval_sample_packing eval_batch_size eval_table_size eval_max_new_tokens"},
+    NoEffect.SAVES: {"": "save_safetensors save_only_model",
+                     "fsdp_config": "state_dict_type final_state_dict_type"},
+    NoEffect.RESUMES: {"": "auto_resume_from_checkpoints"},
+    NoEffect.LAUNCH: {"": "local_rank"},
+    NoEffect.HUB: {"": "hub_model_id hub_strategy hf_use_auth_token push_dataset_to_hub"},
+}  # fmt: skip
 
-ORDER = {"deepspeed": 0, "lora_target_linear": 0, "fp16": 2}
+ORDER = {"deepspeed": 0, "lora_target_linear": 0, "wandb_mode": 0, "fp16": 2}
 """Keys that count before the others, and after them: DeepSpeed's configuration wins, bf16 overrules fp16."""
 DATASETS = ("datasets", "pretraining_dataset")
 SHARED = (
     *("gradient_accumulation_steps", "max_steps", "learning_rate", "weight_decay", "adam_beta1", "adam_beta2"),
-    *("adam_epsilon", "max_grad_norm", "warmup_ratio", "bf16", "fp16", "gradient_checkpointing", "torch_compile"),
-    *("seed", "output_dir", "deepspeed", "fsdp"),
+    *("adam_epsilon", "max_grad_norm", "warmup_ratio", "bf16", "fp16", "torch_compile", "seed", "output_dir"),
+    *("deepspeed", "fsdp", "group_by_length", "tf32", "resume_from_checkpoint", "neftune_noise_alpha"),
 )
 """Keys that axolotl passes to the Trainer unchanged."""
 
 RULES: Mapping[str, Rule] = {
     "base_model": "model.name",
     "tokenizer_config": "data.tokenizer",
-    "test_datasets": nothing("evaluation data are a share of the training data; set data.held_out"),
+    "test_datasets": unsupported("evaluation data are a share of the training data; set data.held_out"),
     "chat_template": chat_template,
     "train_on_inputs": when("data.chat.train_on", "all"),
     "sequence_len": "data.sequence_length",
@@ -143,24 +209,33 @@ RULES: Mapping[str, Rule] = {
     **INTERVAL_RULES,
     "save_total_limit": _kept,
     "excess_length_strategy": words("data.chat.overlong", {"drop": "drop", "truncate": "truncate", "raise": "error"}),
-    "unfrozen_parameters": nothing("set finetune.train to the modules that train"),
+    "unfrozen_parameters": unsupported("set finetune.train to the modules that train"),
     "bf16": _bf16,
     "bfloat16": _bf16,
     "lora_model_dir": "finetune.start_from",
     "loraplus_lr_ratio": "finetune.b_lr_ratio",
-    "loraplus_lr_embedding": nothing("embeddings train at the rate of A, or in full"),
+    "loraplus_lr_embedding": without("embeddings train at the rate of A, or in full"),
     "warmup_steps": _warmup,
-    "fsdp_config": _sharded,
-    "fsdp_version": ignored,  # the same sharding
+    "gradient_checkpointing": _recomputed,
+    "fsdp_config.reshard_after_forward": fact("shards again"),
+    "fsdp_config.sharding_strategy": fact("sharding strategy"),
+    "fsdp_config.offload_params": when("layout.offload", "cpu", Has("layout.offload", "none")),
+    "fsdp_config.activation_checkpointing": when("training.recompute", "full", Has("training.recompute", "none")),
+    "fsdp_config.auto_wrap_policy": only("TRANSFORMER_BASED_WRAP", BLOCKS),
+    "fsdp_config.*": without(f"{BLOCKS}, and has its own checkpoints"),
     "optimizer": HF_RULES["optim"],
     "lr_scheduler": HF_RULES["lr_scheduler_type"],
     "lr_scheduler_kwargs": HF_RULES["lr_scheduler_kwargs"],
     "cosine_min_lr_ratio": fact(LEAST),
     "val_set_size": _evaluation,
-    "wandb_project": if_any("trackers", ["wandb"]),
-    "special_tokens": nothing("the tokenizer's special tokens are used"),
-    "early_stopping_patience": nothing("use the callback early_stopping (docs/callbacks.md)"),
-    **dict.fromkeys(LEFT_TO_US, nothing("it does not affect training, or Meshwright decides it")),
+    **{key: rule for section in CONFIGS for key, rule in override_rules(section).items()},
+    "wandb_project": _tracked,
+    "wandb_mode": _mode,
+    "use_wandb": when(claims(Has("trackers", ["wandb"])), True, no_tracker("wandb")),
+    "use_tensorboard": when(tracker("tensorboard"), True, no_tracker("tensorboard")),
+    "special_tokens": unsupported("the tokenizer's special tokens are used"),
+    "early_stopping_patience": unsupported("use the callback early_stopping (docs/callbacks.md)"),
+    **no_effects(NO_EFFECT),
 }
 
 
@@ -172,11 +247,19 @@ def is_axolotl(values: Mapping[str, Any]) -> bool:
 def read_axolotl(reading: Reading, values: Mapping[str, Any], file: str) -> None:
     """Read an axolotl configuration."""
     values = {key: value for key, value in values.items() if value is not None}
-    reading.fact("keys", tuple(values), file)
     if values.get("bf16") == "auto":
         reading.set("training.precision", "bf16", f"{file}: bf16=auto (bf16 where the GPU has it, else fp16)")
     apart = {key: value for key, value in values.items() if key not in DATASETS and (key, value) != ("bf16", "auto")}
+    for section in CONFIGS:
+        if isinstance(changes := apart.get(section), Mapping) and changes:
+            apart |= {f"{section}.{key}": value for key, value in apart.pop(section).items()}
+    sharding = apart.get("fsdp_config")
+    if isinstance(sharding, Mapping) and sharding:  # the keys of its first version begin with fsdp_
+        del apart["fsdp_config"]
+        apart |= {f"fsdp_config.{str(key).removeprefix('fsdp_')}": value for key, value in sharding.items()}
+    reading.facts.setdefault(COMPUTES, (file, file))
     reading.take(dict(sorted(apart.items(), key=lambda pair: ORDER.get(pair[0], 1))), RULES, file)
+    _settle_sharding(reading, values, file)
     read_datasets(reading, values, file)
     settle_batch(reading, values, file)
     settle_preference(reading, file)
@@ -216,6 +299,8 @@ def _least_rate(reading: Reading, values: Mapping[str, Any]) -> None:
         reading.give_up(origin, f"only lr_scheduler=cosine has it, not {kind}")
     elif share:
         reading.set(FINAL, share, origin)
+    else:
+        reading.claim(origin, Has(FINAL, 0.0))
 
 
 def _without_adapter(reading: Reading, file: str) -> None:

@@ -2,11 +2,12 @@
 
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
-from meshwright.imports.reading import SHOWN, Reading, Rule
-from meshwright.imports.rules import apply, nothing
+from meshwright.imports.axolotl_entry import LEFT, PREPARE, Entry, keep
+from meshwright.imports.claims import Always, Has, NoEffect
+from meshwright.imports.reading import SHOWN, Reading
+from meshwright.imports.rules import apply, without
 from meshwright.spec.data import HUB, ROLES, THOUGHTS
 from meshwright.spec.errors import UserError
 
@@ -41,84 +42,6 @@ CHAT = {"roles_to_train": "data.chat.roles_to_train", "train_on_eos": "data.chat
 TEMPLATES = ("chatml", "llama3", "mistral", "qwen")
 """Templates that a recipe knows by the same name."""
 
-READ_ALL = "all records are read; write the ones to train on to a file of their own"
-PREPARE = "prepare the records before, and set data.sources"
-
-
-@dataclass
-class Entry:
-    """A data set of axolotl: its keys with their origins, and the source that it becomes."""
-
-    reading: Reading
-    place: str
-    found: dict[str, tuple[Any, str]] = field(default_factory=dict)
-    source: dict[str, Any] = field(default_factory=dict)
-    used: list[str] = field(default_factory=list)
-    """Origins of the keys that the source says."""
-
-    def pop(self, key: str, default: Any = None) -> tuple[Any, str]:
-        """A key's value and origin, taken out."""
-        return self.found.pop(key, (default, self.place))
-
-    def say(self, origin: str, **settings: Any) -> None:
-        """Set the source's settings."""
-        self.source |= settings
-        self.used.append(origin)
-
-    def column(self, ours: str, key: str, default: str) -> None:
-        """Rename a column, if a key gives it another name than ours; `default` is axolotl's name."""
-        theirs, origin = self.pop(key, default)
-        if theirs != ours:
-            self.say(origin, columns={**self.source.get("columns", {}), ours: theirs})
-
-
-def keep(found: dict[str, tuple[Any, str]], key: str) -> Rule:
-    """Keeps a value, which must be of its key's kind."""
-    kinds = KINDS.get(key, (str,))
-
-    def rule(reading: Reading, value: Any, origin: str) -> None:
-        if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
-            raise UserError(f"{origin}: must be {' or '.join(WORDS[kind] for kind in kinds)}")
-        found[key] = value, origin
-
-    return rule
-
-
-WORDS: Mapping[type, str] = {
-    str: "text",
-    dict: "a mapping",
-    list: "a list",
-    bool: "true or false",
-    int: "a number",
-    float: "a number",
-}
-KINDS: Mapping[str, tuple[type, ...]] = {
-    "type": (str, dict),
-    "data_files": (str, list),
-    "name": (str, list),
-    **dict.fromkeys(("shards", "shards_idx", "preprocess_shards", "skip", "max_completion_length"), (int,)),
-    **dict.fromkeys(("trust_remote_code", "drop_system_message", "split_thinking", "train_on_last_step_only"), (bool,)),
-    "temperature": (int, float),
-    "message_property_mappings": (dict,),
-    "roles": (dict,),
-    "roles_to_train": (list,),
-}
-"""Key of a data set -> the types of its value; other keys take text."""
-LEFT: Mapping[str, Rule] = {
-    "trust_remote_code": nothing("code of a data set is never run"),
-    "revision": nothing("the newest version of the data set is read"),
-    "shards": lambda reading, value, origin: reading.give_up(origin, READ_ALL) if value > 1 else None,
-    "shards_idx": nothing(READ_ALL),
-    "preprocess_shards": nothing("data are always prepared in pieces; all of them are read"),
-    "skip": nothing(READ_ALL),
-    "train_on_eot": nothing("data.chat.train_on_eos is about the tokens that end a turn"),
-    "drop_system_message": nothing(PREPARE),
-    "message_field_training_detail": nothing(PREPARE),
-    "conversation": nothing("set data.chat.template"),
-    "chat_template_jinja": nothing("write the template to a file and set data.chat.template to it"),
-}
-"""Keys that no source says, and why."""
-
 
 def read_datasets(reading: Reading, values: Mapping[str, Any], file: str) -> None:
     """Set the sources, and the settings about conversations on which all of them agree."""
@@ -134,7 +57,7 @@ def read_datasets(reading: Reading, values: Mapping[str, Any], file: str) -> Non
     sources, origins = [], []
     for entry in entries:
         for key, (value, origin) in entry.found.items():
-            apply(LEFT.get(key, nothing(PREPARE)), reading, value, origin)
+            apply(LEFT.get(key, without(PREPARE)), reading, value, origin)
         sources += list(_each(entry.source))
         origins += entry.used
     if sources:
@@ -194,6 +117,8 @@ def _place(entry: Entry) -> None:
         _files(entry, files, f"{origin}; {said}")
     elif _is_here(path):
         _files(entry, files or [path], said if files else origin)
+        if files:
+            entry.reading.no_effect.append((origin, NoEffect.OVERRULED))
     else:
         if "://" in path:
             entry.reading.give_up(origin, "download the files, and set data.sources to them")
@@ -202,11 +127,14 @@ def _place(entry: Entry) -> None:
             entry.reading.give_up(
                 said, "a source on the Hub is read whole; to read only these files, download them and write their paths"
             )
+        if kind:
+            entry.reading.no_effect.append((which, NoEffect.UNREAD))
         _subset(entry)
         return
     for name in entry.source["path"]:
         if kind and kind != (ending := _kind(name)):
             entry.reading.give_up(which, f"the ending of {name} tells what is in it: {ending or 'nothing known'}")
+    entry.reading.claim(which, Always("the file's ending tells the same"))
 
 
 def _kind(path: str) -> str:
@@ -228,6 +156,8 @@ def _files(entry: Entry, files: list[Any], origin: str) -> None:
         for key, (value, said) in [(key, entry.pop(key)) for key in ("split", "name") if key in entry.found]:
             if value != "train":
                 entry.reading.give_up(said, f"a file has no {key}; it is read whole")
+            else:
+                entry.reading.claim(said, Always("a file is read whole"))
     else:
         _subset(entry)
 
@@ -272,16 +202,19 @@ def _messages(entry: Entry) -> None:
     for ours, theirs in mapping.items():
         if theirs not in known.get(str(ours), (ours,)):
             entry.reading.give_up(f"{origin}: {ours}={theirs}", f"name it {' or '.join(known.get(str(ours), (ours,)))}")
+    entry.reading.claim(origin, Always("parts with these names are read"))
     for key, names in (
         ("message_field_role", known["role"]),
         ("message_field_content", known["content"]),
         ("field_thinking", THOUGHTS),
         ("template_thinking_key", ("reasoning_content",)),
-        ("message_field_training", ("train", "weight")),
+        ("message_field_training", ("train", "training", "weight")),
     ):
         value, said = entry.pop(key, names[0])
         if value not in names:
             entry.reading.give_up(said, f"a message's part of this kind is named {' or '.join(names)}")
+        else:
+            entry.reading.claim(said, Always("a part with this name is read"))
     roles, origin = entry.pop("roles", {})
     for target, names in roles.items():
         other = [
@@ -291,6 +224,7 @@ def _messages(entry: Entry) -> None:
             entry.reading.give_up(
                 f"{origin}: {target}={other}", f"rename the roles; known besides ours: {', '.join(ROLES)}"
             )
+    entry.reading.claim(origin, Always("roles with these names are known"))
 
 
 def _user_defined(entry: Entry, kind: Mapping[str, Any], origin: str) -> None:
@@ -395,5 +329,7 @@ def chat_template(reading: Reading, value: Any, origin: str) -> None:
     """A chat template by its name."""
     if value in TEMPLATES:
         reading.set("data.chat.template", value, origin)
-    elif value != "tokenizer_default":
+    elif value == "tokenizer_default":
+        reading.claim(origin, Has("data.chat.template", "auto"))
+    else:
         reading.give_up(origin, "the tokenizer's template is used; set data.chat.template to a file with this one")

@@ -3,7 +3,16 @@
 from collections.abc import Mapping
 from typing import Any
 
-from meshwright.imports.hf_arguments import EVALUATES, SAVES, default_interval, every, ignore_interval, keep_share
+from meshwright.imports.claims import Has, NoEffect
+from meshwright.imports.hf_schedules import (
+    EVALUATES,
+    SAVES,
+    default_interval,
+    every,
+    ignore_interval,
+    keep_share,
+    strategy,
+)
 from meshwright.imports.reading import Reading, Rule, check_number
 from meshwright.spec.errors import UserError
 
@@ -25,15 +34,10 @@ def _per_epoch(key: str) -> Rule:
     return rule
 
 
-def _strategy(reading: Reading, value: Any, origin: str) -> None:
-    if value not in ("steps", "no", False):
-        reading.give_up(origin, IN_STEPS)
-
-
 RULES: Mapping[str, Rule] = {
     **{steps: every(path) for path, steps, _, _ in KEYS},
     **{often: _per_epoch(often) for _, _, often, _ in KEYS},
-    **{name: _strategy for _, _, _, names in KEYS for name in names},
+    **{name: strategy(path) for path, _, _, names in KEYS for name in names},
 }
 
 
@@ -44,19 +48,19 @@ def settle_intervals(reading: Reading, values: Mapping[str, Any], file: str) -> 
     """
     said = f"{file} (axolotl's default)"
     for path, steps, often, names in KEYS:
-        strategy = next((values[name] for name in names if name in values), None)
+        given = next((values[name] for name in names if name in values), None)
         if values.get(steps) and values.get(often):
             raise UserError(f"{file}: {often}={values[often]}: axolotl refuses {steps} beside it; remove one of them")
-        if values.get(steps) and strategy not in (None, "steps"):
-            raise UserError(f"{file}: {steps}={values[steps]}: axolotl refuses the strategy {strategy} beside it")
+        if values.get(steps) and given not in (None, "steps"):
+            raise UserError(f"{file}: {steps}={values[steps]}: axolotl refuses the strategy {given} beside it")
         if often in reading.facts:
             _settle_per_epoch(reading, values, path, often, file)
-        elif not values.get(steps) and strategy == "steps":
+        elif not values.get(steps) and given == "steps":
             default_interval(reading, path, values, said)
-        elif path == SAVES and not values.get(steps) and strategy is None:
+        elif path == SAVES and not values.get(steps) and given is None:
             reading.notes.append(f"{said}: it saves after each epoch; {IN_STEPS} here, so set {SAVES}")
     if not values.get("val_set_size") and not values.get("test_datasets"):
-        _without_data(reading, values)
+        _without_data(reading, values, file)
 
 
 def _settle_per_epoch(reading: Reading, values: Mapping[str, Any], path: str, often: str, file: str) -> None:
@@ -66,12 +70,16 @@ def _settle_per_epoch(reading: Reading, values: Mapping[str, Any], path: str, of
     check_number(epochs, where)
     if times < 0 or epochs <= 0:
         raise UserError(f"{origin}; {where}: must be above 0")
-    if times * epochs > 1:  # otherwise after the last step only, as without an interval
+    if times * epochs > 1:
         keep_share(reading, path, 1 / (times * epochs), f"{origin}; {where}")
+    else:  # after the last step only, as without an interval
+        reading.claim(origin, Has(path, 0))
 
 
-def _without_data(reading: Reading, values: Mapping[str, Any]) -> None:
+def _without_data(reading: Reading, values: Mapping[str, Any], file: str) -> None:
     """Without data for it, axolotl never evaluates."""
+    names = [name for path, _, _, names in KEYS if path == EVALUATES for name in names if name in values]
+    reading.no_effect += [(f"{file}: {name}={values[name]}", NoEffect.OFF) for name in names]
     if isinstance(values.get("eval_steps"), int):
         ignore_interval(reading, EVALUATES, "eval_steps", "without val_set_size there is nothing to evaluate")
     reading.defaults.pop(EVALUATES, None)

@@ -3,8 +3,9 @@
 from collections.abc import Mapping
 from typing import Any
 
+from meshwright.imports.claims import Always, Has, NoEffect
 from meshwright.imports.reading import Reading, Rule, check_count
-from meshwright.imports.rules import degree, fact, nothing, only
+from meshwright.imports.rules import degree, fact, no_effect, only, unsupported, without
 from meshwright.spec.errors import UserError
 
 BETA = "training.preference.beta"
@@ -21,12 +22,14 @@ def _objective(reading: Reading, value: Any, origin: str) -> None:
 def _other_objective(reading: Reading, value: Any, origin: str) -> None:
     if value:
         raise UserError(f"{origin}: a recipe does not have this objective; supported: rl=dpo, or next-token prediction")
+    reading.claim(origin, Always("no recipe has this objective"))
 
 
 def _loss(reading: Reading, value: Any, origin: str) -> None:
     """DPO's loss."""
     if value not in ("sigmoid", ["sigmoid"]):
         raise UserError(f"{origin}: a recipe does not have this loss; supported: sigmoid (DPO)")
+    reading.claim(origin, Always("the loss of preferences is DPO's (sigmoid)"))
 
 
 RULES: Mapping[str, Rule] = {
@@ -36,20 +39,19 @@ RULES: Mapping[str, Rule] = {
     "dp_shard_size": fact("dp_shard_size"),
     "dp_replicate_size": fact("dp_replicate_size"),
     "expert_parallel_size": only(1, "set layout.ep, a regrouping of dp_shard x cp x tp ranks"),
-    "ring_attn_func": nothing("layout.cp_method chooses; the result is the same"),
-    "heads_k_stride": nothing("layout.cp_method chooses; the result is the same"),
+    **dict.fromkeys(("ring_attn_func", "heads_k_stride"), no_effect(NoEffect.OVERLAP)),
     "rl": _objective,
     **dict.fromkeys(OBJECTIVES, _other_objective),
     "rl_beta": fact("rl_beta"),
     "trl": fact("trl"),
-    "dpo_beta": nothing("axolotl itself does not read it any more; write rl_beta or trl.beta"),
+    "dpo_beta": without("axolotl itself does not read it any more; write rl_beta or trl.beta"),
     "dpo_label_smoothing": fact("dpo_label_smoothing"),
     "dpo_loss_type": _loss,
-    "dpo_loss_weights": nothing("there is one loss"),
-    "dpo_use_weighting": nothing("pairs are never weighted by their probability"),
-    "precompute_ref_log_probs": nothing("margins of the reference are always computed once, before training"),
-    "dpo_padding_free": nothing("data.packing decides"),
-    "dpo_use_liger_kernel": nothing("Meshwright decides it"),
+    "dpo_loss_weights": unsupported("there is one loss"),
+    "dpo_use_weighting": unsupported("pairs are never weighted by their probability"),
+    "precompute_ref_log_probs": no_effect(NoEffect.MEMORY),
+    "dpo_padding_free": no_effect(NoEffect.MEMORY),
+    "dpo_use_liger_kernel": no_effect(NoEffect.KERNEL),
     "batch_size": fact("batch_size"),
 }
 
@@ -103,6 +105,11 @@ def settle_ranks(reading: Reading) -> None:
     if shard > 1 and replicate > 1:
         reading.fact("ranks", shard * replicate * split, f"{where}; {why}")
     ranks, origin = reading.facts.get("ranks", (None, ""))
+    for name, axis in (("dp_shard_size", "dp_shard"), ("dp_replicate_size", "dp_replicate")):
+        if reading.known(name) == 1:
+            alone = shard == replicate == 1
+            unset = Always("1 leaves the ranks to fsdp") if alone else Has(f"layout.{axis}", 1)
+            reading.claim(reading.facts[name][1], unset)
     if shard == replicate == 1:
         return
     if ranks is None:
@@ -115,5 +122,6 @@ def settle_ranks(reading: Reading) -> None:
     fits = shard * replicate == left if shard > 1 and replicate > 1 else left % (shard * replicate) == 0
     if ranks % split or not fits or (not sharded and replicate != left):
         raise UserError(f"{names}: do not fit the {left} data-parallel ranks of {origin}; give another --ranks")
+    reading.claim(why, Has("layout.dp_replicate", replicate))
     if sharded:
         reading.fact("shard", shard if shard > 1 else left // replicate, names)

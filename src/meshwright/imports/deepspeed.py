@@ -3,14 +3,17 @@
 from collections.abc import Mapping
 from typing import Any
 
+from meshwright.imports.claims import Always, Has, NoEffect
 from meshwright.imports.deepspeed_schedules import (
     CYCLES,
+    DECOUPLED,
     MUON_LR,
     OPTIMIZERS,
     PEAK,
     RATE,
     READ,
     SCHEDULES,
+    TORCH_ADAM,
     cycle_rules,
     keep_least,
     keep_named,
@@ -19,35 +22,49 @@ from meshwright.imports.deepspeed_schedules import (
     settle_optimizer,
     settle_schedule,
 )
-from meshwright.imports.reading import EvenAuto, Reading, Rule, check_number, flat
-from meshwright.imports.rules import dotted, fact, ignored, listed, nothing, only, positive, sections, when, words
+from meshwright.imports.reading import EvenAuto, Reading, Rule, check_count, check_number, flat
+from meshwright.imports.rules import (
+    fact,
+    listed,
+    no_effect,
+    no_effects,
+    no_tracker,
+    only,
+    positive,
+    sections,
+    tracker,
+    unsupported,
+    when,
+    without,
+    words,
+)
 from meshwright.imports.schedules import schedule_words
 
 PLACES = {"cpu": "host", "nvme": "disk"}
 PARTS = {"offload_optimizer": "optimizer", "offload_param": "parameters"}
 """Sections of a configuration -> what of a rank's state they move."""
-LEFT_TO_US = {
-    "fp16's loss scale is dynamic, with fixed constants": {
-        "fp16": "loss_scale loss_scale_window initial_scale_power hysteresis min_loss_scale consecutive_hysteresis"
+NO_EFFECT: Mapping[NoEffect, Mapping[str, str]] = {
+    NoEffect.MEMORY: {
+        "zero_optimization": "cpu_offload_use_pin_memory",
+        **{f"zero_optimization.{section}": "pin_memory buffer_count buffer_size max_in_cpu fast_init pipeline_read "
+           "pipeline_write pipeline" for section in PARTS},
+        "aio": "block_size queue_depth thread_count intra_op_parallelism single_submit overlap_events",
+        "activation_checkpointing": "partition_activations contiguous_memory_optimization "
+        "synchronize_checkpoint_boundary number_checkpoints",
     },
-    "disk reads and writes always overlap the step": {
-        f"zero_optimization.{section}": "pipeline_read pipeline_write pipeline" for section in PARTS
-    },
-    "files are memory-mapped, and read and written bucket by bucket": {
-        "aio": "block_size queue_depth thread_count intra_op_parallelism single_submit overlap_events"
-    },
-    "PyTorch chooses buckets and overlap": {
+    NoEffect.OVERLAP: {
         "zero_optimization": "overlap_comm contiguous_gradients reduce_bucket_size allgather_bucket_size "
         "reduce_scatter allgather_partitions stage3_prefetch_bucket_size stage3_max_live_parameters sub_group_size "
-        "stage3_max_reuse_distance stage3_param_persistence_threshold round_robin_gradients"
+        "stage3_max_reuse_distance stage3_param_persistence_threshold round_robin_gradients",
     },
-    "host memory is pinned where possible": {
-        "zero_optimization": "cpu_offload_use_pin_memory",
-        **{f"zero_optimization.{section}": "pin_memory buffer_count buffer_size max_in_cpu fast_init"
-           for section in PARTS},
-    },
+    NoEffect.KERNEL: {"": "zero_force_ds_cpu_optimizer"},
+    NoEffect.LOGS: {"": "steps_per_print wall_clock_breakdown dump_state", "activation_checkpointing": "profile",
+                    "wandb": "project group team", "tensorboard": "output_path job_name"},
+    NoEffect.GUARDS: {"": "zero_allow_untested_optimizer"},
+    NoEffect.SAVES: {"zero_optimization": "stage3_gather_16bit_weights_on_model_save"},
 }  # fmt: skip
-"""Why keys have no counterpart -> the keys."""
+LOSS_SCALE = "loss_scale_window initial_scale_power hysteresis min_loss_scale consecutive_hysteresis"
+"""Of fp16's dynamic loss scale."""
 
 
 def offload(part: str) -> Rule:
@@ -56,7 +73,9 @@ def offload(part: str) -> Rule:
     def rule(reading: Reading, value: Any, origin: str) -> None:
         if value in PLACES:
             reading.fact(f"offloaded {part}", PLACES[value], origin)
-        elif value != "none":
+        elif value == "none":
+            reading.claim(origin, Has(f"layout.offload.{part}", "device"))
+        else:
             reading.give_up(origin, f"supported: {', '.join(PLACES)}, none")
 
     return rule
@@ -65,10 +84,10 @@ def offload(part: str) -> Rule:
 def folder(reading: Reading, value: Any, origin: str) -> None:
     """Keeps the folder of state on disk."""
     if value == "none":
-        return
-    if "offload folder" not in reading.facts:
+        reading.claim(origin, Always("no folder is named"))
+    elif reading.known("offload folder", str(value)) == str(value):
         reading.fact("offload folder", str(value), origin)
-    elif reading.facts["offload folder"][0] != str(value):
+    else:
         reading.give_up(origin, "all state is in one folder, the optimizer's")
 
 
@@ -80,11 +99,12 @@ def settle_offload(reading: Reading) -> None:
     origin = "; ".join(where for _, where in kept.values())
     found: dict[str, Any] = {part: place for part, (place, _) in kept.items()}
     if found.get("parameters") == "disk" and found.get("optimizer") != "disk":
+        _, place = reading.facts.pop("offload folder", ("", ""))
         reading.give_up(
-            kept["parameters"][1], "parameters can be on disk only if the optimizer state is too; see layout.offload"
+            "; ".join(filter(None, (kept["parameters"][1], place))),
+            "parameters can be on disk only if the optimizer state is too; see layout.offload",
         )
         found["parameters"] = "host"
-        reading.facts.pop("offload folder", None)
     if "parameters" in found and "optimizer" not in found:
         reading.notes.append(
             f"{kept['parameters'][1]}: offloaded parameters are updated on the host, so the optimizer state is "
@@ -108,13 +128,16 @@ def settle_offload(reading: Reading) -> None:
 
 
 def _secondary(reading: Reading, value: Any, origin: str) -> None:
-    """hpZ: ranks that have all weights among them; 0 and 1 switch it off."""
-    if value > 1:
-        reading.fact("shard", value, origin)
-        reading.notes.append(
-            f"{origin}: imported as hybrid sharding, which shards optimizer state over dp_shard ranks; hpZ shards "
-            "it over all ranks"
-        )
+    """hpZ: ranks that have all weights among them; 1 switches it off."""
+    check_count(value, origin)
+    if value == 1:
+        reading.claim(origin, Has("layout.dp_replicate", 1))
+        return
+    reading.fact("shard", value, origin)
+    reading.notes.append(
+        f"{origin}: imported as hybrid sharding, which shards optimizer state over dp_shard ranks; hpZ shards "
+        "it over all ranks"
+    )
 
 
 def _settle_quantized(reading: Reading) -> None:
@@ -163,8 +186,8 @@ KEYS: Mapping[str, Rule] = {
     "optimizer.params.betas": listed("training.optimizer.betas"),
     "optimizer.params.eps": "training.optimizer.eps",
     "optimizer.params.weight_decay": "training.optimizer.weight_decay",
-    "optimizer.params.adam_w_mode": ignored,  # `settle_optimizer` reads these two
-    "optimizer.params.torch_adam": ignored,
+    "optimizer.params.adam_w_mode": fact(DECOUPLED),
+    "optimizer.params.torch_adam": fact(TORCH_ADAM),
     "scheduler.type": schedule_words(SCHEDULES | CYCLES),
     "scheduler.params.warmup_num_steps": "training.lr_schedule.warmup",
     "scheduler.params.total_num_steps": "training.steps",
@@ -172,44 +195,53 @@ KEYS: Mapping[str, Rule] = {
     "scheduler.params.warmup_min_lr": EvenAuto(keep_least),
     "scheduler.params.warmup_type": only("linear", "warm-up is always linear"),
     "scheduler.params.last_batch_iteration": only(-1, "a new run starts at its first step"),
-    "scheduler.params.warmup_min_ratio": nothing("warm-up always starts at 0"),
+    "scheduler.params.warmup_min_ratio": only(0, "warm-up always starts at 0"),
     "scheduler.params.cos_min_ratio": "training.lr_schedule.final",
     "bf16.enabled": when("training.precision", "bf16"),
     "fp16.enabled": when("training.precision", "fp16"),
-    "fp16.auto_cast": nothing("training.precision sets the compute dtype"),
+    "fp16.auto_cast": without("training.precision sets the compute dtype"),
+    "fp16.loss_scale": only(0, "fp16's loss scale is dynamic"),
+    **{f"fp16.{key}": without("fp16's loss scale is dynamic, with fixed constants") for key in LOSS_SCALE.split()},
     "communication_data_type": words("training.reduce_dtype", {"fp32": "fp32", "bf16": "bf16", "bfp16": "bf16"}),
     "data_types.grad_accum_dtype": words("training.reduce_dtype", {"fp32": "fp32", "bf16": "bf16"}),
     "zero_optimization.stage": fact("zero"),
     **{f"zero_optimization.{section}.device": offload(part) for section, part in PARTS.items()},
     **{f"zero_optimization.{section}.nvme_path": folder for section in PARTS},
     "zero_optimization.offload_optimizer.ratio": lambda reading, value, origin: (
-        reading.fact("offloaded share", value, origin) if value != 1 else None
+        reading.fact("offloaded share", value, origin)
+        if value != 1
+        else reading.claim(origin, Always("the whole state of the optimizer is in one place"))
     ),
-    "zero_optimization.cpu_offload": when(fact("offloaded optimizer"), "host"),
-    "zero_optimization.cpu_offload_param": when(fact("offloaded parameters"), "host"),
-    "zero_optimization.cpu_offload_params": when(fact("offloaded parameters"), "host"),
+    "zero_optimization.cpu_offload": when(
+        fact("offloaded optimizer"), "host", Has("layout.offload.optimizer", "device")
+    ),
+    "zero_optimization.cpu_offload_param": when(
+        fact("offloaded parameters"), "host", Has("layout.offload.parameters", "device")
+    ),
+    "zero_optimization.cpu_offload_params": when(
+        fact("offloaded parameters"), "host", Has("layout.offload.parameters", "device")
+    ),
     "zero_optimization.zero_hpz_partition_size": _secondary,
     "zero_optimization.mics_shard_size": lambda reading, value, origin: (
-        reading.fact("shard", value, origin) if value and value > 0 else None
+        reading.fact("shard", value, origin)
+        if value and value > 0
+        else reading.claim(origin, Has("layout.dp_replicate", 1))
     ),
-    **{key: nothing(why) for why, keys in LEFT_TO_US.items() for key in dotted(keys)},
-    "zero_optimization.stage3_gather_16bit_weights_on_model_save": nothing("`meshwright export` writes whole weights"),
-    "zero_optimization.zero_quantized_weights": when(fact("quantized weights"), True),
-    "zero_optimization.zero_quantized_gradients": when(fact("quantized gradients"), True),
+    "zero_optimization.zero_quantized_weights": when(
+        fact("quantized weights"), True, Has("layout.quantized_weights", "none")
+    ),
+    "zero_optimization.zero_quantized_gradients": when(
+        fact("quantized gradients"), True, Has("layout.quantized_gradients", "none")
+    ),
     "zero_optimization.zeropp_loco_param.err_beta": _loco,
     "zero_optimization.zeropp_loco_param.reset_T": _loco,
-    "zero_optimization.zero_quantized_nontrainable_weights": nothing("set finetune.base=int8 or nf4"),
-    "activation_checkpointing.partition_activations": nothing("set training.recompute if the model used it"),
-    "activation_checkpointing.cpu_checkpointing": nothing("set layout.offload={activations: host}"),
-    "tensorboard.enabled": when("trackers", ["tensorboard"]),
-    "wandb.enabled": when("trackers", ["wandb"]),
+    "zero_optimization.zero_quantized_nontrainable_weights": unsupported("set finetune.base=int8 or nf4"),
+    "activation_checkpointing.cpu_checkpointing": unsupported("set layout.offload={activations: host}"),
+    "tensorboard.enabled": when(tracker("tensorboard"), True, no_tracker("tensorboard")),
+    "wandb.enabled": when(tracker("wandb"), True, no_tracker("wandb")),
     "tensor_parallel.autotp_size": "layout.tp",
-    "steps_per_print": nothing("progress is printed at time intervals"),
-    "wall_clock_breakdown": nothing("use the callback profiler"),
-    "zero_allow_untested_optimizer": ignored,
-    "zero_force_ds_cpu_optimizer": nothing("PyTorch's AdamW updates offloaded state"),
-    "prescale_gradients": nothing("gradients are reduced in training.reduce_dtype"),
-    "dump_state": nothing("resolved.yaml lists every setting"),
+    "prescale_gradients": unsupported("gradients are reduced in training.reduce_dtype"),
+    **no_effects(NO_EFFECT),
 }
 RULES: Mapping[str, Rule] = {**KEYS, **sections(KEYS)}
 
@@ -217,7 +249,7 @@ RULES: Mapping[str, Rule] = {**KEYS, **sections(KEYS)}
 def read_named(reading: Reading, value: Any, origin: str) -> None:
     """Read the value of the Trainer's key `deepspeed`: a file's name, or the configuration itself."""
     if isinstance(value, Mapping):
-        reading.seen.remove(origin)  # its keys are
+        reading.read_inside(origin)
         read_deepspeed(reading, value, origin.partition("=")[0])
     else:
         keep_named(reading, value, origin)
@@ -235,6 +267,8 @@ def read_deepspeed(reading: Reading, values: Mapping[str, Any], file: str) -> No
     keys = flat(values)
     is_muon = str(keys.get("optimizer.type")).lower() == "muon"
     rules = {**RULES, **cycle_rules(name_of(values)), **(MUON_RULES if is_muon else {})}
+    if keys.get("fp16.enabled") in (None, False):
+        rules |= {f"fp16.{key}": no_effect(NoEffect.OFF) for key in f"auto_cast loss_scale {LOSS_SCALE}".split()}
     reading.take(keys, rules, file)
     settle_offload(reading)
     _settle_quantized(reading)

@@ -9,8 +9,9 @@ from collections.abc import Mapping
 from pathlib import PurePath
 from typing import Any
 
+from meshwright.imports.claims import Always, NoEffect
 from meshwright.imports.reading import Reading, Rule, check_count, check_number, flat
-from meshwright.imports.rules import fact, nothing
+from meshwright.imports.rules import fact, no_effect, unsupported, without
 from meshwright.imports.schedules import NAME, lose_schedule
 from meshwright.spec.errors import UserError
 
@@ -37,12 +38,12 @@ CYCLE_RULES: Mapping[str, Mapping[str, Rule]] = {
         "cycle_max_lr": _kept("cycle's peak"),
         "cycle_first_step_size": fact("cycle's rise"),
         "cycle_second_step_size": fact("cycle's fall"),
-        "cycle_first_stair_count": nothing(SMOOTH),
-        "cycle_second_stair_count": nothing(SMOOTH),
-        "decay_step_size": nothing("nothing follows the cycle"),
-        "decay_lr_rate": nothing("nothing follows the cycle"),
-        "cycle_momentum": nothing(CONSTANT),
-        **dict.fromkeys(("cycle_min_mom", "cycle_max_mom", "decay_mom_rate"), nothing(CONSTANT)),
+        "cycle_first_stair_count": unsupported(SMOOTH),
+        "cycle_second_stair_count": unsupported(SMOOTH),
+        "decay_step_size": unsupported("nothing follows the cycle"),
+        "decay_lr_rate": unsupported("nothing follows the cycle"),
+        "cycle_momentum": unsupported(CONSTANT),
+        **dict.fromkeys(("cycle_min_mom", "cycle_max_mom", "decay_mom_rate"), without(CONSTANT)),
     },
     "cosineannealinglr": {"T_max": fact("T_max"), "eta_min": _kept("min_lr")},
     "polynomiallr": {"total_iters": fact("total_iters"), "power": _kept("power")},
@@ -58,7 +59,7 @@ CYCLE_RULES: Mapping[str, Mapping[str, Rule]] = {
 def cycle_rules(kind: str) -> dict[str, Rule]:
     """The rules for the parameters of a schedule."""
     rules = {f"{PARAMS}{key}": rule for key, rule in CYCLE_RULES.get(kind, {}).items()}
-    return rules | {f"{PARAMS}verbose": lambda reading, value, origin: None} if rules else {}
+    return rules | {f"{PARAMS}verbose": no_effect(NoEffect.LOGS)} if rules else {}
 
 
 def settle_cycle(reading: Reading, kind: str, file: str) -> tuple[float, str] | None:
@@ -104,14 +105,14 @@ def _line(reading: Reading, kind: str, default: str) -> None:
         power, where = reading.facts.get("power", (1.0, default))
         if power != 1:
             reading.give_up(where, "the rate falls linearly")
-        reading.set("training.lr_schedule.final", 0.0, default)
+        reading.set("training.lr_schedule.final", 0.0, default if where == default else f"{default}; {where}")
         return
     start, where = reading.facts.get("start_factor", (1 / 3, default))
     end, why = reading.facts.get("end_factor", (1.0, default))
+    origin = "; ".join(dict.fromkeys((where, why)))
     if start == 1 and 0 <= end < 1:
-        reading.set("training.lr_schedule.final", end, why)
+        reading.set("training.lr_schedule.final", end, origin)
     else:
-        origin = "; ".join(dict.fromkeys((where, why)))
         reading.settings.pop(NAME, None)
         lose_schedule(reading, origin, f"only a line from 1 to less is imported, not from {start:.3g} to {end}")
 
@@ -145,6 +146,7 @@ OPTIMIZERS = {"adamw": "adamw", "adam": "adamw", "fusedadam": "adamw", "muon": "
 SCHEDULES = {"warmuplr": "constant", "warmupdecaylr": "linear", "warmupcosinelr": "cosine"}
 NO_SCHEDULER, NO_OPTIMIZER = "no scheduler", "no optimizer"
 """The facts that a DeepSpeed file has no scheduler or optimizer; another file may have one."""
+DECOUPLED, TORCH_ADAM = "decoupled weight decay", "PyTorch's Adam"
 SCHEDULE = "DeepSpeed's schedule"
 """The fact that a DeepSpeed file has a schedule; its value is the recipe's name for it, None if there is none."""
 READ, NAMED = "a DeepSpeed file", "the name of DeepSpeed's file"
@@ -185,12 +187,23 @@ def settle_optimizer(reading: Reading, values: Mapping[str, Any], file: str) -> 
         reading.fact(NO_OPTIMIZER, True, file)
     if kind not in OPTIMIZERS:
         return
-    decay = 0.01 if given.get("params.torch_adam") and _is_decoupled(given) else 0.0  # torch.optim.AdamW's default
-    for key, value in (("betas", [0.9, 0.999]), ("eps", 1e-8), ("weight_decay", decay)):
+    for key, value in (("betas", [0.9, 0.999]), ("eps", 1e-8)):
         if f"params.{key}" not in given:
             reading.set(f"training.optimizer.{key}", value, default)
-    if kind != "muon" and given.get("params.adam_w_mode") is False and not _is_decoupled(given):
-        reading.give_up(f"{file}: optimizer.params.adam_w_mode=False", "weight decay is always decoupled (AdamW)")
+    of_torch, where = reading.facts.get(TORCH_ADAM, (False, default))
+    if "params.weight_decay" not in given:
+        decay = 0.01 if of_torch and _is_decoupled(given) else 0.0  # torch.optim.AdamW's default
+        reading.set("training.optimizer.weight_decay", decay, where)
+    elif TORCH_ADAM in reading.facts:
+        reading.no_effect.append((where, NoEffect.KERNEL))
+    if DECOUPLED in reading.facts:
+        decoupled, origin = reading.facts[DECOUPLED]
+        if kind != "adam" and kind != "fusedadam":
+            reading.no_effect.append((origin, NoEffect.UNREAD))  # of AdamW and Muon it always is
+        elif decoupled:
+            reading.claim(origin, Always("weight decay is always decoupled (AdamW)"))
+        else:
+            reading.give_up(origin, "weight decay is always decoupled (AdamW)")
     if RATE not in reading.facts and "params.lr" not in given:
         reading.fact(RATE, 0.02 if kind == "muon" else 1e-3, default)
     if kind == "muon" and RATE in reading.facts and MUON_LR not in reading.settings:
@@ -221,6 +234,8 @@ def settle_schedule(reading: Reading, values: Mapping[str, Any], file: str) -> N
     least, origin = reading.facts.get(LEAST, (0, default))
     if least:
         reading.notes.append(f"{origin}: warm-up starts at 0 in a recipe, not at this rate")
+    elif LEAST in reading.facts:
+        reading.claim(origin, Always("warm-up always starts at 0"))
     if kind == "warmupcosinelr" and "params.cos_min_ratio" not in given:
         reading.set(FINAL, 1e-4, default)
     elif kind == "warmupdecaylr" and least:

@@ -4,12 +4,41 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from meshwright.imports.claims import Always, Has, HasNot, NoEffect
+from meshwright.imports.experts import COMPUTES, override_rules
+from meshwright.imports.names import Names
 from meshwright.imports.reading import Reading, Rule, check_number, flat
-from meshwright.imports.rules import above_zero, always, apply, choice, dotted, fact, listed, nothing, only, when, words
+from meshwright.imports.rules import (
+    above_zero,
+    always,
+    apply,
+    choice,
+    claims_value,
+    fact,
+    listed,
+    no_effect,
+    no_effects,
+    only,
+    tracker,
+    unsupported,
+    when,
+    without,
+    words,
+)
 from meshwright.imports.schedules import schedule_words
 from meshwright.spec.errors import UserError
 
-PRECISIONS = {"amp_bf16": "bf16", "bf16": "bf16", "amp_fp16": "fp16", "fp16": "fp16", "fp32": "fp32", "amp_fp8": "fp8"}
+PRECISIONS = Names(
+    "training.precision",
+    {"bf16": "amp_bf16", "fp16": "amp_fp16", "fp32": "fp32"},
+    {"bf16": "bf16", "fp16": "fp16", "amp_fp8": "fp8"},
+)
+SCHEDULES = Names(
+    "training.lr_schedule.name",
+    {"cosine": "cosine_with_warmup", "linear": "linear_decay_with_warmup", "constant": "constant_with_warmup"},
+)
+TRAINED = Names("data.chat.train_on", {"last": ("last", "none"), "assistant": ("all", "none"), "all": ("all", "all")})
+"""What of responses and of prompts is trained."""
 SHARDING = {"FULL_SHARD": 3, "HYBRID_SHARD": 3, "SHARD_GRAD_OP": 2, "_HYBRID_SHARD_ZERO2": 2, "NO_SHARD": 0}
 LOADERS = ("json", "csv", "parquet")
 """Builders of `datasets`, which read local files."""
@@ -19,6 +48,9 @@ DECAYS = {"adamw": 0.01, "decoupled_adamw": 1e-5}
 """Optimizers, and the weight decay that each has by default."""
 DEEPEST = 8
 """References to references."""
+
+
+HELD_OUT = "evaluation data is a fraction of the training data; set data.held_out"
 
 
 def _steps(value: Any, origin: str, reading: Reading) -> int | None:
@@ -58,18 +90,25 @@ def _model(reading: Reading, value: Any, origin: str) -> None:
         reading.notes.append(
             f"{origin}: imported as gpt2, whose GELU is approximate and whose norms are not in low precision"
         )
-    elif value != "hf_causal_lm":
+    elif value == "hf_causal_lm":
+        reading.claim(origin, HasNot("model.name", None))
+        reading.fact(COMPUTES, origin.partition(":")[0], origin)
+    else:
         reading.give_up(origin, "supported: mpt_causal_lm, hf_causal_lm")
 
 
 def _degree(name: str) -> Rule:
-    return lambda reading, value, origin: reading.fact(name, value, origin) if value != -1 else None
+    return lambda reading, value, origin: (
+        reading.fact(name, value, origin) if value != -1 else reading.claim(origin, Always("as FSDP finds it"))
+    )
 
 
 def _mixed(reading: Reading, value: Any, origin: str) -> None:
     if value == "PURE":
         reading.set("training.reduce_dtype", "bf16", origin)
-    elif value != "DEFAULT":
+    elif value == "DEFAULT":
+        reading.claim(origin, Has("training.reduce_dtype", "fp32"))
+    else:
         reading.give_up(origin, "supported: PURE, DEFAULT")
 
 
@@ -80,6 +119,8 @@ def _compiled(reading: Reading, value: Any, origin: str) -> None:
 def _masters(reading: Reading, value: str, origin: str) -> None:
     if value == "bf16":
         reading.in_bf16(origin)
+    else:
+        reading.claim(origin, Has("training.master_dtype", "fp32"))
 
 
 def _targets(reading: Reading, value: Any, origin: str) -> None:
@@ -105,22 +146,33 @@ def _save_folder(reading: Reading, value: Any, origin: str) -> None:
         reading.set("run_dir", value, origin)
 
 
-LEFT_TO_US = {
-    "": "progress_bar log_to_console console_log_interval python_log_level dist_timeout run_name "
-    "device_eval_batch_size eval_first log_config icl_max_seq_len save_latest_filename autoresume "
-    "save_overwrite save_weights_only "
-    "max_split_size_mb expandable_segments cuda_load_lazy load_weights_only",
-    "train_loader": "name num_workers drop_last pin_memory timeout prefetch_factor persistent_workers",
-    "train_loader.dataset": "shuffle_seed max_seq_len remote decoder_only_format allow_pad_trimming",
-    "eval_loader": "name num_workers drop_last label",
-    "eval_loader.dataset": "shuffle split max_seq_len local remote hf_name shuffle_seed decoder_only_format "
-    "allow_pad_trimming",
-    "tokenizer.kwargs": "model_max_length padding_side",
-    "model": "init_device loss_fn config_overrides.max_seq_len use_auth_token use_flash_attention_2 "
-    "peft_config.task_type trust_remote_code attn_implementation",
-    "fsdp_config": "activation_checkpointing_reentrant activation_cpu_offload limit_all_gathers verbose "
-    "state_dict_type use_orig_params backward_prefetch sync_module_states forward_prefetch cpu_offload",
-}
+NO_EFFECT: Mapping[NoEffect, Mapping[str, str]] = {
+    NoEffect.LOGS: {"": "progress_bar log_to_console console_log_interval python_log_level log_config",
+                    "fsdp_config": "verbose"},
+    NoEffect.NAMES: {"": "run_name"},
+    NoEffect.GUARDS: {"": "dist_timeout"},
+    NoEffect.EVALUATES: {"": "device_eval_batch_size eval_first icl_max_seq_len"},
+    NoEffect.SAVES: {
+        "": "save_latest_filename save_overwrite save_weights_only save_filename",
+        "fsdp_config": "state_dict_type",
+    },
+    NoEffect.RESUMES: {"": "autoresume load_weights_only"},
+    NoEffect.MEMORY: {
+        "": "max_split_size_mb expandable_segments cuda_load_lazy",
+        "train_loader.dataset": "allow_pad_trimming",
+        "model": "init_device",
+        "fsdp_config": "activation_checkpointing_reentrant sync_module_states",
+    },
+    NoEffect.READS: {"train_loader": "num_workers pin_memory timeout prefetch_factor persistent_workers"},
+    NoEffect.KERNEL: {
+        "model": "loss_fn use_flash_attention_2 attn_implementation attn_config.attn_impl",
+        "fsdp_config": "use_orig_params",
+    },
+    NoEffect.OVERLAP: {"fsdp_config": "limit_all_gathers backward_prefetch forward_prefetch"},
+    NoEffect.HUB: {"model": "use_auth_token"},
+    NoEffect.CODE: {"model": "trust_remote_code"},
+    NoEffect.CLASS: {"model": "peft_config.task_type"},
+}  # fmt: skip
 
 RULES: Mapping[str, Rule] = {
     "max_seq_len": "data.sequence_length",
@@ -129,8 +181,8 @@ RULES: Mapping[str, Rule] = {
     "accumulate_train_batch_on_tokens": only(True, "microbatches are always weighted by their trained tokens"),
     "model.name": _model,
     "model.pretrained_model_name_or_path": "model.name",
-    "model.pretrained": lambda reading, value, origin: (
-        reading.set("model.weights", "random", origin) if value is False else None
+    "model.pretrained": lambda reading, value, origin: reading.set(
+        "model.weights", "pretrained" if value else "random", origin
     ),
     "model.master_weights_dtype": choice(_masters, MASTERS, "fp32, bf16"),
     "model.pretrained_lora_id_or_path": "finetune.start_from",
@@ -150,14 +202,24 @@ RULES: Mapping[str, Rule] = {
     "model.expansion_ratio": fact("expansion"),
     "model.max_seq_len": "model.max_positions",
     "model.vocab_size": "model.vocab",
-    "model.no_bias": when(nothing("gpt2's biases stay"), True),
+    "model.no_bias": unsupported("gpt2's biases stay"),
     "model.tie_word_embeddings": "model.tied_embeddings",
-    "model.attn_config.attn_impl": nothing("PyTorch chooses the attention kernel"),
-    "model.attn_config.alibi": nothing("gpt2 has learned positions"),
-    "model.attn_config.rope": nothing("gpt2 has learned positions"),
-    "model.attn_config.kv_n_heads": nothing("gpt2 has one key/value head per query head"),
+    "model.attn_config.alibi": unsupported("gpt2 has learned positions"),
+    "model.attn_config.rope": unsupported("gpt2 has learned positions"),
+    "model.attn_config.kv_n_heads": without("gpt2 has one key/value head per query head"),
+    "model.config_overrides.max_seq_len": claims_value("data.sequence_length"),
+    **override_rules("model.config_overrides"),
     "tokenizer.name": "data.tokenizer",
-    "train_loader.dataset.local": nothing("Mosaic's shards (MDS) are not supported; set data.sources to text"),
+    "tokenizer.kwargs.model_max_length": claims_value("data.sequence_length"),
+    "tokenizer.kwargs.padding_side": no_effect(NoEffect.MEMORY),
+    "train_loader.name": fact("loader"),
+    "train_loader.drop_last": only(True, "batches are always whole"),
+    "train_loader.dataset.shuffle_seed": without("training.seed also shuffles the data"),
+    "train_loader.dataset.max_seq_len": claims_value("data.sequence_length"),
+    "train_loader.dataset.decoder_only_format": only(True, "models have no encoder beside the decoder"),
+    "train_loader.dataset.packing_ratio": always("data.packing", "best_fit"),
+    "train_loader.dataset.remote": without("download the data, and set data.sources to text"),
+    "train_loader.dataset.local": without("Mosaic's shards (MDS) are not supported; set data.sources to text"),
     "train_loader.dataset.hf_name": fact("data set"),
     "train_loader.dataset.hf_kwargs.data_files": fact("data files"),
     "train_loader.dataset.hf_kwargs.name": fact("subset"),
@@ -167,9 +229,7 @@ RULES: Mapping[str, Rule] = {
     "train_loader.dataset.shuffle": lambda reading, value, origin: reading.set(
         "data.order", "shuffled" if value else "given", origin
     ),
-    "scheduler.name": schedule_words(
-        {"cosine_with_warmup": "cosine", "linear_decay_with_warmup": "linear", "constant_with_warmup": "constant"}
-    ),
+    "scheduler.name": schedule_words(SCHEDULES.read),
     "scheduler.t_warmup": _warmup,
     "scheduler.t_max": only("1dur", "schedules always end at the last step"),
     "scheduler.alpha_f": "training.lr_schedule.final",
@@ -183,24 +243,28 @@ RULES: Mapping[str, Rule] = {
     "algorithms.gradient_clipping.clipping_threshold": "training.clip",
     "max_duration": _duration,
     "eval_interval": _time("training.evaluation.every"),
-    "eval_subset_num_batches": above_zero("training.evaluation.batches"),
+    "eval_subset_num_batches": above_zero("training.evaluation.batches", Always("all evaluation data are read once")),
     "global_train_batch_size": "training.global_batch",
     "device_train_microbatch_size": "training.micro_batch",
-    "precision": words("training.precision", PRECISIONS),
+    "precision": words("training.precision", PRECISIONS.read),
     "fsdp_config.sharding_strategy": choice(fact("zero"), SHARDING),
     "fsdp_config.mixed_precision": _mixed,
-    "fsdp_config.activation_checkpointing": when("training.recompute", "full"),
+    "fsdp_config.activation_checkpointing": when("training.recompute", "full", Has("training.recompute", "none")),
+    "fsdp_config.activation_cpu_offload": unsupported("set layout.offload={activations: host}"),
+    "fsdp_config.cpu_offload": unsupported("set layout.offload"),
     "fsdp_config.data_parallel_shard_degree": _degree("shard degree"),
     "fsdp_config.data_parallel_replicate_degree": _degree("replicate"),
     "compile_config.mode": _compiled,
     "save_interval": _time("checkpoint.every"),
-    "save_num_checkpoints_to_keep": above_zero("checkpoint.keep_last"),
+    "save_num_checkpoints_to_keep": above_zero("checkpoint.keep_last", Has("checkpoint.keep_last", None)),
     "save_folder": _save_folder,
-    "load_path": nothing("`meshwright train --resume` continues from the newest checkpoint"),
-    "loggers.wandb": always("trackers", ["wandb"]),
-    "loggers.tensorboard": always("trackers", ["tensorboard"]),
-    "eval_loader": nothing("evaluation data is a fraction of the training data; set data.held_out"),
-    **dict.fromkeys(dotted(LEFT_TO_US), nothing("it does not affect training, or Meshwright decides it")),
+    "load_path": unsupported("`meshwright train --resume` continues from the newest checkpoint"),
+    **{f"loggers.{name}": tracker(name) for name in ("wandb", "tensorboard")},
+    **{f"loggers.{name}.*": no_effect(NoEffect.LOGS) for name in ("wandb", "tensorboard")},
+    **dict.fromkeys(("eval_loader", "eval_loader.*", "eval_loaders"), without(HELD_OUT)),
+    **dict.fromkeys(("callbacks", "callbacks.*"), without("set callbacks (docs/callbacks.md)")),
+    **dict.fromkeys(("variables", "variables.*"), no_effect(NoEffect.NAMED)),
+    **no_effects(NO_EFFECT),
 }
 
 
@@ -211,22 +275,15 @@ def is_foundry(values: Mapping[str, Any]) -> bool:
 
 def read_foundry(reading: Reading, values: Mapping[str, Any], file: str) -> None:
     """Read an LLM-Foundry configuration."""
-    leaves = flat({key: value for key, value in values.items() if key != "variables"})
     known = flat(values)
     known |= {key.removeprefix("variables."): value for key, value in known.items() if key.startswith("variables.")}
-    leaves = {key: _put_in(value, known, f"{file}: {key}") for key, value in leaves.items()}
-    shown = {key: value for key, value in leaves.items() if not key.startswith("callbacks.")}
-    for section in ("wandb", "tensorboard"):  # their own settings are theirs
-        inner = [key for key in shown if key.startswith(f"loggers.{section}.")]
-        shown |= {f"loggers.{section}": True} if inner else {}
-        for key in inner:
-            reading.give_up(f"{file}: {key}={shown.pop(key)}", "it does not affect training")
-    if ratio := shown.pop("train_loader.dataset.packing_ratio", None):
-        reading.set("data.packing", "best_fit", f"{file}: train_loader.dataset.packing_ratio={ratio}")
-    reading.seen += [f"{file}: {key}={value}" for key, value in flat(values).items() if key.startswith("variables.")]
+    shown = {key: _put_in(value, known, f"{file}: {key}") for key, value in flat(values).items()}
+    shown = {key: value for key, value in shown.items() if not key.startswith("callbacks.")}
+    shown |= {f"callbacks.{name}": inner for name, inner in (values.get("callbacks") or {}).items()}
+    for name in ("wandb", "tensorboard"):  # their own settings are theirs
+        if any(key.startswith(f"loggers.{name}.") for key in shown):
+            reading.track(name, f"{file}: loggers.{name}")
     reading.take(shown, RULES, file)
-    for name, inner in (values.get("callbacks") or {}).items():
-        reading.give_up(f"{file}: callbacks.{name}={inner}", "set callbacks (docs/callbacks.md)")
     _optimizer(reading, file)
     _sources(reading, values, file)
     if reading.value("model.weights") != "random" and "model.name" in reading.settings:
@@ -262,22 +319,28 @@ def _put_in(value: Any, known: Mapping[str, Any], origin: str) -> Any:
 def _sources(reading: Reading, values: Mapping[str, Any], file: str) -> None:
     """The data set of the loader `finetuning`, which pads rows, and trains on the last answer of each."""
     loader = values.get("train_loader")
+    kind, said = reading.facts.get("loader", ("text", ""))
+    if kind == "text":
+        reading.claim(said, Has("data.packing", "concatenated"))
+    elif kind != "finetuning":
+        reading.give_up(said, "supported: text, finetuning")
     if not isinstance(loader, Mapping) or loader.get("name") != "finetuning":
         return
     default = f"{file}: train_loader.name=finetuning (LLM-Foundry's default)"
     reading.default("data.packing", "padded", default)
     name, origin = reading.facts.get("data set", ("", ""))
     files, where = reading.facts.get("data files", (None, ""))
-    more = {key: reading.facts[key][0] for key in ("split", "subset") if key in reading.facts}
+    given = {key: reading.facts[key] for key in ("split", "subset") if key in reading.facts}
+    more, parts = {key: value for key, (value, _) in given.items()}, "; ".join(said for _, said in given.values())
     if name in LOADERS and files:
         paths = [files] if isinstance(files, str) else list(files)
-        reading.set("data.sources", [{"path": str(path), **more} for path in paths], f"{origin}; {where}")
+        reading.set("data.sources", [{"path": str(path), **more} for path in paths], f"{origin}; {where}; {parts}")
     elif name:
         local = str(name).startswith((".", "/"))
-        reading.set("data.sources", [{"path": str(name) if local else f"hub:{name}", **more}], origin)
+        reading.set("data.sources", [{"path": str(name) if local else f"hub:{name}", **more}], f"{origin}; {parts}")
     responses, where = reading.facts.get("responses", ("last", default))
     prompts, also = reading.facts.get("prompts", ("none", default))
-    trained = {("last", "none"): "last", ("all", "none"): "assistant", ("all", "all"): "all"}.get((responses, prompts))
+    trained = TRAINED.read.get((responses, prompts))
     if trained is None:
         reading.give_up(f"{where}; {also}", "set data.chat.train_on to assistant, last or all")
     else:

@@ -3,11 +3,14 @@
 from collections.abc import Mapping
 from typing import Any
 
-from meshwright.imports.accelerate_yaml import FP8_RULES, settle_fp8
+from meshwright.imports.accelerate_fp8 import FP8_RULES, settle_fp8
+from meshwright.imports.claims import Always, Has, HasNot, NoEffect
+from meshwright.imports.experts import COMPUTES
 from meshwright.imports.hf_arguments import RULES as HF_RULES
-from meshwright.imports.hf_arguments import deepspeed_first, settle_intervals, take_defaults, take_length
+from meshwright.imports.hf_arguments import deepspeed_first, take_defaults, take_length
+from meshwright.imports.hf_schedules import settle_intervals
 from meshwright.imports.reading import Reading, Rule, check_count, check_number
-from meshwright.imports.rules import choice, dotted, fact, ignored, nothing, only, when
+from meshwright.imports.rules import choice, dotted, fact, no_effects, one_of, only, unsupported, when, without
 from meshwright.spec.errors import UserError
 
 MARKS = ("finetuning_type", "cutoff_len", "dataset_dir", "stage")
@@ -71,7 +74,9 @@ def _mixed(reading: Reading, value: Any, origin: str) -> None:
     """How data sets are mixed: one after the other, then shuffled (as a recipe does without weights), or in turns."""
     if str(value).startswith("interleave"):
         reading.fact("in turns", value, origin)
-    elif value != "concat":
+    elif value == "concat":
+        reading.claim(origin, Always("without weights, all data sets are joined"))
+    else:
         reading.give_up(origin, "supported: concat, interleave_under, interleave_over, interleave_once")
 
 
@@ -85,7 +90,9 @@ def _adapter(reading: Reading, value: Any, origin: str) -> None:
 def _stage(reading: Reading, value: Any, origin: str) -> None:
     if value == "dpo":
         reading.fact("preferences", True, origin)
-    elif value not in ("sft", "pt"):
+    elif value in ("sft", "pt"):
+        reading.fact("stage", value, origin)
+    else:
         reading.give_up(origin, "supported: pt, sft, dpo")
 
 
@@ -94,11 +101,15 @@ def _all_bf16(reading: Reading, value: Any, origin: str) -> None:
     if value is True:
         reading.set_all({"training.precision": "bf16", "training.reduce_dtype": "bf16"}, origin)
         reading.in_bf16(origin)
+    else:
+        reading.claim(origin, Has("training.master_dtype", "fp32"))
 
 
 def _neat(reading: Reading, value: Any, origin: str) -> None:
     if value is True:
         reading.set_all({"data.packing": "best_fit", "data.separate_documents": True}, origin)
+    else:
+        reading.claim(origin, Has("data.separate_documents", False))
 
 
 def _template(reading: Reading, value: Any, origin: str) -> None:
@@ -128,23 +139,31 @@ def _share(reading: Reading, value: Any, origin: str) -> None:
         reading.give_up(origin, "data.held_out is a fraction, not a count")
 
 
-LEFT_TO_US = (
-    *("do_train", "do_eval", "overwrite_cache", "preprocessing_num_workers", "plot_loss", "flash_attn", "cache_dir"),
-    *("trust_remote_code", "use_fast_tokenizer", "enable_liger_kernel", "use_unsloth", "tokenized_path"),
-    *("preprocessing_batch_size", "include_num_input_tokens_seen", "upcast_layernorm"),
-    *("low_cpu_mem_usage", "ray_num_workers", "print_param_status", "use_reentrant_gc", "use_unsloth_gc"),
-)
+NO_EFFECT: Mapping[NoEffect, Mapping[str, str]] = {
+    NoEffect.READS: {"": "preprocessing_num_workers preprocessing_batch_size overwrite_cache"},
+    NoEffect.CACHE: {"": "cache_dir tokenized_path"},
+    NoEffect.LOGS: {"": "plot_loss print_param_status"},
+    NoEffect.KERNEL: {"": "flash_attn enable_liger_kernel use_unsloth"},
+    NoEffect.MEMORY: {"": "low_cpu_mem_usage use_reentrant_gc use_unsloth_gc"},
+    NoEffect.CODE: {"": "trust_remote_code"},
+    NoEffect.LAUNCH: {"": "ray_num_workers ray_run_name ray_storage_path placement_strategy resources_per_worker"},
+    NoEffect.HUB: {"": "hf_hub_token ms_hub_token om_hub_token"},
+    NoEffect.GENERATES: {"": "predict_with_generate max_new_tokens temperature top_p top_k num_beams"},
+    NoEffect.EVALUATES: {"": "eval_num_beams compute_accuracy"},
+}
 
 RULES: Mapping[str, Rule] = {
     **HF_RULES,
     "model_name_or_path": "model.name",
     "adapter_name_or_path": _adapter,
     "pure_bf16": _all_bf16,
-    "fp8": when(fact("fp8"), True),
+    "fp8": when(fact("fp8"), True, HasNot("training.precision", "fp8")),
     **{f"fp8_{key}": FP8_RULES[key] for key in ("backend", "enable_fsdp_float8_all_gather")},
-    "shift_attn": nothing("shifted sparse attention (LongLoRA) is not supported; every token attends to all before it"),
-    "resize_vocab": nothing("the model keeps its vocabulary"),
-    "quantization_method": choice(ignored, {"bnb": None, "bitsandbytes": None}, "bnb (nf4, int8)"),
+    "shift_attn": unsupported(
+        "shifted sparse attention (LongLoRA) is not supported; every token attends to all before it"
+    ),
+    "resize_vocab": unsupported("the model keeps its vocabulary"),
+    "quantization_method": one_of(("bnb", "bitsandbytes"), "quantized bases are as in bitsandbytes: nf4, int8"),
     "interleave_probs": _chances,
     "mix_strategy": _mixed,
     "stage": _stage,
@@ -155,36 +174,39 @@ RULES: Mapping[str, Rule] = {
     "lora_dropout": "finetune.dropout",
     "lora_target": _targets,
     "additional_target": lambda reading, value, origin: reading.set("finetune.train", _listed(value), origin),
+    "upcast_layernorm": unsupported("norms compute in fp32, on weights in the dtype of the others"),
+    "use_fast_tokenizer": only(True, "the tokenizer's fast form is always read"),
+    "moe_aux_loss_coef": "model.balance_loss",
     "use_dora": when("finetune.dora", True),
     "use_rslora": when("finetune.rslora", True),
     "loraplus_lr_ratio": "finetune.b_lr_ratio",
     "quantization_bit": choice("finetune.base", {4: "nf4", 8: "int8"}, "4, 8"),
     "double_quantization": "finetune.double_quantization",
     "pref_beta": "training.preference.beta",
-    "pref_loss": only("sigmoid", "supported: sigmoid (DPO)"),
+    "pref_loss": only("sigmoid", "the loss of preferences is DPO's (sigmoid)"),
     "dpo_label_smoothing": "training.preference.label_smoothing",
-    "pref_ftx": nothing("the loss has no supervised term"),
+    "pref_ftx": unsupported("the loss has no supervised term"),
     "dataset": lambda reading, value, origin: reading.fact("datasets", _listed(value), origin),
     "dataset_dir": fact("dataset folder"),
-    "eval_dataset": nothing("evaluation data is a fraction of the training data; set data.held_out"),
+    "eval_dataset": without("evaluation data is a fraction of the training data; set data.held_out"),
     "template": _template,
     "cutoff_len": "data.sequence_length",
-    "max_samples": nothing("all data is read"),
+    "max_samples": without("all data is read"),
     "packing": fact("packing"),
     "train_from_scratch": when("model.weights", "random"),
     "disable_shuffling": when("data.order", "given"),
-    "disable_gradient_checkpointing": when("training.recompute", "none"),
+    "disable_gradient_checkpointing": when("training.recompute", "none", Has("training.recompute", "full")),
     "neat_packing": _neat,
     "val_size": _share,
     "train_on_prompt": when("data.chat.train_on", "all"),
     "mask_history": when("data.chat.train_on", "last"),
-    "rope_scaling": nothing("the model's config.json sets it"),
-    "use_galore": nothing("GaLore is not supported"),
-    "use_badam": nothing("BAdam is not supported"),
-    "use_llama_pro": nothing("adding layers is not supported"),
-    "pissa_init": nothing("adapters always start at zero"),
-    "resume_from_checkpoint": nothing("`meshwright train --resume` continues from the newest checkpoint"),
-    **dict.fromkeys(LEFT_TO_US, nothing("it does not affect training, or Meshwright decides it")),
+    "rope_scaling": unsupported("the model's config.json sets it"),
+    "use_galore": unsupported("GaLore is not supported"),
+    "use_apollo": unsupported("APOLLO is not supported"),
+    "use_badam": unsupported("BAdam is not supported"),
+    "use_llama_pro": unsupported("adding layers is not supported"),
+    "pissa_init": unsupported("adapters always start at zero"),
+    **no_effects(NO_EFFECT),
 }
 
 
@@ -195,6 +217,7 @@ def is_llama_factory(values: Mapping[str, Any]) -> bool:
 
 def read_llama_factory(reading: Reading, values: Mapping[str, Any], file: str) -> None:
     """Read a LLaMA-Factory configuration."""
+    reading.facts.setdefault(COMPUTES, (file, file))
     reading.take(deepspeed_first(values), RULES, file)
     settle_intervals(reading, values, f"{file} (the Trainer's default)")
     take_length(reading, values, f"{file} (the Trainer's default)")
@@ -251,8 +274,10 @@ def _packing(reading: Reading, values: Mapping[str, Any], default: str) -> None:
     """Texts (stage pt) are joined and cut, answers have a row each, unless it is told otherwise."""
     texts = values.get("stage") == "pt"
     packed, where = reading.facts.get("packing", (texts, f"{default}: packing={texts}"))
+    if "stage" in reading.facts:
+        where = f"{where}; {reading.facts['stage'][1]}"
     if values.get("neat_packing"):  # its rule has set it
-        if values.get("packing"):
+        if values.get("packing") is not False:
             reading.set("data.packing", "best_fit", where)
         return
     words = {True: "concatenated" if texts else "best_fit", False: "padded"}

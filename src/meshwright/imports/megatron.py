@@ -4,10 +4,28 @@ import re
 from collections.abc import Collection, Mapping
 from typing import Any
 
+from meshwright.imports.claims import Has, NoEffect
 from meshwright.imports.megatron_combined import LISTS, SWITCHES, MegatronForm, combine, model_defaults
 from meshwright.imports.megatron_combined import RULES as COMBINED_RULES
-from meshwright.imports.reading import Reading, Rule, check_number
-from meshwright.imports.rules import always, choice, fact, ignored, nothing, only, positive, when, words
+from meshwright.imports.names import Names
+from meshwright.imports.reading import Reading, Rule, check_count, check_number
+from meshwright.imports.rules import (
+    always,
+    choice,
+    claims,
+    claims_value,
+    fact,
+    if_any,
+    no_effects,
+    no_tracker,
+    only,
+    positive,
+    tracker,
+    unsupported,
+    when,
+    without,
+    words,
+)
 from meshwright.imports.schedules import schedule_words
 from meshwright.imports.shell import read_flags
 from meshwright.spec.errors import UserError
@@ -21,15 +39,39 @@ DEFAULTS: Mapping[str, Any] = {
     "training.lr_schedule.warmup": 0,
 }
 """Megatron's defaults that do not depend on other settings."""
-DECIDED_BY_US = (
-    *("overlap-grad-reduce", "overlap-param-gather", "use-flash-attn", "transformer-impl", "use-mcore-models"),
-    *("no-gradient-accumulation-fusion", "no-masked-softmax-fusion", "attention-softmax-in-fp32", "log-interval"),
-    *("distributed-backend", "tokenizer-type", "dataloader-type", "num-workers", "log-throughput", "ckpt-format"),
-    *("make-vocab-size-divisible-by", "distributed-timeout-minutes", "vocab-file", "merge-file"),
-    *("no-async-tensor-model-parallel-allreduce", "tokenizer-hf-use-fast", "async-save", "no-bias-swiglu-fusion"),
-    *("no-rope-fusion", "moe-grouped-gemm", "moe-token-dispatcher-type", "cp-comm-type", "no-bias-gelu-fusion"),
-    *("eod-mask-loss", "wandb-exp-name"),
+NO_EFFECT: Mapping[NoEffect, str] = {
+    NoEffect.OVERLAP: "overlap-grad-reduce overlap-param-gather cp-comm-type moe-token-dispatcher-type tp-comm-overlap "
+    "no-async-tensor-model-parallel-allreduce moe-shared-expert-overlap overlap-param-gather-with-optimizer-step "
+    "overlap-moe-expert-parallel-comm tp-comm-overlap-cfg",
+    NoEffect.KERNEL: "use-flash-attn transformer-impl use-mcore-models no-masked-softmax-fusion no-rope-fusion "
+    "no-gradient-accumulation-fusion no-bias-swiglu-fusion moe-grouped-gemm moe-permute-fusion attention-backend "
+    "no-bias-dropout-fusion cross-entropy-loss-fusion cross-entropy-fusion-impl",
+    NoEffect.MEMORY: "sequence-parallel manual-gc manual-gc-interval manual-gc-eval distribute-saved-activations "
+    "empty-unused-memory-level moe-layer-recompute",
+    NoEffect.LOGS: "log-interval log-throughput wandb-exp-name wandb-entity wandb-save-dir log-params-norm "
+    "log-num-zeros-in-grad log-memory-to-tensorboard log-timers-to-tensorboard log-validation-ppl-to-tensorboard "
+    "log-progress timing-log-level timing-log-option tensorboard-queue-size tensorboard-log-interval "
+    "log-world-size-to-tensorboard log-straggler log-energy",
+    NoEffect.READS: "num-workers no-create-attention-mask-in-dataloader no-mmap-bin-files num-dataset-builder-threads",
+    NoEffect.CACHE: "data-cache-path",
+    NoEffect.LAUNCH: "distributed-backend node_rank node-rank master_addr master_port rdzv_backend rdzv-backend "
+    "rdzv_endpoint rdzv-endpoint rdzv_id rdzv-id local-ranks-filter",
+    NoEffect.GUARDS: "distributed-timeout-minutes exit-signal-handler "
+    "no-check-for-nan-in-loss-and-grad check-for-nan-in-loss-and-grad check-weight-hash-across-dp-replicas-interval "
+    "disable-straggler-on-startup straggler-minmax-count",
+    NoEffect.SAVES: "async-save ckpt-format dist-ckpt-format use-dist-ckpt no-save-optim no-save-rng "
+    "ckpt-fully-parallel-save ckpt-assume-constant-structure auto-detect-ckpt-format use-persistent-ckpt-worker "
+    "dist-ckpt-optim-fully-reshardable",
+    NoEffect.RESUMES: "no-load-optim no-load-rng finetune exit-on-missing-checkpoint ckpt-fully-parallel-load "
+    "ckpt-step override-opt_param-scheduler use-checkpoint-opt_param-scheduler dist-ckpt-strictness",
+    NoEffect.TOKENIZER: "tokenizer-hf-use-fast",
+    NoEffect.CODE: "trust-remote-code",
+}
+"""Why flags have no effect -> the flags."""
+SCHEDULES = Names(
+    "training.lr_schedule.name", {"cosine": "cosine", "linear": "linear", "constant": "constant", "wsd": "WSD"}
 )
+OPTIMIZERS = Names("training.optimizer.name", {"adamw": "adam"}, {"muon": "muon"})
 UNSET = re.compile(r"\$[\w{(@*]|`")
 """What only a shell could replace."""
 OF_OTHER_MODELS = (
@@ -80,8 +122,11 @@ def _split(reading: Reading, value: Any, origin: str) -> None:
 
 
 def _virtual(reading: Reading, value: Any, origin: str) -> None:
+    check_count(value, origin)
     if value > 1:
         reading.set_all({"layout.schedule": "interleaved-1f1b", "layout.stages_per_rank": value}, origin)
+    else:
+        reading.claim(origin, Has("layout.schedule", "1f1b"))
 
 
 def _last_step(path: str) -> Rule:
@@ -99,22 +144,22 @@ RULES: Mapping[str, Rule] = {
     "nproc_per_node": fact("ranks of a node"),
     "nproc-per-node": fact("ranks of a node"),
     "nnodes": fact("nodes"),
-    **dict.fromkeys(("node_rank", "node-rank", "master_addr", "master_port"), nothing("set by the launcher")),
     "num-layers": "model.num_layers",
     "hidden-size": "model.hidden",
     "num-attention-heads": "model.num_heads",
     "num-query-groups": "model.num_kv_heads",
-    "group-query-attention": ignored,
+    "group-query-attention": fact("grouped heads"),
     "ffn-hidden-size": "model.ffn",
     "kv-channels": "model.head_dim",
     "max-position-embeddings": "model.max_positions",
     "seq-length": "data.sequence_length",
     "rotary-base": "model.rope_theta",
-    "use-rope-scaling": when(fact("rope scaled"), True),
+    "use-rope-scaling": when(fact("rope scaled"), True, Has("model.rope_scaling", None)),
     "rope-scaling-factor": fact("rope factor"),
     "qk-layernorm": always(fact("qk norm"), True),
     "add-qkv-bias": always(fact("qkv bias"), True),
-    "openai-gelu": ignored,  # gpt2's own
+    "openai-gelu": claims(Has("model.family", "gpt2")),
+    "no-bias-gelu-fusion": without("gpt2's GELU is approximated by tanh"),
     "padded-vocab-size": "model.vocab",
     "vocab-size": "model.vocab",
     "norm-epsilon": "model.norm_eps",
@@ -128,15 +173,15 @@ RULES: Mapping[str, Rule] = {
     "position-embedding-type": fact("positions"),
     "use-rotary-position-embeddings": always(fact("positions"), "rope"),
     "untie-embeddings-and-output-weights": when("model.tied_embeddings", False),
-    "disable-bias-linear": ignored,
+    "disable-bias-linear": always(fact("biases"), False),
     "micro-batch-size": "training.micro_batch",
     "global-batch-size": "training.global_batch",
-    "rampup-batch-size": nothing("batch size ramp-up is not supported"),
+    "rampup-batch-size": without("batch size ramp-up is not supported"),
     "train-iters": "training.steps",
     "train-samples": fact("samples"),
     "lr": "training.optimizer.lr",
     "min-lr": fact("min_lr"),
-    "lr-decay-style": schedule_words({"cosine": "cosine", "linear": "linear", "constant": "constant", "wsd": "wsd"}),
+    "lr-decay-style": schedule_words({word.lower(): ours for word, ours in SCHEDULES.read.items()}),
     "lr-wsd-decay-iters": "training.lr_schedule.decay",
     "lr-wsd-decay-style": only("linear", "wsd always decays linearly"),
     "lr-warmup-iters": "training.lr_schedule.warmup",
@@ -147,17 +192,16 @@ RULES: Mapping[str, Rule] = {
     "adam-beta2": fact("beta2"),
     "adam-eps": "training.optimizer.eps",
     "clip-grad": positive("training.clip"),
-    "optimizer": words("training.optimizer.name", {"adam": "adamw", "muon": "muon"}),
+    "optimizer": words("training.optimizer.name", OPTIMIZERS.read),
     "bf16": when("training.precision", "bf16"),
     "fp16": when("training.precision", "fp16"),
     "seed": "training.seed",
     "tensor-model-parallel-size": "layout.tp",
     "pipeline-model-parallel-size": "layout.pp",
     "num-virtual-stages-per-pipeline-rank": _virtual,
-    "num-layers-per-virtual-pipeline-stage": nothing("set layout.schedule=interleaved-1f1b and layout.stages_per_rank"),
+    "num-layers-per-virtual-pipeline-stage": without("set layout.schedule=interleaved-1f1b and layout.stages_per_rank"),
     "context-parallel-size": "layout.cp",
     "expert-model-parallel-size": "layout.ep",
-    "sequence-parallel": ignored,  # always with tp
     "use-distributed-optimizer": always(fact("zero"), 1),
     "use-megatron-fsdp": fact("Megatron-FSDP"),
     "data-parallel-sharding-strategy": choice(fact("sharding"), STAGES),
@@ -166,12 +210,12 @@ RULES: Mapping[str, Rule] = {
     "grad-reduce-in-bf16": always("training.reduce_dtype", "bf16"),
     "deterministic-mode": when("training.deterministic", True),
     "use-torch-fsdp2": always(fact("zero"), 3),
-    "recompute-activations": when("training.recompute", "selective"),
+    "recompute-activations": always("training.recompute", "selective"),
     "recompute-granularity": choice("training.recompute", {"full": "full", "selective": "selective"}),
-    "recompute-modules": nothing(
+    "recompute-modules": without(
         "selective recomputation keeps matrix products and attention, and recomputes the rest"
     ),
-    **dict.fromkeys(("train-data-path", "valid-data-path", "test-data-path"), nothing("set data.sources and held_out")),
+    **dict.fromkeys(("train-data-path", "valid-data-path", "test-data-path"), without("set data.sources and held_out")),
     "data-path": _data,
     "split": _split,
     "tokenizer-model": "data.tokenizer",
@@ -179,15 +223,25 @@ RULES: Mapping[str, Rule] = {
     "save-interval": _last_step("checkpoint.every"),
     "eval-interval": _last_step("training.evaluation.every"),
     "eval-iters": "training.evaluation.batches",
-    "load": nothing("`meshwright train --resume` continues from the newest checkpoint"),
-    "tensorboard-dir": always("trackers", ["tensorboard"]),
-    "wandb-project": always("trackers", ["wandb"]),
-    "hidden-dropout": nothing("models have no dropout"),
-    "attention-dropout": nothing("models have no dropout"),
+    "load": unsupported("`meshwright train --resume` continues from the newest checkpoint"),
+    "tensorboard-dir": if_any(tracker("tensorboard"), True, no_tracker("tensorboard")),
+    "wandb-project": if_any(tracker("wandb"), True, no_tracker("wandb")),
+    "hidden-dropout": unsupported("models have no dropout"),
+    "attention-dropout": unsupported("models have no dropout"),
     "reset-attention-mask": when("data.separate_documents", True),
     "reset-position-ids": when("data.separate_documents", True),
-    **dict.fromkeys(OF_OTHER_MODELS, nothing(OTHER)),
-    **dict.fromkeys(DECIDED_BY_US, nothing("Meshwright decides it")),
+    "eod-mask-loss": claims_value("data.separate_documents"),
+    "rotary-percent": only(1, "rope always rotates the whole head"),
+    "calculate-per-token-loss": only(True, "the loss is always a mean over all tokens of a batch"),
+    "attention-softmax-in-fp32": only(True, "the softmax of attention is always in fp32"),
+    **dict.fromkeys(
+        ("tokenizer-type", "vocab-file", "merge-file"), without("set data.tokenizer to the tokenizer's folder")
+    ),
+    **dict.fromkeys(("exit-interval", "exit-duration-in-mins"), without("a run ends after training.steps")),
+    "dataloader-type": only("single", "every sample is seen once in an epoch, in one shuffled order"),
+    "make-vocab-size-divisible-by": without("set model.vocab to the padded number of rows"),
+    **dict.fromkeys(OF_OTHER_MODELS, without(OTHER)),
+    **no_effects({reason: {"": keys} for reason, keys in NO_EFFECT.items()}),
 }
 
 
@@ -227,7 +281,10 @@ def read_megatron(reading: Reading, values: Mapping[str, Any], file: str) -> Non
     left = values.keys() - open_ones.keys() - set(empty)
     reading.take({flag: value for flag, value in values.items() if flag in left}, RULES, file)
     if "Megatron-FSDP" in reading.facts:
-        reading.facts["zero"] = reading.facts.get("sharding", (3, reading.facts["Megatron-FSDP"][1]))
+        fsdp = reading.facts["Megatron-FSDP"][1]
+        stage, where = reading.facts.get("sharding", (3, ""))
+        origins = [fsdp, where, reading.facts.get("zero", (0, ""))[1]]
+        reading.facts["zero"] = stage, "; ".join(filter(None, origins))
     settle(reading, values.keys(), file, MegatronForm())
 
 
@@ -282,10 +339,17 @@ def _family(reading: Reading, given: Collection[str], file: str) -> None:
     elif gated and reading.known("qkv bias"):
         kind = "qwen2"
     if kind == "mixtral" and "model.expert_ffn" in reading.settings:
+        if "model.ffn" in reading.settings:
+            reading.give_up(reading.settings["model.ffn"][1], "mixtral has only experts")
         reading.settings["model.ffn"] = reading.settings.pop("model.expert_ffn")
     for name in ("qk norm", "qkv bias"):
         if name in reading.facts and FAMILY_OF[name] != kind:
             reading.give_up(reading.facts[name][1], f"{kind} has none; {FAMILY_OF[name]} has, without experts")
+    biased, where = reading.facts.get("biases", (kind == "gpt2", ""))
+    if bool(biased) != (kind == "gpt2"):
+        reading.give_up(where, f"{kind} always has biases" if kind == "gpt2" else f"{kind} has no such biases")
+    elif where:
+        reading.claim(where, Has("model.family", kind))
     layers = ("LayerNorm", "learned_absolute") if kind == "gpt2" else ("RMSNorm", "rope")
     for name, ours in zip(("normalization", "positions"), layers, strict=True):
         if reading.known(name, ours) != ours:
@@ -293,63 +357,3 @@ def _family(reading: Reading, given: Collection[str], file: str) -> None:
     told = ("swiglu", "positions", "normalization", "qk norm", "qkv bias")
     origins = [reading.facts[name][1] for name in told if name in reading.facts]
     reading.set("model.family", kind, "; ".join(origins) or f"{file} (no flag sets another activation)")
-
-
-MODEL_ARGS = "MODEL_ARGS"
-TRAINS = "pretraining"
-NO_PART = "it has no part in training"
-TEST_RULES: Mapping[str, Rule] = {
-    "ENV_VARS": nothing("set the variables of the processes where they are started"),
-    "MODE": ignored,  # `read_model_config` reads it
-    "BASE_MODEL_ARGS": ignored,  # others merge it
-    "BEFORE_SCRIPT": nothing(f"no file is executed, and {NO_PART}"),
-    "AFTER_SCRIPT": nothing(f"no file is executed, and {NO_PART}"),
-    **dict.fromkeys(
-        ("TEST_TYPE", "TEST_EVALUATION", "METRICS", "THROUGHPUT_TEST_PARAMS", "MODEL_ENV_VARS"), nothing(NO_PART)
-    ),
-    "LAUNCHER": nothing("Meshwright, torchrun or Slurm starts the processes (docs/clusters.md)"),
-}
-
-
-def is_model_config(values: Mapping[str, Any]) -> bool:
-    """Whether these are the keys of a test of Megatron-LM."""
-    return MODEL_ARGS in values
-
-
-def read_model_config(reading: Reading, values: Mapping[str, Any], file: str) -> None:
-    """Read the flags of a test's first run.
-
-    Raises `UserError` if it trains nothing, or gives keys of a NeMo recipe instead of flags.
-    """
-    mode = values.get("MODE") or TRAINS
-    if mode != TRAINS:
-        raise UserError(f"{file}: MODE={mode}: no training with Megatron-LM's flags; supported: {TRAINS}")
-    given = values[MODEL_ARGS]
-    if not isinstance(given, Mapping) or not given:
-        raise UserError(f"{file}: {MODEL_ARGS}={given}: must be a mapping of flags, as in {{--num-layers: 12}}")
-    if others := [key for key in given if not key.startswith("--")]:
-        raise UserError(
-            f"{file}: {MODEL_ARGS}: {others[0]} changes a NeMo recipe in Python, which is not read; supported are "
-            "Megatron-LM's flags, as in --num-layers"
-        )
-    later = nothing(f"of a later run of the test; {MODEL_ARGS} is imported")
-    rules = {**TEST_RULES, **{key: later for key in values if key.startswith(f"{MODEL_ARGS}_")}}
-    reading.take({key: value for key, value in values.items() if key != MODEL_ARGS}, rules, file)
-    flags = {key[2:]: _as_passed(value) for key, value in given.items() if value is not None and value != ""}
-    for flag in [flag for flag, value in flags.items() if value is False]:
-        del flags[flag]
-        reading.give_up(f"{file}: {flag}=False", "their runner writes `false` behind the flag; it is taken as absent")
-    for flag in [flag for flag in flags.keys() & SWITCHES if flags[flag] is not True]:
-        raise UserError(f"{file}: {flag}={flags[flag]}: the flag has no value; supported: true")
-    read_megatron(reading, flags, file)
-
-
-def _as_passed(value: Any) -> Any:
-    """A value as the shell passes it: a list's words, with or without quotes around its brackets."""
-    if isinstance(value, list):
-        return " ".join(str(word) for word in value)
-    if isinstance(value, str) and value[:1] + value[-1:] == "[]":
-        return value[1:-1].strip()
-    if isinstance(value, Mapping):
-        return str(value)
-    return True if value == "true" else value

@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from meshwright.imports.claims import Always, Has, HasNot
 from meshwright.imports.reading import Reading, Rule, check_count
 from meshwright.imports.rules import fact
 from meshwright.spec.errors import UserError
@@ -22,7 +23,22 @@ SWITCHES = frozenset(
         *("untie-embeddings-and-output-weights", "use-distributed-optimizer", "use-flash-attn", "use-mcore-models"),
         *("use-megatron-fsdp", "use-rope-scaling", "use-rotary-position-embeddings", "use-torch-fsdp2"),
         *("fp4-param-gather", "no-fp8-wgrad", "mock-data", "tp-comm-overlap", "qk-clip", "manual-gc"),
-        *("tokenizer-hf-use-fast", "no-async-tensor-model-parallel-allreduce"),
+        *(
+            "tokenizer-hf-use-fast",
+            "no-async-tensor-model-parallel-allreduce",
+            "no-create-attention-mask-in-dataloader",
+        ),
+        *("overlap-param-gather-with-optimizer-step", "moe-shared-expert-overlap", "overlap-moe-expert-parallel-comm"),
+        *("moe-permute-fusion", "no-bias-dropout-fusion", "cross-entropy-loss-fusion", "distribute-saved-activations"),
+        *("moe-layer-recompute", "log-params-norm", "log-num-zeros-in-grad", "log-memory-to-tensorboard"),
+        *("log-timers-to-tensorboard", "log-validation-ppl-to-tensorboard", "log-progress", "log-straggler"),
+        *("log-world-size-to-tensorboard", "log-energy", "no-mmap-bin-files", "exit-signal-handler"),
+        *("no-check-for-nan-in-loss-and-grad", "check-for-nan-in-loss-and-grad", "disable-straggler-on-startup"),
+        *("use-dist-ckpt", "no-save-optim", "no-save-rng", "ckpt-fully-parallel-save", "auto-detect-ckpt-format"),
+        *("ckpt-assume-constant-structure", "no-load-optim", "no-load-rng", "finetune", "exit-on-missing-checkpoint"),
+        *("use-persistent-ckpt-worker", "dist-ckpt-optim-fully-reshardable", "calculate-per-token-loss"),
+        *("trust-remote-code", "apply-layernorm-1p", "squared-relu", "apply-query-key-layer-scaling"),
+        *("ckpt-fully-parallel-load", "override-opt_param-scheduler", "use-checkpoint-opt_param-scheduler"),
     )
 )
 """Flags that have no value."""
@@ -118,7 +134,7 @@ def model_defaults(reading: Reading, given: Collection[str], file: str, form: Me
         if flag not in given and "model.name" not in settings:
             reading.give_up(f"{file} (no {form.key(flag)})", f"Megatron has no default; set {path}")
     if form.groups_when_asked:
-        _key_value_heads(reading, given, file)
+        _key_value_heads(reading)
     lacks = {"normalization": "RMSNorm", "position-embedding-type": "rope", "swiglu": "SwiGLU"}
     if "use-rotary-position-embeddings" in given:
         lacks.pop("position-embedding-type")
@@ -132,14 +148,15 @@ def model_defaults(reading: Reading, given: Collection[str], file: str, form: Me
             )
 
 
-def _key_value_heads(reading: Reading, given: Collection[str], file: str) -> None:
+def _key_value_heads(reading: Reading) -> None:
     """Megatron-LM groups heads only where a flag says so."""
-    path, asked = "model.num_kv_heads", "group-query-attention" in given
+    path, (asked, said) = "model.num_kv_heads", reading.facts.get("grouped heads", (False, ""))
     if not asked and path in reading.settings:
         _, origin = reading.settings.pop(path)
         reading.give_up(origin, "without --group-query-attention it has no effect")
     elif asked:
-        reading.default(path, 1, f"{file}: group-query-attention (Megatron's default)")
+        reading.default(path, 1, f"{said} (Megatron's default)")
+        reading.claim(said, HasNot(path, None))
 
 
 def _low_precision(reading: Reading, file: str, form: MegatronForm) -> None:
@@ -150,7 +167,9 @@ def _low_precision(reading: Reading, file: str, form: MegatronForm) -> None:
     if four:
         _narrow(reading, "nvfp4", four[1], form)
         for name, (value, origin) in facts.items():
-            if (name, value) != ("fp4 recipe", "nvfp4"):
+            if (name, value) == ("fp4 recipe", "nvfp4"):
+                reading.claim(origin, Has("training.precision", "nvfp4"))
+            else:
                 reading.give_up(origin, "unknown to nvfp4")
     elif eight:
         _eight_bits(reading, eight, facts, file, form)
@@ -245,7 +264,8 @@ def _in_samples(reading: Reading) -> None:
         if name not in reading.facts:
             continue
         samples, where = reading.facts[name]
-        if samples == 0 and name == "warmup samples":  # Megatron's default
+        if samples == 0 and name == "warmup samples":
+            reading.claim(where, Always("it is Megatron's default: warm-up is not given in samples"))
             continue
         check_count(samples, where)
         if batch is None:
@@ -262,6 +282,8 @@ def _in_samples(reading: Reading) -> None:
         check_count(samples, where)
         if batch is None or samples // batch != reading.settings.get("training.steps", (None, ""))[0]:
             reading.give_up(where, "schedules always end at the last step")
+        else:
+            reading.claim(where, Has("training.steps", samples // batch))
     _share_of_the_decay(reading, batch)
 
 
@@ -305,3 +327,5 @@ def recomputation(reading: Reading) -> None:
         reading.give_up(where, "supported: uniform, block")
     elif layers not in (None, 1):
         reading.give_up(origin, "every layer keeps its input, not one layer of several")
+    if method != "block":
+        reading.claim(f"{where}; {origin}", Has(path, "full"))

@@ -1,12 +1,24 @@
 """nanoGPT's configuration files: Python assignments, read and never run."""
 
 import ast
-import operator
 from collections.abc import Mapping
 from typing import Any
 
+from meshwright.imports.claims import HasNot, NoEffect
+from meshwright.imports.constants import constant
 from meshwright.imports.reading import Reading, Rule
-from meshwright.imports.rules import fact, if_any, nothing, positive, when, words
+from meshwright.imports.rules import (
+    fact,
+    if_any,
+    no_effects,
+    no_tracker,
+    only,
+    positive,
+    tracker,
+    unsupported,
+    when,
+    words,
+)
 from meshwright.spec.errors import UserError
 
 SIZES = ("n_layer", "n_head", "n_embd", "bias", "vocab_size")
@@ -69,7 +81,9 @@ def _start(reading: Reading, value: Any, origin: str) -> None:
         reading.give_up(
             origin, "its sizes and weights are in the checkpoint; pass out_dir/ckpt.pt too, with --weights DIR"
         )
-    elif value != "scratch":
+    elif value == "scratch":
+        reading.claim(origin, HasNot("model.weights", "pretrained"))
+    else:
         raise UserError(f"{origin}: must be scratch, resume, {', '.join(PRETRAINED)}")
 
 
@@ -108,8 +122,8 @@ RULES: Mapping[str, Rule] = {
     "n_embd": "model.hidden",
     "block_size": _context,
     "vocab_size": "model.vocab",
-    "dropout": nothing("models have no dropout"),
-    "bias": lambda reading, value, origin: None if value else reading.give_up(origin, "GPT-2 always has biases"),
+    "dropout": unsupported("models have no dropout"),
+    "bias": only(True, "GPT-2 always has biases"),
     "batch_size": "training.micro_batch",
     "gradient_accumulation_steps": fact("accumulation of all ranks"),
     "learning_rate": "training.optimizer.lr",
@@ -131,18 +145,10 @@ RULES: Mapping[str, Rule] = {
     "init_from": _start,
     "dataset": _data,
     "device": words("device", {"cpu": "cpu", "cuda": "cuda"}),
-    "wandb_log": if_any("trackers", ["wandb"]),
-    "eval_only": nothing("nanoGPT only evaluates with it; this recipe trains: to evaluate, use `meshwright eval`"),
-    **dict.fromkeys(
-        ("wandb_project", "wandb_run_name", "log_interval", "backend"),
-        nothing("it does not affect training"),
-    ),
+    "wandb_log": if_any(tracker("wandb"), True, no_tracker("wandb")),
+    "eval_only": unsupported("nanoGPT only evaluates with it; this recipe trains: to evaluate, use `meshwright eval`"),
+    **no_effects({NoEffect.LOGS: {"": "wandb_project wandb_run_name log_interval"}, NoEffect.LAUNCH: {"": "backend"}}),
 }
-
-
-ARITHMETIC = {ast.Mult: operator.mul, ast.Add: operator.add, ast.Sub: operator.sub, ast.Div: operator.truediv}
-LARGEST = 2**63
-"""Of a number, without its sign."""
 
 
 def read_assignments(text: str, file: str) -> dict[str, Any]:
@@ -166,31 +172,10 @@ def read_assignments(text: str, file: str) -> dict[str, Any]:
                 continue  # as time, for names of runs
             raise UserError(f"{file}:{node.lineno}: only lines 'name = constant' are supported, because no code is run")
         try:
-            found[target.id] = _constant(node.value, found)
+            found[target.id] = constant(node.value, found)
         except (ArithmeticError, RecursionError, ValueError) as error:
             raise UserError(f"{file}:{node.lineno}: {target.id} cannot be evaluated: {error}") from error
     return found
-
-
-def _constant(node: ast.expr, known: Mapping[str, Any]) -> Any:
-    """The value of an expression. Raises what arithmetic raises."""
-    if isinstance(node, ast.Name) and node.id in known:
-        return known[node.id]
-    if isinstance(node, ast.BinOp) and type(node.op) in ARITHMETIC:
-        left, right = _constant(node.left, known), _constant(node.right, known)
-        if isinstance(left, int | float) and isinstance(right, int | float):
-            result = ARITHMETIC[type(node.op)](left, right)
-            if not abs(result) < LARGEST:  # a few lines of squares fill any memory
-                raise ArithmeticError("the number is too large")
-            return result
-        return ast.unparse(node)
-    try:
-        value = ast.literal_eval(node)
-    except (ValueError, TypeError, SyntaxError):
-        return ast.unparse(node)  # such as 'run' + str(time.time()): shown, not run
-    if isinstance(value, int | float) and not abs(value) < LARGEST:
-        raise ArithmeticError("the number is too large")
-    return value
 
 
 SCRATCH = "nanoGPT's model from scratch"

@@ -3,13 +3,27 @@
 from collections.abc import Mapping
 from typing import Any
 
+from meshwright.imports.claims import Always, Has, HasNot, NoEffect
+from meshwright.imports.names import Names
 from meshwright.imports.reading import Reading, Rule, check_count, check_number, flat
-from meshwright.imports.rules import above_zero, apply, choice, degree, dotted, fact, nothing, only, positive, when
+from meshwright.imports.rules import (
+    above_zero,
+    apply,
+    choice,
+    degree,
+    fact,
+    no_effects,
+    only,
+    positive,
+    unsupported,
+    when,
+    without,
+)
 from meshwright.spec.errors import UserError
 
-DTYPES = {"bfloat16": "bf16", "float32": "fp32"}
+DTYPES = Names("training.precision", {"bf16": "bfloat16", "fp32": "float32"})
+OPTIMIZERS = Names("training.optimizer.name", {"adamw": "adamW"})
 SHAPES = {"linear": "linear", "cosine": "cosine"}
-OURS = "it does not affect training, or Meshwright decides it"
 SIZE = "model.model_config."
 
 
@@ -19,14 +33,19 @@ def _zero(reading: Reading, value: Any, origin: str) -> None:
 
 
 def _excluded(reading: Reading, value: Any, origin: str) -> None:
-    if value:
+    if not value:
+        reading.claim(origin, Has("training.optimizer.weight_decay", 0.0))
+    else:
         reading.fact("excluded", True, origin)
-        if not any("norm" in str(pattern) for pattern in value):
+        if all("norm" in str(pattern) or "bias" in str(pattern) for pattern in value):
+            reading.claim(origin, Always("norms and biases never decay"))
+        else:
             reading.give_up(origin, "weight decay always applies to matrices and embeddings, never to norms and biases")
 
 
 def _stages(reading: Reading, value: Any, origin: str) -> None:
     """The first stage's data; Nanotron sorts the stages by their first steps."""
+    reading.read_inside(origin)
     first, *later = sorted(value, key=lambda stage: stage["start_training_step"])
     where = origin.split("=")[0]
     for stage in later:
@@ -71,20 +90,31 @@ def _dataset(reading: Reading, value: Mapping[str, Any], where: str) -> None:
     reading.set("data.sources", sources, f"{where} hf_dataset_or_datasets={names}")
 
 
-WITHOUT_EFFECT = {
-    "general": "project run step consumed_train_samples benchmark_csv_path ignore_sanity_checks",
-    "parallelism": "tp_mode tp_linear_async_communication tp_recompute_allgather",
-    "checkpoints": "checkpoints_path_is_shared_file_system save_initial_state save_final_state load_lr_scheduler "
-    "load_optimizer",
-    "logging": "iteration_step_info_interval log_level log_level_replica",
-    "metrics_logging": "log_level log_detail_interval",
-    "tokens": "limit_test_batches limit_val_batches",
-    "tokenizer": "tokenizer_revision tokenizer_max_length",
-    "model.model_config": "bos_token_id eos_token_id pad_token_id initializer_range pretraining_tp use_cache "
-    "_attn_implementation _fused_rms_norm _fused_rotary_emb _use_qkv_packed is_llama_config is_qwen2_config "
-    "log_attn_probs z_loss_coefficient",
-    "model": "ddp_bucket_cap_mb",
-    "optimizer.optimizer_factory": "torch_adam_is_fused",
+FACTORIES = ("optimizer.optimizer_factory", "optimizer")
+"""Where AdamW's constants are, and where older releases have them."""
+NO_EFFECT: Mapping[NoEffect, Mapping[str, str]] = {
+    NoEffect.NAMES: {"general": "project run"},
+    NoEffect.RESUMES: {"general": "step consumed_train_samples", "checkpoints": "load_lr_scheduler load_optimizer"},
+    NoEffect.GUARDS: {"general": "ignore_sanity_checks"},
+    NoEffect.MEMORY: {"parallelism": "tp_mode tp_recompute_allgather"},
+    NoEffect.OVERLAP: {"parallelism": "tp_linear_async_communication", "model": "ddp_bucket_cap_mb"},
+    NoEffect.SAVES: {"checkpoints": "checkpoints_path_is_shared_file_system save_initial_state save_final_state"},
+    NoEffect.LOGS: {
+        "general": "benchmark_csv_path",
+        "logging": "iteration_step_info_interval log_level log_level_replica",
+        "metrics_logging": "log_level log_detail_interval",
+        "model.model_config": "log_attn_probs",
+        "profiler": "*",
+    },
+    NoEffect.EVALUATES: {"tokens": "limit_test_batches", "lighteval": "*"},
+    NoEffect.HUB: {"s3_upload": "*"},
+    NoEffect.GENERATES: {"model.model_config": "bos_token_id eos_token_id pad_token_id use_cache"},
+    NoEffect.KERNEL: {
+        "model.model_config": "_attn_implementation _fused_rms_norm _fused_rotary_emb _use_qkv_packed",
+        **dict.fromkeys(FACTORIES, "torch_adam_is_fused"),
+    },
+    NoEffect.UNREAD: {"model.model_config": "initializer_range pretraining_tp"},
+    NoEffect.CLASS: {"model.model_config": "is_llama_config is_qwen2_config"},
 }
 
 RULES: Mapping[str, Rule] = {
@@ -95,14 +125,14 @@ RULES: Mapping[str, Rule] = {
     "parallelism.context_parallel_size": degree("layout.cp"),
     "parallelism.expert_parallel_size": degree("layout.ep"),
     "parallelism.pp_engine": choice(fact("schedule"), {"1f1b": "1f1b", "afab": "afab"}),
-    "parallelism.recompute_layer": when("training.recompute", "full"),
-    "model.dtype": choice("training.precision", DTYPES),
+    "parallelism.recompute_layer": when("training.recompute", "full", Has("training.recompute", "none")),
+    "model.dtype": choice("training.precision", DTYPES.read),
     "model.init_method.std": "model.init_std",
     "model.init_method.scaling_method": lambda reading, value, origin: apply(
         only("NUM_LAYERS", "weights are initialized as by NUM_LAYERS"), reading, str(value).upper(), origin
     ),
-    "model.init_method.use_mup": nothing("muP is not supported"),
-    "model.init_method.path": nothing(
+    "model.init_method.use_mup": unsupported("muP is not supported"),
+    "model.init_method.path": without(
         "export the checkpoint to Hugging Face's format, and set model.name to its folder"
     ),
     "model.make_vocab_size_divisible_by": fact("multiple"),
@@ -116,27 +146,32 @@ RULES: Mapping[str, Rule] = {
     f"{SIZE}rms_norm_eps": "model.norm_eps",
     f"{SIZE}rope_theta": "model.rope_theta",
     f"{SIZE}tie_word_embeddings": "model.tied_embeddings",
-    f"{SIZE}attention_bias": when(fact("biases"), True),
-    f"{SIZE}hidden_act": only("silu", "supported: silu (SwiGLU)"),
-    f"{SIZE}rope_scaling": nothing("Nanotron's models ignore it"),
-    f"{SIZE}rope_interleaved": nothing("rope rotates halves of a head, not pairs: equivalent from random weights"),
-    f"{SIZE}rope_seq_len_interpolation_factor": nothing("position interpolation is not supported"),
-    f"{SIZE}no_rope_layer": nothing("every layer uses rope"),
-    f"{SIZE}z_loss_enabled": nothing("z-loss is not supported"),
+    f"{SIZE}attention_bias": when(fact("biases"), True, HasNot("model.family", "qwen2")),
+    f"{SIZE}moe_config.*": without("set the experts under model"),
+    f"{SIZE}z_loss_coefficient": without("z-loss is not supported"),
+    "tokens.limit_val_batches": above_zero("training.evaluation.batches", Has("training.evaluation.batches", 0)),
+    "tokenizer.tokenizer_revision": without("the tokenizer's files are read as they are"),
+    "tokenizer.tokenizer_max_length": without("documents are cut where data.packing tells"),
+    f"{SIZE}hidden_act": only("silu", "feed-forward layers are SwiGLU (silu)"),
+    f"{SIZE}rope_scaling": unsupported("Nanotron's models ignore it"),
+    f"{SIZE}rope_interleaved": unsupported("rope rotates halves of a head, not pairs: equivalent from random weights"),
+    f"{SIZE}rope_seq_len_interpolation_factor": without("position interpolation is not supported"),
+    f"{SIZE}no_rope_layer": unsupported("every layer uses rope"),
+    f"{SIZE}z_loss_enabled": unsupported("z-loss is not supported"),
     f"{SIZE}sliding_window_size": "model.sliding_window",
-    f"{SIZE}flex_attention_mask": nothing("set data.separate_documents or model.sliding_window"),
+    f"{SIZE}flex_attention_mask": unsupported("set data.separate_documents or model.sliding_window"),
     f"{SIZE}_use_doc_masking": when("data.separate_documents", True),
-    f"{SIZE}is_starcoder2_config": nothing("no model family has these layers; give --model"),
+    f"{SIZE}is_starcoder2_config": unsupported("no model family has these layers; give --model"),
     "tokenizer.tokenizer_name_or_path": "data.tokenizer",
     "tokens.sequence_length": "data.sequence_length",
     "tokens.train_steps": "training.steps",
     "tokens.micro_batch_size": "training.micro_batch",
     "tokens.batch_accumulation_per_replica": fact("accumulation"),
-    "tokens.val_check_interval": above_zero("training.evaluation.every"),
-    "optimizer.optimizer_factory.name": choice("training.optimizer.name", {"adamW": "adamw"}),
-    "optimizer.optimizer_factory.adam_beta1": fact("beta1"),
-    "optimizer.optimizer_factory.adam_beta2": fact("beta2"),
-    "optimizer.optimizer_factory.adam_eps": "training.optimizer.eps",
+    "tokens.val_check_interval": above_zero("training.evaluation.every", Has("training.evaluation.every", 0)),
+    "optimizer.optimizer_factory.name": choice("training.optimizer.name", OPTIMIZERS.read),
+    **{f"{place}.adam_beta1": fact("beta1") for place in FACTORIES},
+    **{f"{place}.adam_beta2": fact("beta2") for place in FACTORIES},
+    **{f"{place}.adam_eps": "training.optimizer.eps" for place in FACTORIES},
     "optimizer.zero_stage": _zero,
     "optimizer.weight_decay": "training.optimizer.weight_decay",
     "optimizer.weight_decay_exclude_named_params": _excluded,
@@ -152,11 +187,10 @@ RULES: Mapping[str, Rule] = {
     "data_stages": _stages,
     "checkpoints.checkpoints_path": "run_dir",
     "checkpoints.checkpoint_interval": fact("saves"),
-    "checkpoints.resume_checkpoint_path": nothing("`meshwright train --resume` continues from the newest checkpoint"),
-    **dict.fromkeys(dotted(WITHOUT_EFFECT), nothing(OURS)),
+    "checkpoints.resume_checkpoint_path": without("`meshwright train --resume` continues from the newest checkpoint"),
+    **no_effects(NO_EFFECT),
 }
 
-BESIDE = ("lighteval", "profiler", "s3_upload")
 DEFAULTS = {
     "training.seed": 42,
     "training.precision": "bf16",
@@ -185,10 +219,6 @@ def read_nanotron(reading: Reading, values: Mapping[str, Any], file: str) -> Non
     """Read a Nanotron configuration."""
     leaves, default = flat(values), f"{file} (Nanotron's default)"
     shown = {key: value for key, value in leaves.items() if value is not None}
-    for key in [key for key in shown if key.split(".")[0] in BESIDE]:
-        reading.give_up(f"{file}: {key}={shown.pop(key)}", "it does not affect training")
-    for key in [key for key in shown if key.startswith(f"{SIZE}moe_config.")]:
-        reading.give_up(f"{file}: {key}={shown.pop(key)}", "set the experts under model")
     reading.take(shown, RULES, file)
     reading.default_all(DEFAULTS, default)
     if "model.name" not in reading.settings:
@@ -226,9 +256,11 @@ def _ranks(reading: Reading, default: str) -> None:
     layout = [f"layout.{axis}" for axis in ("tp", "pp", "cp")]
     origins = [where, *(reading.settings[path][1] for path in layout if path in reading.settings)]
     reading.fact("ranks", replicas * reading.model_ranks(), "; ".join(origins))
+    name, where = reading.facts.get("schedule", ("afab", default))
     if "layout.pp" in reading.settings:
-        name, where = reading.facts.get("schedule", ("afab", default))
         reading.set("layout.schedule", name, where)
+    elif "schedule" in reading.facts:
+        reading.no_effect.append((where, NoEffect.OFF))
 
 
 def _vocabulary(reading: Reading) -> None:
@@ -239,13 +271,16 @@ def _vocabulary(reading: Reading) -> None:
     multiple *= reading.value("layout.tp", 1)
     if isinstance(vocab, int) and vocab > 0 and vocab % multiple:
         padded = -(-vocab // multiple) * multiple
-        reading.settings["model.vocab"] = padded, f"{where}, padded to a multiple of {multiple}"
+        reading.settings["model.vocab"] = padded, f"{where}, padded to a multiple of {multiple}; {origin}"
+    elif origin:
+        reading.claim(origin, Has("model.vocab", vocab))
 
 
 def _dtypes(reading: Reading, default: str) -> None:
     """Without accumulation in fp32, everything has the model's dtype."""
     wide, where = reading.facts.get("wide", (True, default))
     if reading.value("training.precision", "bf16") != "bf16" or wide is True:
+        reading.claim(where, Has("training.reduce_dtype", "fp32"))
         return
     reading.set("training.reduce_dtype", "bf16", where)
     reading.in_bf16(where)
@@ -261,6 +296,10 @@ def _rates(reading: Reading, default: str) -> None:
     style, origin = reading.facts.get("warmup style", ("linear", default))
     if style == "constant" and warmup:
         reading.settings["training.lr_schedule.warmup"] = 0, origin
+    elif not warmup and "warmup style" in reading.facts:
+        reading.no_effect.append((origin, NoEffect.OFF))
+    elif style == "linear":
+        reading.claim(origin, Always("warm-up is always linear"))
     lowest, floor = reading.facts.get("lowest", (peak, default))
     check_number(lowest, floor)
     shape, kind = reading.facts.get("shape", ("linear", default))
@@ -270,11 +309,14 @@ def _rates(reading: Reading, default: str) -> None:
     check_number(start, begin)
     if lowest == peak:
         reading.set("training.lr_schedule.name", "constant", floor)
+        reading.no_effect += [(said, NoEffect.OFF) for said in (kind, length, begin) if said != default]
         return
     reading.set("training.lr_schedule.final", float(f"{lowest / peak:.6g}"), f"{floor}, relative to the peak {peak}")
     if start + over != steps:
         told = "; ".join(dict.fromkeys((length, begin)))
         reading.give_up(told, f"the decay ends at step {start + over}; schedules always end at the last step, {steps}")
+    else:
+        reading.claim(f"{length}; {begin}", Has("training.steps", steps))
     if shape == "linear" and start > warmup:
         reading.set("training.lr_schedule.name", "wsd", f"{kind}; {begin}")
         reading.set("training.lr_schedule.decay", max(1, steps - start), f"{begin}; {length}")

@@ -3,8 +3,9 @@
 from collections.abc import Mapping
 from typing import Any
 
+from meshwright.imports.claims import Always, NoEffect
 from meshwright.imports.reading import Reading, Rule
-from meshwright.imports.rules import apply, ignored, nothing, only, when
+from meshwright.imports.rules import apply, fact, no_effect, only, unsupported, when, without
 from meshwright.spec.errors import UserError
 
 PATH, REDUCED = "training.precision", "training.reduce_dtype"
@@ -61,12 +62,13 @@ PRODUCTS = {
 WORDS = ("fp8 format", "fp8 recipe", "fp8 algorithm", "fp4 format", "fp4 recipe")
 """Facts that are words."""
 BOTH = {
-    "fp8_interval": "scales are computed at every step",
     "fp8_dot_product_attention": "attention is computed in bf16",
     "fp8_multi_head_attention": "attention is computed in bf16",
     "fp4_param": "weights stay in bf16, and are rounded to fp4 for each product",
     "fp4_param_gather": "weights stay in bf16, and are rounded to fp4 for each product",
 }
+OLD_KINDS = ("e4m3", "hybrid")
+DTYPES = ("params_dtype", "pipeline_dtype", "autocast_dtype")
 LOSS_SCALE = ("loss_scale", "initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis")
 
 
@@ -80,8 +82,8 @@ def named(reading: Reading, value: Any, origin: str) -> None:
         return
     wide, facts = NAMES[word]
     reading.set(PATH, wide, origin)
-    for name, fact in facts.items():
-        reading.fact(name, fact, origin)
+    for name, stated in facts.items():
+        reading.fact(name, stated, origin)
 
 
 def named_for_all(reading: Reading, value: Any, origin: str) -> None:
@@ -104,6 +106,7 @@ def reduced(reading: Reading, value: Any, origin: str) -> None:
 def _stated(name: str, usual: Any) -> Rule:
     def rule(reading: Reading, value: Any, origin: str) -> None:
         if value == usual or (usual is None and value is False):
+            reading.claim(origin, USUAL)
             return
         if name in WORDS and not isinstance(value, str):
             raise UserError(f"{origin}: must be a word, as in hybrid, delayed or max")
@@ -112,54 +115,60 @@ def _stated(name: str, usual: Any) -> Rule:
     return rule
 
 
+USUAL = Always("it is Megatron's default, as in recipes")
+
+
 def _overruled(name: str, usual: Any) -> Rule:
     """A key of the model that `mixed_precision` replaces."""
 
     def rule(reading: Reading, value: Any, origin: str) -> None:
         if value != usual and reading.known(name) != value and name not in ("fp8 first", "fp8 last"):
             reading.give_up(origin, f"{SECTION} decides")
+        else:
+            reading.no_effect.append((origin, NoEffect.OVERRULED))
 
     return rule
 
 
+def _weight_gradients(reading: Reading, value: Any, origin: str) -> None:
+    if value is False:
+        reading.fact("fp8 weight gradients", True, origin)
+    else:
+        reading.claim(origin, Always("fp8 layers compute weight gradients in fp8, too"))
+
+
 def _old_format(reading: Reading, value: Any, origin: str) -> None:
     """NeMo's switch, beside which two others name the format; Megatron-Bridge names it here."""
-    if value is not True:
+    if value is True:
+        reading.fact("old fp8", True, origin)
+    else:
         apply(_stated("fp8 format", None), reading, value, origin)
 
 
 SECTION_RULES: Mapping[str, Rule] = {
     **{f"{SECTION}.{key}": _stated(name, usual) for key, (name, usual) in PRODUCTS.items()},
     f"{SECTION}.fp8_recipe": _stated("fp8 recipe", "tensorwise"),
-    f"{SECTION}.fp8_wgrad": lambda reading, value, origin: (
-        reading.fact("fp8 weight gradients", True, origin) if value is False else None
-    ),
+    f"{SECTION}.fp8_wgrad": _weight_gradients,
     f"{SECTION}.bf16": when(PATH, "bf16"),
     f"{SECTION}.fp16": when(PATH, "fp16"),
     f"{SECTION}.fp32": when(PATH, "fp32"),
     f"{SECTION}.grad_reduce_in_fp32": reduced,
-    **{f"{SECTION}.{key}": nothing(why) for key, why in BOTH.items()},
+    **{f"{SECTION}.{key}": unsupported(why) for key, why in BOTH.items()},
+    f"{SECTION}.fp8_interval": only(1, "scales are computed at every step"),
+    f"{SECTION}.autocast_enabled": unsupported("training.precision decides it"),
     **dict.fromkeys(
-        [
-            f"{SECTION}.{key}"
-            for key in (
-                *("params_dtype", "pipeline_dtype", "autocast_dtype", "autocast_enabled", "_target_"),
-                *(f"{dtype}.{key}" for dtype in ("params_dtype", "pipeline_dtype") for key in ("_target_", "_call_")),
-                "reuse_grad_buf_for_mxfp8_param_ag",
-            )
-        ],
-        nothing("training.precision decides it"),
+        [f"{SECTION}.{dtype}{kind}" for dtype in DTYPES for kind in ("", ".*")],
+        without("training.precision decides it"),
     ),
+    f"{SECTION}._target_": no_effect(NoEffect.CLASS),
+    f"{SECTION}.reuse_grad_buf_for_mxfp8_param_ag": no_effect(NoEffect.MEMORY),
 }
 MODEL_RULES: Mapping[str, Rule] = {
     **{f"model.{key}": _stated(name, usual) for key, (name, usual) in PRODUCTS.items()},
     "model.fp8": _old_format,
-    "model.fp8_e4m3": ignored,  # `old_formats` reads these two
-    "model.fp8_hybrid": ignored,
-    "model.fp8_wgrad": lambda reading, value, origin: (
-        reading.fact("fp8 weight gradients", True, origin) if value is False else None
-    ),
-    **{f"model.{key}": nothing(why) for key, why in BOTH.items() if key != "fp8_interval"},
+    **{f"model.fp8_{kind}": fact(f"old {kind}") for kind in OLD_KINDS},
+    "model.fp8_wgrad": _weight_gradients,
+    **{f"model.{key}": unsupported(why) for key, why in BOTH.items()},
     "model.fp8_interval": only(1, "scales are computed at every step"),
 }
 
@@ -169,21 +178,26 @@ def precision_rules(values: Mapping[str, Any]) -> dict[str, Rule]:
     rules = {**SECTION_RULES, **MODEL_RULES, SECTION: named_for_all}
     if any(key.split(".")[0] == SECTION and value is not None for key, value in values.items()):
         rules |= {f"model.{key}": _overruled(name, usual) for key, (name, usual) in PRODUCTS.items()}
-    ours = nothing("fp16's loss scale is dynamic, with fixed constants")
+    ours = without("fp16's loss scale is dynamic, with fixed constants")
     in_fp16 = any(values.get(f"{part}.fp16") is True for part in (SECTION, "optimizer", "model"))
     return rules | {
-        f"{part}.{key}": ours if in_fp16 else ignored for part in (SECTION, "optimizer") for key in LOSS_SCALE
+        f"{part}.{key}": ours if in_fp16 else no_effect(NoEffect.OFF)
+        for part in (SECTION, "optimizer")
+        for key in LOSS_SCALE
     }
 
 
 def settle_formats(reading: Reading, values: Mapping[str, Any], file: str) -> None:
     """What the keys of the precision state together: NeMo's format, the section's defaults, layers in bf16."""
-    if values.get("model.fp8") is True:
-        kind = next((kind for kind in ("e4m3", "hybrid") if values.get(f"model.fp8_{kind}") is True), None)
-        if kind is None:
-            reading.give_up(f"{file}: model.fp8=True", "neither model.fp8_e4m3 nor model.fp8_hybrid is true")
-        else:
-            reading.fact("fp8 format", kind, f"{file}: model.fp8=True; {file}: model.fp8_{kind}=True")
+    kinds = {kind: reading.facts[f"old {kind}"] for kind in OLD_KINDS if f"old {kind}" in reading.facts}
+    on = next((kind for kind, (value, _) in kinds.items() if value is True), "")
+    if "old fp8" not in reading.facts:
+        reading.no_effect += [(where, NoEffect.OFF) for _, where in kinds.values()]
+    elif on:
+        told = "; ".join([reading.facts["old fp8"][1], *(where for _, where in kinds.values())])
+        reading.fact("fp8 format", on, told)
+    else:
+        reading.give_up(reading.facts["old fp8"][1], "neither model.fp8_e4m3 nor model.fp8_hybrid is true")
     in_section = any(key.startswith(f"{SECTION}.") for key in values)
     said = f"{file} (Megatron-Bridge's default)"
     if in_section and "fp8 format" in reading.facts and "fp8 recipe" not in reading.facts:

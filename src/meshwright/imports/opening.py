@@ -11,6 +11,7 @@ from typing import Any
 import yaml
 
 from meshwright.spec.errors import UserError
+from meshwright.storage.jsonl import distinct_keys
 
 LARGEST_FILE = 2**18
 """Bytes; people write these files by hand."""
@@ -37,7 +38,7 @@ def read_data(path: Path, text: str) -> Any:
     refers to itself."""
     try:
         if path.suffix == ".json":
-            found = json.loads(text, parse_constant=_refuse)
+            found = json.loads(text, parse_constant=_refuse, object_pairs_hook=distinct_keys)
         else:
             found = tomllib.loads(text) if path.suffix == ".toml" else yaml.safe_load(text)
     except RecursionError as error:

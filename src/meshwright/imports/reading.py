@@ -1,12 +1,20 @@
-"""`Reading`: the result of reading other systems' files: our settings, each with its origin, and keys without a
-counterpart."""
+"""`Reading`: the result of reading other systems' files: our settings, each with its origin, and what became of every
+key.
 
+A key becomes a setting, alone or with others; or it claims something that `conclude` compares with the finished recipe;
+or it has a named reason why it has no effect on training; or it is listed as not carried over. A key that leaves none
+of these is listed, too.
+"""
+
+import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+from meshwright.imports.claims import Claim, NoEffect
 from meshwright.spec.errors import UserError
+from meshwright.spec.run import Run
 
 SHOWN = 200
 """Characters of a value that an origin shows."""
@@ -50,8 +58,16 @@ class Reading:
     """(key and value, why it has no counterpart)"""
     notes: list[str] = field(default_factory=list)
     """Assumptions made."""
+    no_effect: list[tuple[str, NoEffect]] = field(default_factory=list)
+    """(key and value, why no value of it has an effect on training)"""
+    claims: list[tuple[str, Claim]] = field(default_factory=list)
+    """(key and value, what it says about the recipe)"""
+    already_so: list[str] = field(default_factory=list)
+    """Keys whose claims hold for the finished recipe, each with its claims."""
     seen: list[str] = field(default_factory=list)
     """The origin of every key that was read."""
+    unknown: list[str] = field(default_factory=list)
+    """The origins of keys without a rule."""
 
     def set(self, path: str, value: Any, origin: str) -> None:
         """Record a setting; if files disagree, the first one wins and the other value is reported."""
@@ -78,6 +94,12 @@ class Reading:
         """Record several settings of one origin."""
         for path, value in settings.items():
             self.set(path, value, origin)
+
+    def track(self, name: str, origin: str) -> None:
+        """Add a tracker."""
+        names, where = self.settings.get("trackers", ([], ""))
+        joined = names if name in names else [*names, name]
+        self.settings["trackers"] = joined, f"{where}; {origin}" if where else origin
 
     def value(self, path: str, default: Any = None) -> Any:
         """A setting's value."""
@@ -114,37 +136,75 @@ class Reading:
         """Keep weights and moments in bf16, rounded to the nearest."""
         self.set_all(NARROW, origin)
 
-    def already_so(self) -> list[str]:
-        """Keys without effect: switched off, true for every recipe, or repeating another key."""
-        origins = [origin for _, origin in self.settings.values()]
-        told = "\n".join([*origins, *(origin for origin, _ in self.without), *self.notes])
-        return [origin for origin in self.seen if origin not in told]
-
     def give_up(self, origin: str, why: str) -> None:
         """Record a key without a counterpart."""
         self.without.append((origin, why))
 
+    def claim(self, origin: str, *claims: Claim) -> None:
+        """Record what a key says about the recipe, or several keys together, which `conclude` checks."""
+        self.claims += [(origin, claim) for claim in claims]
+
+    def read_inside(self, origin: str) -> None:
+        """Note that a key's value has keys of its own, which are read one by one instead of it."""
+        self.seen.remove(origin)
+
     def take(self, values: Mapping[str, Any], rules: Mapping[str, Rule], file: str) -> None:
         """Apply a rule to every key of `values`; keys without one have no counterpart that is known.
 
+        A rule whose key ends in `.*` is for all keys of the section that have none of their own.
         Raises `UserError` if a value is of a kind that its key never has.
         """
         for key, value in values.items():
             if value is None:  # as if it were not there
                 continue
-            shown = str(value)
-            origin = f"{file}: {key}={shown if len(shown) <= SHOWN else f'{shown[:SHOWN]}...'}"
-            rule = rules.get(key)
-            self.seen.append(origin)
+            origin = self.read(file, key, value)
+            rule = rules.get(key) or of_section(rules, key)
             if value == "auto" and rule is not None and not isinstance(rule, EvenAuto):
                 self.notes.append(f"{origin}: taken from another file, or the recipe's default")
             elif rule is None:
+                self.unknown.append(origin)
                 self.give_up(origin, "unknown, or without a counterpart")
             elif isinstance(rule, str):
                 self.set(rule, value, origin)
             else:
                 with refusing(f"{origin}: this value is not allowed"):
                     rule(self, value, origin)
+
+    def read(self, file: str, key: str, value: Any) -> str:
+        """The origin of a key, which has been read."""
+        text = str(value)
+        origin = f"{file}: {key}={text if len(text) <= SHOWN else f'{text[:SHOWN]}...'}"
+        self.seen.append(origin)
+        return origin
+
+    def conclude(self, run: Run) -> None:
+        """Compare all claims with the finished recipe, and list the keys that left nothing in it."""
+        told = "\n".join([*(origin for _, origin in self.settings.values()), *self.notes,
+                          *(origin for origin, _ in [*self.without, *self.no_effect])])  # fmt: skip
+        for origin in dict.fromkeys(self.seen):
+            if _names(told, origin):
+                continue
+            claims = [claim for claimant, claim in self.claims if _names(claimant, origin)]
+            if problems := list(filter(None, (claim.problem(run) for claim in claims))):
+                self.give_up(origin, "; ".join(problems))
+            elif claims:
+                self.already_so.append(f"{origin}: {'; '.join(map(str, claims))}")
+            else:
+                self.give_up(origin, "nothing in the recipe comes from it")
+
+
+def of_section(rules: Mapping[str, Rule], key: str) -> Rule | None:
+    """The rule for all keys of the innermost section that has one."""
+    while "." in key:
+        key = key.rpartition(".")[0]
+        if (rule := rules.get(f"{key}.*")) is not None:
+            return rule
+    return None
+
+
+def _names(text: str, origin: str) -> bool:
+    """Whether a text names a key with its value."""
+    return re.search(rf"(?:^|[\s(;]){re.escape(origin)}(?=$|[\s;:,)])", text, flags=re.MULTILINE) is not None
 
 
 @dataclass(frozen=True)

@@ -2,61 +2,25 @@
 
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from meshwright.imports.accelerate_yaml import is_accelerate, read_accelerate
-from meshwright.imports.automodel import is_automodel, read_automodel
-from meshwright.imports.axolotl import is_axolotl, read_axolotl
-from meshwright.imports.deepspeed import is_deepspeed, read_deepspeed
+from meshwright.imports.claims import Has, NoEffect
 from meshwright.imports.deepspeed_schedules import settle_what_no_file_gives
-from meshwright.imports.foundry import is_foundry, read_foundry
-from meshwright.imports.hf_arguments import is_hf_arguments, read_hf_arguments, settle_shares
-from meshwright.imports.llama_factory import (
-    is_dataset_info,
-    is_llama_factory,
-    name_sources,
-    read_dataset_info,
-    read_llama_factory,
-)
-from meshwright.imports.megatron import is_flags, is_model_config, read_model_config, read_script
-from meshwright.imports.nanogpt import read_assignments, read_nanogpt
-from meshwright.imports.nanotron import is_nanotron, read_nanotron
-from meshwright.imports.nemo import is_nemo, read_nemo
-from meshwright.imports.opening import read_data, read_text
-from meshwright.imports.program import is_program, read_program
-from meshwright.imports.reading import Reading, check_count, check_number, refusing
+from meshwright.imports.experts import settle_balance
+from meshwright.imports.hf_schedules import settle_shares
+from meshwright.imports.llama_factory import name_sources
+from meshwright.imports.llama_factory_v1 import name_v1_sources
+from meshwright.imports.reading import Reading, check_count, check_number
 from meshwright.imports.schedules import settle_lost_schedule
-from meshwright.imports.titan_python import is_titan_python
-from meshwright.imports.torchtitan import is_torchtitan, read_torchtitan, read_torchtitan_python
+from meshwright.imports.systems import read_files
 from meshwright.spec.document import write_yaml
 from meshwright.spec.errors import UserError
 from meshwright.spec.recipe import RecipeError, parse_spec
 from meshwright.spec.run import Run
 from meshwright.terminal import printable
 
-FORMATS = (
-    "a DeepSpeed JSON, transformers' TrainingArguments (YAML or JSON), an Accelerate, axolotl, LLaMA-Factory, "
-    "LLM-Foundry, Nanotron, NeMo AutoModel, NeMo or Megatron-Bridge YAML, a torchtitan configuration (.py, .toml, "
-    "or the JSON that it prints), a nanoGPT configuration (.py), a script with Megatron-LM's flags or its tests' YAML "
-    "(MODEL_ARGS), or a program from `meshwright export`"
-)
-KINDS = (
-    (is_model_config, read_model_config),
-    (is_accelerate, read_accelerate),
-    (is_axolotl, read_axolotl),
-    (is_llama_factory, read_llama_factory),
-    (is_dataset_info, read_dataset_info),
-    (is_foundry, read_foundry),
-    (is_nanotron, read_nanotron),
-    (is_automodel, read_automodel),
-    (is_torchtitan, read_torchtitan),
-    (is_nemo, read_nemo),
-    (is_hf_arguments, read_hf_arguments),
-    (is_deepspeed, read_deepspeed),
-)
-"""Whether a file is of a kind, and what reads it; the first that knows it reads it."""
 COUNTED = {f"layout.{axis}" for axis in ("tp", "pp", "cp")} | {
     f"training.{name}" for name in ("steps", "micro_batch", "global_batch")
 }
@@ -65,9 +29,11 @@ COLUMN = 44
 """Column of the origin comments."""
 
 
-def import_files(paths: Sequence[Path], *, ranks: int | None = None, model: str | None = None) -> tuple[str, Reading]:
+def import_files(
+    paths: Sequence[Path], *, ranks: int | None = None, model: str | None = None, base_dir: Path | None = None
+) -> tuple[str, Reading]:
     """The recipe that the files describe together, as text, and the reading; `ranks` and `model` are used if no file
-    gives them.
+    gives them, `base_dir` is the folder of a model's relative path (default: the first file's).
 
     Raises `UserError` for unknown files, and if the recipe is incomplete or inconsistent.
     """
@@ -76,11 +42,7 @@ def import_files(paths: Sequence[Path], *, ranks: int | None = None, model: str 
         reading.fact("ranks", ranks, f"--ranks {ranks}")
     if model is not None:
         reading.set("model.name", model, f"--model {model}")
-    for read, content, name in sorted(
-        (_opened(path) for path in paths), key=lambda file: file[0] is not read_deepspeed
-    ):
-        with refusing(f"{name}: cannot be read: a value is of a kind that its key never has"):
-            read(reading, content, name)
+    read_files(reading, paths)
     _finish(reading)
     for path, (value, origin) in reading.defaults.items():
         if path not in reading.settings:
@@ -89,35 +51,16 @@ def import_files(paths: Sequence[Path], *, ranks: int | None = None, model: str 
     settle_lost_schedule(reading)
     settle_shares(reading)
     _check_warmup(reading)
-    text = _written(reading, paths)
-    check_recipe(text, reading.settings, ", ".join(path.name for path in paths))
-    return text, reading
-
-
-def _opened(path: Path) -> tuple[Callable[[Reading, Any, str], None], Any, str]:
-    """What reads a file, the file's content, and its name."""
-    text, name = read_text(path), path.name
-    if path.suffix == ".py" and is_program(text):
-        return lambda reading, content, _: read_program(reading, content, path), text, name
-    if path.suffix == ".py" and is_titan_python(text):
-        return read_torchtitan_python, text, name
-    if path.suffix == ".py":
-        return read_nanogpt, read_assignments(text, name), name
-    if path.suffix not in (".json", ".yaml", ".yml", ".toml") and is_flags(text):
-        return read_script, text, name
-    if path.suffix in (".sh", ".bash", ".sbatch", ".slurm"):
-        raise UserError(f"{path}: has none of Megatron-LM's flags (--num-layers, ...); supported are {FORMATS}")
-    values = read_data(path, text)
-    if isinstance(values, Mapping):
-        for known, read in KINDS:
-            if known(values):
-                return read, values, name
-    raise UserError(f"{path}: unknown format; supported are {FORMATS}")
+    settle_balance(reading, base_dir or paths[0].parent)
+    recipe, files = _recipe(reading), ", ".join(path.name for path in paths)
+    reading.conclude(check_recipe(recipe, reading.settings, files))
+    return _comments(reading, files) + recipe, reading
 
 
 def _finish(reading: Reading) -> None:
     """Settings that follow from several facts."""
     name_sources(reading)
+    name_v1_sources(reading)
     ranks, origin = reading.facts.get("ranks", (None, ""))
     settings = reading.settings
     for path in COUNTED & settings.keys():
@@ -134,6 +77,10 @@ def _finish(reading: Reading) -> None:
             raise UserError(f"{origin}: tp x pp x cp = {split} does not divide {ranks} ranks; give another --ranks")
         _data_parallel(reading, ranks // split, stage, f"{origin}; {why}" if why != origin else origin)
     replicas = (ranks or split) // split
+    if replicas == 1:
+        reading.claim(origin, Has("layout.dp_shard", 1), Has("layout.dp_replicate", 1))
+        if "layout.zero" not in settings and "zero" in reading.facts:
+            reading.no_effect.append((why, NoEffect.ALONE))
     _batch(reading, replicas)
     betas = {name: reading.facts.get(name) for name in ("beta1", "beta2")}
     if any(betas.values()):
@@ -148,11 +95,18 @@ def _finish(reading: Reading) -> None:
             reading.give_up(origin, "the number of steps is unknown; set training.lr_schedule.warmup")
     if "min_lr" in reading.facts:
         _floor(reading, *reading.facts["min_lr"])
-    if "decay steps" in reading.facts and reading.facts["decay steps"][0] != steps:
-        reading.give_up(reading.facts["decay steps"][1], "schedules always end at the last step")
+    if "decay steps" in reading.facts:
+        length, origin = reading.facts["decay steps"]
+        if length == steps:
+            reading.claim(origin, Has("training.steps", steps))
+        else:
+            reading.give_up(origin, "schedules always end at the last step")
     if "samples" in reading.facts:
         reading.give_up(reading.facts["samples"][1], "set training.steps to the samples divided by the global batch")
-    if "epochs" in reading.facts and not steps:
+    if "epochs" in reading.facts and steps:
+        if (origin := reading.facts["epochs"][1]) in reading.seen:
+            reading.no_effect.append((origin, NoEffect.OVERRULED))
+    elif "epochs" in reading.facts:
         reading.give_up(reading.facts["epochs"][1], "runs have a number of steps; set training.steps")
 
 
@@ -195,10 +149,11 @@ def _data_parallel(reading: Reading, replicas: int, stage: int, origin: str) -> 
     if not stage:
         reading.set("layout.dp_replicate", replicas, origin)
         return
-    reading.set("layout.dp_shard", shard, origin)
+    where = reading.facts.get("shard", (0, ""))[1]
+    reading.set("layout.dp_shard", shard, f"{origin}; {where}" if where else origin)
     reading.set("layout.zero", stage, origin)
     if shard < replicas:
-        reading.set("layout.dp_replicate", replicas // shard, reading.facts["shard"][1])
+        reading.set("layout.dp_replicate", replicas // shard, where)
 
 
 def _batch(reading: Reading, replicas: int) -> None:
@@ -221,7 +176,9 @@ def _batch(reading: Reading, replicas: int) -> None:
         )
     elif micro is not None and accumulation is not None and "training.global_batch" in settings:
         batch = settings["training.global_batch"]
-        if batch[0] != micro * accumulation * replicas:
+        if batch[0] == micro * accumulation * replicas:
+            reading.claim(why, Has("training.global_batch", micro * accumulation * replicas))
+        else:
             reading.give_up(
                 why,
                 (f"{batch[1]} with micro batch {micro} and {replicas} data-parallel ranks gives another accumulation"),
@@ -238,8 +195,8 @@ def _micro_batch(reading: Reading, replicas: int, accumulation: int, origin: str
         reading.give_up(origin, "the micro batch is unknown; set training.micro_batch and training.global_batch")
 
 
-def _written(reading: Reading, paths: Sequence[Path]) -> str:
-    """The recipe as text."""
+def _recipe(reading: Reading) -> str:
+    """The recipe as text, with the origin of every line."""
     if not any(path.startswith("model.") for path in reading.settings):
         raise UserError("no file names the model; give --model: a published name or a Hugging Face directory")
     tree: dict[str, Any] = {}
@@ -253,15 +210,19 @@ def _written(reading: Reading, paths: Sequence[Path]) -> str:
         if last in place:
             raise UserError(f"{origin}: sets a section that has settings")
         place[last] = (value, origin)
-    comments = [f"Imported from {', '.join(path.name for path in paths)}"]
-    comments += [f"assumed: {note}" for note in reading.notes]
-    comments += [f"no counterpart: {origin}: {why}" for origin, why in reading.without]
-    comments += [f"already so: {origin}" for origin in reading.already_so()]
-    lines = [f"# {_one_line(comment)}" for comment in comments]
     order = {name: number for number, name in enumerate(Run.model_fields)}
-    for name in sorted(tree, key=lambda name: order.get(name, len(order))):
-        lines += _lines(name, tree[name], "")
-    return "\n".join(lines) + "\n"
+    names = sorted(tree, key=lambda name: order.get(name, len(order)))
+    return "".join(f"{line}\n" for name in names for line in _lines(name, tree[name], ""))
+
+
+def _comments(reading: Reading, files: str) -> str:
+    """What became of the keys without a line in the recipe."""
+    comments = [f"Imported from {files}"]
+    comments += [f"assumed: {note}" for note in reading.notes]
+    comments += [f"no counterpart: {origin}: {reason}" for origin, reason in reading.without]
+    comments += [f"no effect on training: {origin}: {reason}" for origin, reason in reading.no_effect]
+    comments += [f"already so: {text}" for text in reading.already_so]
+    return "".join(f"# {_one_line(comment)}\n" for comment in comments)
 
 
 def _lines(name: str, value: Any, indent: str) -> Iterator[str]:
@@ -288,10 +249,10 @@ SOURCE = "the imported recipe"
 PLACE = re.compile(rf"{SOURCE}:\d+: (?:([a-z_][\w.]*): )?(.*)", flags=re.DOTALL)
 
 
-def check_recipe(text: str, settings: Mapping[str, tuple[Any, str]], files: str) -> None:
-    """Raise `UserError` with every error of an imported recipe, each with the origin of the setting."""
+def check_recipe(text: str, settings: Mapping[str, tuple[Any, str]], files: str) -> Run:
+    """The imported recipe. Raises `UserError` with all its errors, each with the origin of the setting."""
     try:
-        parse_spec(text, Run, source=SOURCE)
+        return parse_spec(text, Run, source=SOURCE)
     except RecipeError as error:
         raise UserError("\n".join(_cited(problem, settings, files) for problem in error.problems)) from error
 

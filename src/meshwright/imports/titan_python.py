@@ -4,6 +4,7 @@ import ast
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from meshwright.imports.constants import constant
 from meshwright.imports.reading import flat
 from meshwright.spec.errors import UserError
 
@@ -20,8 +21,10 @@ def is_titan_python(text: str) -> bool:
     return "torchtitan" in text and "Trainer.Config(" in text
 
 
-def read_titan_python(text: str, file: str) -> dict[str, Any]:
+def read_titan_python(text: str, file: str, package: str) -> dict[str, Any]:
     """The keys and values of the one configuration that the module makes, by dotted names as in TOML.
+
+    `package` is the model's name that a relative import means; empty if it is none of torchtitan's.
 
     Raises `UserError` if there is none, or several, or one that is made from another.
     """
@@ -40,13 +43,29 @@ def read_titan_python(text: str, file: str) -> dict[str, Any]:
         names = ", ".join(node.name for node, _ in made) or "none"
         raise UserError(f"{file}: must have one function that returns Trainer.Config(...), but has {names}")
     function, call = made[0]
-    known = {target.id: node.value for node in ast.walk(function) if isinstance(node, ast.Assign)
-             for target in node.targets if isinstance(target, ast.Name)}  # fmt: skip
+    assigned = [node for node in (*body, *ast.walk(function)) if isinstance(node, ast.Assign)]
+    known = {target.id: node.value for node in assigned for target in node.targets if isinstance(target, ast.Name)}
     try:
         values = _value(call, known, 0)
+        _change(values, assigned, next((name for name, value in known.items() if value is call), ""), known)
     except RecursionError as error:
         raise UserError(f"{file}: cannot be read: nested too deeply") from error
-    return dict(_keys(values, _models(body), _datasets(body), _scaling(function)))
+    except ArithmeticError as error:
+        raise UserError(f"{file}: cannot be evaluated: {error}") from error
+    return dict(_keys(values, _models(body, package), _datasets(body), _scaling(function)))
+
+
+def _change(values: dict[str, Any], assigned: list[ast.Assign], name: str, known: Mapping[str, ast.expr]) -> None:
+    """Put in what is assigned to the configuration's parts after it is made, as in `config.training.steps = 10`."""
+    for node in assigned:
+        first, *path = _name(node.targets[0]).split(".")
+        if not name or first != name or not path:
+            continue
+        place: Any = values
+        for part in path[:-1]:
+            place = place.setdefault(part, {CALLED: ""}) if isinstance(place, dict) else None
+        if isinstance(place, dict):
+            place[path[-1]] = _value(node.value, known, 0)
 
 
 def _name(node: ast.expr) -> str:
@@ -73,19 +92,18 @@ def _value(node: ast.expr, known: Mapping[str, ast.expr], depth: int) -> Any:
     if isinstance(node, ast.Dict):
         pairs = zip(node.keys, node.values, strict=True)
         return {str(_value(key, known, depth + 1)): _value(value, known, depth + 1) for key, value in pairs if key}
-    try:
-        return ast.literal_eval(node)
-    except (ValueError, TypeError, MemoryError, SyntaxError):
-        return ast.unparse(node)
+    return constant(node, {})
 
 
 def _keys(
     values: dict[str, Any], model: str | None, datasets: dict[str, Any], factor: float | None
 ) -> Iterator[tuple[str, Any]]:
     for section, value in values.items():
-        if section == "loss" or section == CALLED:
+        if section == CALLED:
             continue
-        if section == "activation_checkpoint":
+        if section == "loss":
+            yield "loss", _innermost(value)
+        elif section == "activation_checkpoint":
             mode = MODES.get(value[CALLED], value[CALLED]) if isinstance(value, Mapping) else "none"
             yield "activation_checkpoint.mode", mode
         elif section == "model_spec" and isinstance(value, Mapping):
@@ -104,6 +122,13 @@ def _keys(
         yield "model.scaling_factor", factor
     if "activation_checkpoint" not in values:
         yield "activation_checkpoint.mode", "selective"
+
+
+def _innermost(loss: Any) -> str:
+    """The name of a loss without those that only compute it in pieces."""
+    while isinstance(loss, Mapping) and isinstance(loss.get("loss_fn"), Mapping):
+        loss = loss["loss_fn"]
+    return loss[CALLED] if isinstance(loss, Mapping) else str(loss)
 
 
 def _of_section(section: str, value: Mapping[str, Any], *others: str) -> Iterator[tuple[str, Any]]:
@@ -144,11 +169,11 @@ def _constants(values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
             yield f"optimizer.{key}", value
 
 
-def _models(body: list[ast.stmt]) -> str | None:
-    """The model whose `model_registry` the module imports."""
+def _models(body: list[ast.stmt], package: str) -> str | None:
+    """The model whose `model_registry` the module imports; a relative import is of its own package."""
     for node in body:
         if isinstance(node, ast.ImportFrom) and any(name.name == "model_registry" for name in node.names):
-            return (node.module or "").rsplit(".", 1)[-1] or None
+            return (node.module or package).rsplit(".", 1)[-1] or None
     return None
 
 

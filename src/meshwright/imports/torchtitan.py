@@ -3,231 +3,23 @@
 from collections.abc import Mapping
 from typing import Any
 
-from meshwright.imports.reading import Reading, Rule, check_count, flat
-from meshwright.imports.rules import above_zero, choice, dotted, fact, ignored, nothing, only, positive, when, words
-from meshwright.imports.schedules import schedule_words
+from meshwright.imports.claims import Has, HasNot, NoEffect
+from meshwright.imports.reading import Reading, check_count, flat
 from meshwright.imports.titan_python import read_titan_python
+from meshwright.imports.torchtitan_keys import (
+    ASSETS,
+    DEFAULTS,
+    DTYPES,
+    FLAVORS,
+    IN_HF,
+    MICROBATCHES,
+    RULES,
+    SCALED,
+    TOKENS,
+    WARMUP,
+    _data,
+)
 from meshwright.spec.errors import UserError
-
-FLAVORS = {
-    ("llama3", "8b"): "llama-3.1-8b",
-    ("llama3", "70b"): "llama-3.1-70b",
-    ("llama3", "405b"): "llama-3.1-405b",
-    ("llama3", "1b"): "llama-3.2-1b",
-    ("llama3", "3b"): "llama-3.2-3b",
-    ("llama2", "7b"): "llama-2-7b",
-    ("llama2", "13b"): "llama-2-13b",
-    ("llama2", "70b"): "llama-2-70b",
-    **{("qwen3", size): f"qwen3-{size}" for size in ("0.6b", "1.7b", "4b", "8b", "14b", "32b")},
-}
-"""A model's name and flavor -> a published name."""
-SCALED = ("1B", "3B")
-"""Flavors whose rope torchtitan scales by 8; the published models' is scaled by 32."""
-DEGREES = {
-    "data_parallel_replicate_degree": "replicate",
-    "tensor_parallel_degree": "layout.tp",
-    "pipeline_parallel_degree": "layout.pp",
-    "context_parallel_degree": "layout.cp",
-    "expert_parallel_degree": "layout.ep",
-}
-SCHEDULES = {
-    "1f1b": "1f1b",
-    "gpipe": "afab",
-    "interleaved1f1b": "interleaved-1f1b",
-    "interleavedzerobubble": "interleaved-zero-bubble",
-    "zbvzerobubble": "zbv",
-    "loopedbfs": "looped-bfs",
-    "dualpipev": "dualpipev",
-}
-DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
-WARMUP = "training.lr_schedule.warmup"
-DEFAULTS = {
-    "training.optimizer.lr": 8e-4,
-    "training.optimizer.betas": [0.9, 0.95],
-    "training.optimizer.weight_decay": 0.1,
-    "training.lr_schedule.name": "linear",
-    "training.lr_schedule.final": 0.0,
-    WARMUP: 200,
-    "training.steps": 10000,
-    "training.micro_batch": 8,
-    "data.sequence_length": 2048,
-}
-
-
-def _degree(name: str) -> Rule:
-    def rule(reading: Reading, value: Any, origin: str) -> None:
-        if value == -1 and name == "shard":
-            return reading.fact("all shard", True, origin)
-        check_count(value, origin)
-        if "." in name:
-            return reading.set(name, value, origin) if value > 1 else None
-        return reading.fact(name, value, origin)
-
-    return rule
-
-
-def _pipeline(reading: Reading, value: Any, origin: str) -> None:
-    word = str(value).lower()
-    if word in SCHEDULES:
-        reading.fact("schedule", SCHEDULES[word], origin)
-    else:
-        reading.give_up(origin, f"supported: {', '.join(SCHEDULES)}")
-
-
-def _data(reading: Reading, value: Any, origin: str) -> None:
-    known = {"c4": {"path": "hub:allenai/c4", "subset": "en"}}
-    if value in known:
-        reading.set("data.sources", [known[value]], origin)
-    else:
-        reading.give_up(origin, "this dataset is defined in torchtitan's code; set data.sources")
-
-
-def _table(reading: Reading, value: Any, origin: str) -> None:
-    name, where = reading.facts.get("data set", (next(iter(value)), origin))
-    if name in value:
-        reading.set("data.sources", [value[name]], f"{where.partition(': ')[0]}: DATASETS['{name}']")
-    else:
-        _data(reading, name, where)
-
-
-def _stages(reading: Reading, value: Any, origin: str) -> None:
-    layers = [sum(str(name).startswith("layers.") for name in part) for part in value]
-    reading.set("layout.stage_layers", layers, origin)
-
-
-def _converters(reading: Reading, value: Any, origin: str) -> None:
-    for name in value if isinstance(value, list) else [value]:
-        if "mx" in str(name):
-            reading.set("training.precision", "mxfp8", origin)
-        elif "float8" in str(name):
-            reading.set("training.precision", "fp8", origin)
-        elif name:
-            reading.give_up(origin, "supported: float8, mx")
-
-
-LEFT_TO_US = {
-    "job": "description print_args print_config use_for_integration_test config_file custom_config_module",
-    "metrics": "log_freq disable_color_printing save_tb_folder rank_0_only enable_color_printing save_for_all_ranks",
-    "training": "gc_freq gc_debug",
-    "optimizer": "fused foreach implementation early_step_in_backward",
-    "parallelism": "enable_async_tensor_parallel enable_compiled_autograd disable_loss_parallel enable_loss_parallel",
-    "experimental": "custom_import custom_args_module",
-    "model": "print_after_conversion",
-    "checkpoint": "last_save_model_only last_save_model_weights_only export_dtype folder create_seed_checkpoint "
-    "exclude_from_loading",
-    "comm": "mode init_timeout_seconds train_timeout_seconds trace_buf_size",
-    "compile": "components",
-    "activation_checkpoint": "early_stop per_op_sac_force_recompute_mm_shapes_by_fqns",
-}
-
-PYTHON: Mapping[str, Rule] = {
-    "dump_folder": "run_dir",
-    "hf_assets_path": "data.tokenizer",
-    "tokenizer": nothing("the tokenizer's own files are read"),
-    "model.attn_backend": when("data.separate_documents", True),
-    "model.tp_gemm_backend": nothing("PyTorch multiplies"),
-    "model.scaling_factor": fact("rope factor"),
-    "optimizer.undecayed": ignored,  # never are
-    "dataset.dataset": fact("data set"),
-    "dataset.dataset_path": fact("data path"),
-    "dataset.table": _table,
-    "dataset.infinite": nothing("data is always repeated"),
-    **{f"dataset.{key}": nothing("Meshwright decides it")
-       for key in ("num_workers", "pin_memory", "persistent_workers", "prefetch_factor")},
-    "training.dtype": words("training.master_dtype", {"bfloat16": "bf16", "float32": "fp32"}),
-    "training.disable_cuda_graphs": nothing("CUDA graphs are not supported"),
-    "lr_scheduler.total_steps": fact("decay end"),
-    "parallelism.module_fqns_per_model_part": _stages,
-    "parallelism.enable_sequence_parallel": ignored,  # always with tp
-    "parallelism.context_parallel_load_balancer": nothing("sequences are always distributed evenly"),
-    "parallelism.spmd_backend": nothing("Meshwright decides it"),
-    "checkpoint.initial_load_in_hf": fact("starts from Hugging Face"),
-    "checkpoint.initial_load_model_only": nothing("checkpoint.start_from loads only weights"),
-    "compile.backend": nothing("Meshwright decides it"),
-    "debug.seed": "training.seed",
-    "debug.deterministic": when("training.deterministic", True),
-    **{f"debug.{key}": nothing("Meshwright decides it")
-       for key in ("print_config", "save_config_file", "enable_structured_logging", "moe_force_load_balance")},
-}  # fmt: skip
-"""Keys of the configuration in Python that others do not have."""
-RULES: Mapping[str, Rule] = {
-    **PYTHON,
-    "job.dump_folder": "run_dir",
-    "model.name": fact("model"),
-    "model.flavor": fact("flavor"),
-    "model.norm_type": nothing("the model family determines the norm"),
-    "model.tokenizer_path": "data.tokenizer",
-    "model.hf_assets_path": "data.tokenizer",
-    "model.converters": _converters,
-    "optimizer.name": words("training.optimizer.name", {"adamw": "adamw", "adam": "adamw"}),
-    "optimizer.lr": "training.optimizer.lr",
-    "optimizer.eps": "training.optimizer.eps",
-    "optimizer.beta1": fact("beta1"),
-    "optimizer.beta2": fact("beta2"),
-    "optimizer.weight_decay": "training.optimizer.weight_decay",
-    "lr_scheduler.warmup_steps": "training.lr_schedule.warmup",
-    "lr_scheduler.decay_type": schedule_words({"linear": "linear", "cosine": "cosine"}),
-    "lr_scheduler.decay_ratio": fact("decay_ratio"),
-    "lr_scheduler.lr_min": "training.lr_schedule.final",
-    "lr_scheduler.min_lr_factor": "training.lr_schedule.final",
-    "training.local_batch_size": "training.micro_batch",
-    "training.batch_size": "training.micro_batch",
-    "training.global_batch_size": above_zero("training.global_batch"),
-    "training.seq_len": "data.sequence_length",
-    "training.warmup_steps": "training.lr_schedule.warmup",
-    "training.max_norm": positive("training.clip"),
-    "training.steps": "training.steps",
-    "training.dataset": _data,
-    "training.dataset_path": lambda reading, value, origin: reading.set("data.sources", [{"path": value}], origin),
-    "training.seed": "training.seed",
-    "training.deterministic": when("training.deterministic", True),
-    "training.compile": when("training.compile", True),
-    "compile.enable": when("training.compile", True),
-    "training.mixed_precision_param": fact("compute"),
-    "training.mixed_precision_reduce": words("training.reduce_dtype", DTYPES),
-    "training.enable_cpu_offload": when("layout.offload", "cpu"),
-    **{f"{part}.{key}": _degree(path) for part in ("training", "parallelism") for key, path in DEGREES.items()},
-    **{f"{part}.data_parallel_shard_degree": _degree("shard") for part in ("training", "parallelism")},
-    "training.data_parallel_degree": _degree("shard"),
-    "experimental.pipeline_parallel_degree": _degree("layout.pp"),
-    "experimental.context_parallel_degree": _degree("layout.cp"),
-    "experimental.pipeline_parallel_schedule": _pipeline,
-    "parallelism.pipeline_parallel_schedule": _pipeline,
-    "parallelism.pipeline_parallel_microbatch_size": nothing(
-        "training.micro_batch is a stage's number of sequences per microbatch"
-    ),
-    "parallelism.pipeline_parallel_layers_per_stage": nothing("set layout.stage_layers"),
-    "parallelism.fsdp_reshard_after_forward": lambda reading, value, origin: (
-        reading.fact("zero", 2 if value == "never" else 3, origin) if value != "default" else None
-    ),
-    "parallelism.expert_tensor_parallel_degree": lambda reading, value, origin: (
-        reading.give_up(origin, "tensor parallelism does not split experts") if value > 1 else None
-    ),
-    "parallelism.context_parallel_rotate_method": lambda reading, value, origin: reading.set(
-        "layout.cp_method", "all_gather" if value == "allgather" else "ring", origin
-    ),
-    "checkpoint.enable": fact("saves"),
-    "checkpoint.enable_checkpoint": fact("saves"),
-    "checkpoint.interval": fact("save interval"),
-    "checkpoint.interval_type": only("steps", "intervals are in steps"),
-    "checkpoint.keep_latest_k": above_zero("checkpoint.keep_last"),
-    "checkpoint.async_mode": lambda reading, value, origin: reading.set(
-        "checkpoint.asynchronous", value != "disabled", origin
-    ),
-    "checkpoint.initial_load_path": "checkpoint.start_from",
-    "checkpoint.model_weights_only": nothing("checkpoint.start_from loads only weights"),
-    "activation_checkpoint.mode": choice(
-        "training.recompute", {"none": "none", "selective": "selective", "full": "full"}
-    ),
-    "activation_checkpoint.selective_ac_option": only("op", "set training.recompute to {full: LAYERS} instead"),
-    "validation.enable": nothing("evaluation is always on; set data.held_out and training.evaluation"),
-    "validation.freq": "training.evaluation.every",
-    "validation.steps": "training.evaluation.batches",
-    "metrics.enable_tensorboard": fact("tensorboard"),
-    "metrics.enable_wandb": fact("wandb"),
-    "float8.enable_float8_linear": when("training.precision", "fp8"),
-    **dict.fromkeys(dotted(LEFT_TO_US), nothing("it does not affect training, or Meshwright decides it")),
-}
 
 
 def is_torchtitan(values: Mapping[str, Any]) -> bool:
@@ -240,16 +32,14 @@ def is_torchtitan(values: Mapping[str, Any]) -> bool:
 def read_torchtitan(reading: Reading, values: Mapping[str, Any], file: str) -> None:
     """Read a torchtitan configuration."""
     found = flat(values)
-    off = {key: value for key, value in found.items() if _switched_off(values, key)}
-    reading.seen += [f"{file}: {key}={value}" for key, value in off.items()]
-    _take(reading, {key: value for key, value in found.items() if key not in off}, file)
+    _take(reading, _without_what_is_off(reading, found, file), file)
 
 
-def read_torchtitan_python(reading: Reading, text: str, file: str) -> None:
-    """Read a torchtitan configuration in Python; it keeps documents apart."""
-    found = read_titan_python(text, file)
-    if not found.get("validation.enable"):
-        found = {key: value for key, value in found.items() if not key.startswith(("validation.", "profiler."))}
+def read_torchtitan_python(reading: Reading, text: str, file: str, package: str = "") -> None:
+    """Read a torchtitan configuration in Python, of a module in the folder `package`; it keeps documents apart."""
+    known = package if package in {module for module, _ in FLAVORS} else ""
+    found = read_titan_python(text, file, known)
+    found = _without_what_is_off(reading, found, file)
     last = ("dataset.table",)  # names are looked up in it
     _take(reading, dict(sorted(found.items(), key=lambda pair: pair[0] in last)), file)
     if "data set" in reading.facts and "dataset.table" not in found:
@@ -259,7 +49,8 @@ def read_torchtitan_python(reading: Reading, text: str, file: str) -> None:
 
 def _in_microbatches(reading: Reading, found: Mapping[str, Any], file: str) -> dict[str, Any]:
     """Read a pipeline's microbatch, one sequence by default, and return the other keys; all keys without a pipeline."""
-    if found.get("parallelism.pipeline_parallel_degree", 1) == 1:
+    pipelined = found.get("parallelism.pipeline_parallel_degree", 1) != 1
+    if not pipelined or not found.keys().isdisjoint(BUDGET):
         return dict(found)
     key, name = "training.local_batch_size", "pipeline_parallel_microbatch_size"
     rest = {other: value for other, value in found.items() if other != f"parallelism.{name}"}
@@ -272,8 +63,33 @@ def _in_microbatches(reading: Reading, found: Mapping[str, Any], file: str) -> d
     return {other: value for other, value in rest.items() if other != key}
 
 
+BUDGET = ("training.num_tokens_per_microbatch_per_dp_rank", "training.max_context_length")
+"""Keys of releases since mid-2026, which count a microbatch in tokens."""
+
+
+def _in_tokens(reading: Reading, found: Mapping[str, Any], file: str) -> None:
+    """Set the micro batch, and a pipeline's microbatches, where the file counts in tokens."""
+    pipelined, default = "layout.pp" in reading.settings, f"{file} (torchtitan's default)"
+    many, where = reading.facts.get(MICROBATCHES, (1, ""))
+    if where and not pipelined:
+        reading.no_effect.append((where, NoEffect.OFF))
+    elif where and "training.global_batch_tokens" not in reading.settings:
+        reading.fact("accumulation", many, where)
+    if found.keys().isdisjoint(BUDGET):
+        return
+    tokens, origin = reading.facts.get(TOKENS, (16384, f"{default}: num_tokens_per_microbatch_per_dp_rank=16384"))
+    length, said = reading.settings.get("data.sequence_length", (2048, f"{default}: max_context_length=2048"))
+    check_count(tokens, origin)
+    check_count(length, said)
+    if tokens % length:
+        reading.give_up(origin, f"{said} does not divide it; set training.micro_batch")
+    else:
+        reading.set("training.micro_batch", tokens // length, f"{origin}; {said}")
+
+
 def _take(reading: Reading, found: Mapping[str, Any], file: str) -> None:
     reading.take(_in_microbatches(reading, found, file), RULES, file)
+    _in_tokens(reading, found, file)
     if "training.steps" in reading.settings:
         steps, origin = reading.settings["training.steps"]
         check_count(steps, origin)
@@ -283,6 +99,7 @@ def _take(reading: Reading, found: Mapping[str, Any], file: str) -> None:
             reading.set(path, value, f"{file} (torchtitan's default)")
         elif path != "training.optimizer.betas" or not ({"beta1", "beta2"} & reading.facts.keys()):
             reading.default(path, value, f"{file} (torchtitan's default)")
+    _start(reading)
     _model(reading)
     _decay(reading)
     _ranks(reading, file)
@@ -291,38 +108,80 @@ def _take(reading: Reading, found: Mapping[str, Any], file: str) -> None:
         if str(compute) not in DTYPES:
             raise UserError(f"{origin}: must be one of {', '.join(DTYPES)}")
         reading.set("training.precision", DTYPES[str(compute)], origin)
-    trackers = [name for name in ("tensorboard", "wandb") if reading.known(name) is True]
-    if trackers:
-        reading.set("trackers", trackers, "; ".join(reading.facts[name][1] for name in trackers))
     steps = reading.settings.get("training.steps", (DEFAULTS["training.steps"], ""))[0]
-    if reading.known("saves") is True and (every := reading.facts.get("save interval", (500, file))):
-        reading.set("checkpoint.every", every[0] if every[0] < steps else 0, every[1])
-    if reading.known("starts from Hugging Face") is True and "checkpoint.start_from" in reading.settings:
-        reading.settings["model.name"] = reading.settings.pop("checkpoint.start_from")
+    saves, where = reading.facts.get("saves", (None, ""))
+    if saves is True:
+        every, said = reading.facts.get("save interval", (500, f"{file} (torchtitan's default)"))
+        reading.set("checkpoint.every", every if every < steps else 0, f"{said}; {where}")
+    else:
+        reading.claim(where, Has("checkpoint.every", 0))
+        if "save interval" in reading.facts:
+            reading.no_effect.append((reading.facts["save interval"][1], NoEffect.OFF))
     if "schedule" in reading.facts and "layout.pp" in reading.settings:
         reading.set("layout.schedule", *reading.facts["schedule"])
 
 
-def _switched_off(values: Mapping[str, Any], key: str) -> bool:
-    """Whether a key only configures something that is off: profiling, or validation."""
-    section, _, name = key.partition(".")
-    if section in ("profiling", "memory_estimation", "fault_tolerance", "debug"):
-        return not any(value is True for value in values[section].values()) if values[section] else True
-    return section == "validation" and not values[section].get("enable") and name != "enable"
+SWITCHED = {"validation": "enable", "fault_tolerance": "enable", "memory_estimation": "enable"}
+"""Sections, and the key that switches each on."""
+
+
+def _without_what_is_off(reading: Reading, found: Mapping[str, Any], file: str) -> dict[str, Any]:
+    """The keys without those of sections that are switched off, which are listed as without effect."""
+    left = dict(found)
+    if other := [section for section in SWITCHED if left.get(section)]:
+        raise UserError(f"{file}: {other[0]}={left[other[0]]}: must be a section")
+    for section, switch in SWITCHED.items():
+        keys = [key for key in left if key.startswith(f"{section}.") and key != f"{section}.{switch}"]
+        for key in keys if not left.get(f"{section}.{switch}") else ():
+            if (value := left.pop(key)) is not None:
+                reading.no_effect.append((reading.read(file, key, value), NoEffect.OFF))
+    return left
+
+
+def _start(reading: Reading) -> None:
+    """Weights of a Hugging Face directory: the path of the checkpoint, or the folder of assets."""
+    loads, where = reading.facts.get(IN_HF, (False, ""))
+    assets = reading.facts.get(ASSETS)
+    if assets:
+        reading.set("data.tokenizer", *assets)
+    if loads is not True:
+        if where:
+            reading.claim(where, HasNot("model.weights", "pretrained"))
+        return
+    place = reading.settings.pop("checkpoint.start_from", None) or assets
+    if reading.known("saves") is not True:
+        reading.give_up(where, "torchtitan loads weights only with checkpoint.enable")
+    elif place is None:
+        reading.give_up(where, "the folder of the weights is not given; set model.name to it")
+    elif "model.name" in reading.settings:
+        said = reading.settings["model.name"][1]
+        reading.give_up(where, f"{said} names the model; give --model {place[0]} to start from these weights")
+    else:
+        reading.set("model.name", place[0], f"{place[1]}; {where}")
+        reading.set("model.weights", "pretrained", where)
 
 
 def _model(reading: Reading) -> None:
     name, origin = reading.facts.get("model", (None, ""))
     flavor, why = reading.facts.get("flavor", ("", ""))
     found = FLAVORS.get((str(name).lower(), str(flavor).lower()))
-    if found and "model.name" not in reading.settings:
-        reading.set("model.name", found, f"{origin}; {why}")
+    named = "; ".join(part for part in (origin, why) if part)
+    if named and reading.value("model.weights") == "pretrained":
+        reading.give_up(named, "its sizes are in the directory's config.json")
+    elif found and "model.name" not in reading.settings:
+        reading.set("model.name", found, named)
         factor, said = reading.facts.get("rope factor", (8.0, why))
         if str(flavor) in SCALED and factor != 32.0:
             reading.set("model.rope_scaling", {"factor": factor}, f"{said}: torchtitan's factor is {factor}")
-    elif name is not None and not found:
-        said = f"{origin}; {why}" if why else origin
-        reading.give_up(said, "this size is defined in torchtitan's code; give --model")
+        elif "rope factor" in reading.facts:
+            reading.claim(said, Has("model.rope_scaling", None))
+    elif found:
+        reading.claim(origin, Has("model.name", found))
+        reading.claim(why, Has("model.name", found))
+    elif named and "model.name" in reading.settings:
+        reading.give_up(named, f"{reading.settings['model.name'][1]} names the model")
+    elif named:
+        reading.give_up(named, "this size is defined in torchtitan's code; give --model")
 
 
 def _decay(reading: Reading) -> None:

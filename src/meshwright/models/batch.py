@@ -1,5 +1,7 @@
 """Batches on the device."""
 
+from dataclasses import replace
+
 import numpy as np
 import torch
 
@@ -16,4 +18,13 @@ def to_device(batch: Batch[np.ndarray], device: torch.device) -> TensorBatch:
         tensor = torch.from_numpy(array)
         return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
 
+    if batch.document_ids is not None:  # found on the host: a device's answer would have to be waited for
+        batch = replace(batch, document_offsets=document_offsets(batch.document_ids))
     return batch.map(move)
+
+
+def document_offsets(documents_BL: np.ndarray) -> np.ndarray:
+    """The start of each document among the tokens of all rows, and their number at the end: int32 [D + 1]."""
+    starts_BL = np.ones(documents_BL.shape, dtype=bool)
+    starts_BL[:, 1:] = documents_BL[:, 1:] != documents_BL[:, :-1]
+    return np.append(np.flatnonzero(starts_BL), documents_BL.size).astype(np.int32)

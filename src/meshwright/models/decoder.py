@@ -133,7 +133,7 @@ class Decoder(Wrapped):
         window, device, positions_BT = self.spec.sliding_window, batch.tokens.device, batch.position_ids
         mask: Mask = None  # the cache itself determines the mask
         if batch.document_ids is not None:
-            mask = Documents(batch.document_ids, window=window)
+            mask = Documents(batch.document_ids, window=window, offsets=batch.document_offsets)
             positions_BT = document_positions(batch.document_ids) if positions_BT is None else positions_BT
         elif cache is None:
             mask = attention_mask(length, length, window=window, device=device)

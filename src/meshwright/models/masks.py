@@ -41,12 +41,15 @@ class Documents:
     A plain class, because FSDP2's mixed precision casts tensors in a block's inputs, tuples and dataclasses included.
     """
 
-    def __init__(self, documents_BT: torch.Tensor, *, window: int | None):
-        """`documents_BT`: integers [B, T]; a document is a run of equal ones in a row. `window`: as in a mask."""
+    def __init__(self, documents_BT: torch.Tensor, *, window: int | None, offsets: torch.Tensor | None = None):
+        """`documents_BT`: integers [B, T]; a document is a run of equal ones in a row. `window`: as in a mask;
+        `offsets`: if they are known (`Batch.document_offsets`)."""
         self.documents_BT = documents_BT
         self.window = window
-        starts_D = _starts(documents_BT).flatten().nonzero().flatten()
-        self.offsets = torch.cat((starts_D, starts_D.new_tensor([documents_BT.numel()]))).int()
+        if offsets is None:
+            starts_D = _starts(documents_BT).flatten().nonzero().flatten()
+            offsets = torch.cat((starts_D, starts_D.new_full((1,), documents_BT.numel()))).int()
+        self.offsets = offsets
         """The start of each document among the N tokens of all rows, and N at the end: int32 [D + 1]."""
         size_varies(self.offsets, 0)  # else compiled blocks would be recompiled for every number
 

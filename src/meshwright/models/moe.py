@@ -136,7 +136,7 @@ class _JoinBackward(torch.autograd.Function):
         router: Router = ctx.router
         router.load_E = ctx.load_E if router.load_E is None else router.load_E + ctx.load_E
         factor = router.spec.balance_loss * router.sequence_weight
-        return grad, grad.new_tensor(factor) if ctx.joins else None, None, None
+        return grad, grad.new_full((), factor) if ctx.joins else None, None, None
 
 
 def read_counts(*counts: torch.Tensor) -> list[list[int]]:

@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim.adamw import adamw
 
 from meshwright.optim.bf16 import as_rows, widened
-from meshwright.optim.parameterwise import Parameterwise
+from meshwright.optim.parameterwise import Parameterwise, next_step, steps_done
 from meshwright.optim.shards import local
 
 
@@ -50,6 +50,11 @@ class ShardedAdamW(torch.optim.AdamW):
                 maximize=False,
             )
 
+    def count_on(self, device: torch.device) -> None:
+        """Keep the numbers of steps on the device of the step, if parameters live elsewhere between steps."""
+        for state in self.state.values():
+            state["step"].data = state["step"].to(device)
+
     def fresh_state(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
         """The state of a parameter before its first step, sharded like the parameter."""
         return {
@@ -83,7 +88,7 @@ class AdamWBf16(ParameterwiseAdamW):
     def fresh_state(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
         """The state of a parameter before its first step, sharded like the parameter: moments are zero."""
         return {
-            "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
+            "step": steps_done(),
             "exp_avg": self.bf16.fresh_moment(parameter),
             "exp_avg_sq": self.bf16.fresh_moment(parameter),
             **self.bf16.fresh(parameter),
@@ -93,8 +98,7 @@ class AdamWBf16(ParameterwiseAdamW):
         self, parameter: torch.Tensor, gradient: torch.Tensor, state: dict[str, torch.Tensor], group: dict[str, Any]
     ) -> None:
         """One step of one parameter."""
-        state["step"] += 1
-        step = int(state["step"].item())
+        step = next_step(state)
         gradients, firsts, seconds = (as_rows(x) for x in (gradient, state["exp_avg"], state["exp_avg_sq"]))
         for rows in self.bf16.parts(parameter):
             weight = self.bf16.read(parameter, state, rows)

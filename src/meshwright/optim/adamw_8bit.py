@@ -9,6 +9,7 @@ from torch.distributed.tensor import DTensor
 from meshwright.models.blockwise import code_book, code_of_zero, encode_blocks
 from meshwright.optim.adamw import ParameterwiseAdamW, adamw_
 from meshwright.optim.bf16 import as_rows
+from meshwright.optim.parameterwise import next_step, steps_done
 from meshwright.optim.shards import local
 
 BLOCK = 256
@@ -34,7 +35,7 @@ class AdamW8bit(ParameterwiseAdamW):
         Quantized `exp_avg` and `exp_avg_sq` are uint8 codes in the parameter's shape; their scales are fp32 with the
         last dim divided by the block size.
         """
-        state = {"step": torch.zeros((), dtype=torch.float32, device=parameter.device), **self.bf16.fresh(parameter)}
+        state = {"step": steps_done(), **self.bf16.fresh(parameter)}
         block = block_size(parameter)
         for name, book in MOMENTS.items():
             if block is None:
@@ -48,8 +49,7 @@ class AdamW8bit(ParameterwiseAdamW):
         self, parameter: torch.Tensor, gradient: torch.Tensor, state: dict[str, torch.Tensor], group: dict[str, Any]
     ) -> None:
         """One step of one parameter, computed in fp32."""
-        state["step"] += 1
-        step, every = int(state["step"].item()), slice(None)
+        step, every = next_step(state), slice(None)
         weight, gradient = self.bf16.read(parameter, state, every), as_rows(gradient).float()
         first, second = (as_rows(_read(state, name)) for name in MOMENTS)
         adamw_(weight, gradient, (first, second), group, step)

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from meshwright.optim.bf16 import widened
-from meshwright.optim.parameterwise import Parameterwise
+from meshwright.optim.parameterwise import Parameterwise, next_step, steps_done
 from meshwright.optim.shards import local, part_like, whole
 from meshwright.spec.errors import UserError
 
@@ -33,17 +33,14 @@ class Muon(Parameterwise):
         """No momentum; a count of steps if anything is in bf16, whose rounding depends on it."""
         state = {"momentum_buffer": self.bf16.fresh_moment(parameter), **self.bf16.fresh(parameter)}
         if torch.bfloat16 in (parameter.dtype, state["momentum_buffer"].dtype):
-            state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
+            state["step"] = steps_done()
         return state
 
     def update(
         self, parameter: torch.Tensor, gradient: torch.Tensor, state: dict[str, torch.Tensor], group: dict[str, Any]
     ) -> None:
         """One step of one matrix."""
-        step, every = 0, slice(None)
-        if "step" in state:
-            state["step"] += 1
-            step = int(state["step"].item())
+        step, every = next_step(state) if "step" in state else 0, slice(None)
         gradient, buffer = widened(local(gradient)), widened(local(state["momentum_buffer"]))
         buffer.lerp_(gradient, 1 - group["momentum"])
         update = gradient.lerp(buffer, group["momentum"])

@@ -10,6 +10,17 @@ import torch
 from meshwright.optim.bf16 import Bf16
 
 
+def steps_done() -> torch.Tensor:
+    """A count of steps, in host memory whatever the parameter's device: reading it does not wait for the device."""
+    return torch.zeros((), dtype=torch.float32, device="cpu")
+
+
+def next_step(state: dict[str, torch.Tensor]) -> int:
+    """Count another step; its number, from 1."""
+    state["step"] += 1
+    return int(state["step"].item())
+
+
 class Parameterwise(torch.optim.Optimizer):
     """An optimizer defined by the initial state and the update of one parameter."""
 

@@ -264,12 +264,12 @@ class _Ring(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, q_BHTK, k_BGTK, v_BGTK, zigzag, group):
-        coming = collectives.Hop(_join(k_BGTK, v_BGTK), group)
+        coming = collectives.hop(_join(k_BGTK, v_BGTK), group)
         total = _Sum(q_BHTK, k_BGTK, v_BGTK, zigzag)
         for step in range(1, zigzag.degree):
             held = coming.wait()
             if step < zigzag.degree - 1:
-                coming = collectives.Hop(held, group)
+                coming = collectives.hop(held, group)
             total.add(zigzag.of_rank((zigzag.rank - step) % zigzag.degree), *_separate(held, k_BGTK))
         y_BHTK = total.y_BHTK.to(q_BHTK.dtype)
         ctx.save_for_backward(q_BHTK, k_BGTK, v_BGTK, y_BHTK, total.logsumexp_BHT)
@@ -283,10 +283,10 @@ class _Ring(torch.autograd.Function):
         backward = _Backward(Queries(grad_outputs[0], q_BHTK, y_BHTK, logsumexp_BHT))
         held, grads = _join(k_BGTK, v_BGTK), None
         for step in range(zigzag.degree):
-            coming = collectives.Hop(held, group) if step < zigzag.degree - 1 else None
+            coming = collectives.hop(held, group) if step < zigzag.degree - 1 else None
             parts = zigzag.of_rank((zigzag.rank - step) % zigzag.degree) if step else zigzag.own()
             ours = backward.of_keys(parts, *_separate(held, k_BGTK))
-            grads = collectives.Hop(ours if grads is None else ours.add_(grads.wait()), group)
+            grads = collectives.hop(ours if grads is None else ours.add_(grads.wait()), group)
             held = held if coming is None else coming.wait()
         assert grads is not None
         return backward.grad_q_BHTK.to(q_BHTK.dtype), *_separate(grads.wait(), k_BGTK), None, None

@@ -197,10 +197,7 @@ class Pipeline(Passes):
         gradient = self.model.tok_embeddings.weight.grad
         assert gradient is not None
         local = local_tensor(gradient)
-        sending = collectives.send(local.contiguous(), peer, self.link.group)
-        local_of_peer = collectives.receive(torch.empty_like(local), peer, self.link.group)
-        sending.wait()
-        local += local_of_peer.wait()
+        local += collectives.Swap(local.contiguous(), self.link.group, to=peer, source=peer).wait()
 
 
 class PipelineRun:

@@ -1,9 +1,12 @@
 """The devices and the memory of this machine, found without torch, within the limits of its control groups."""
 
 import functools
+import json
 import os
 import shutil
 import subprocess
+import sys
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from math import inf
@@ -11,6 +14,9 @@ from pathlib import Path
 from typing import Literal
 
 from meshwright.spec.errors import UserError
+
+Ask = Callable[[list[str]], str | None]
+"""A command -> its output; None if it cannot be run."""
 
 
 @dataclass(frozen=True)
@@ -26,6 +32,8 @@ class Machine:
     """Memory of one GPU, or of the whole machine."""
     host_memory_bytes: int = 0
     """Host memory beside GPUs; 0 if unknown."""
+    note: str = ""
+    """A warning about its GPUs."""
 
     def memory_per_rank(self, local_ranks: int) -> int:
         """Bytes that each of `local_ranks` processes on this machine can count on."""
@@ -41,26 +49,95 @@ class Machine:
 @functools.cache
 def find_machine(device: str = "auto") -> Machine:
     """The machine as `device` (auto, cpu, cuda) sees it; raises `UserError` where cuda is asked for and missing."""
-    gpus = [] if device == "cpu" else _gpus()
+    gpus, note = ([], "") if device == "cpu" else find_gpus()
     if gpus:
-        name, memory_bytes = gpus[0]
-        host = memory_there()
-        return Machine(kind="cuda", name=name, devices=len(gpus), memory_bytes=memory_bytes, host_memory_bytes=host)
+        smallest = min(gpus, key=lambda gpu: gpu.memory_bytes)
+        if len({gpu.name for gpu in gpus}) > 1:
+            note = f"the GPUs differ: {', '.join(gpu.name for gpu in gpus)}; all are taken for {smallest.name}"
+        return Machine("cuda", smallest.name, len(gpus), smallest.memory_bytes, memory_there(), note)
     if device == "cuda":
-        raise UserError("device=cuda, but nvidia-smi -L lists no NVIDIA GPU on this machine; use device=cpu")
-    return Machine(kind="cpu", name="cpu", devices=len(os.sched_getaffinity(0)), memory_bytes=memory_there())
+        raise UserError(f"device=cuda, but {note or 'this machine has no GPU'}; use device=cpu")
+    return Machine("cpu", "cpu", len(os.sched_getaffinity(0)), memory_there(), note=note)
 
 
-def _gpus() -> list[tuple[str, int]]:
-    """Name and memory in bytes of every GPU that `nvidia-smi` lists; empty without that program."""
-    if shutil.which("nvidia-smi") is None:
-        return []
-    query = ["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"]
-    answer = subprocess.run(query, capture_output=True, text=True, timeout=30, check=False)
-    if answer.returncode != 0:
-        return []
-    rows = [line.rsplit(",", 1) for line in answer.stdout.splitlines() if line.strip()]
-    return [(name.strip(), int(mebibytes) * 2**20) for name, mebibytes in rows]
+@dataclass(frozen=True)
+class Gpu:
+    """One GPU, or one slice of a GPU (MIG), that processes here can use."""
+
+    name: str
+    memory_bytes: int
+
+
+VISIBLE = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
+"""Variables that hide GPUs from programs, torch included."""
+SIGNS = ("dev/nvidiactl", "dev/kfd", "dev/dxg")
+"""Files of a GPU's driver: NVIDIA's, AMD's, and Windows' for its Linux subsystem."""
+COLUMNS = "index,uuid,name,memory.total,mig.mode.current"
+ASK_TORCH = """
+import json, torch
+gpus = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
+print(json.dumps([torch.__version__, [[gpu.name, gpu.total_memory] for gpu in gpus]]))
+"""
+
+
+def run_program(command: list[str]) -> str | None:
+    """A program's output; None if it is missing or fails."""
+    if shutil.which(command[0]) is None:
+        return None
+    try:
+        answer = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return answer.stdout if answer.returncode == 0 else None
+
+
+def find_gpus(
+    environment: Mapping[str, str] = os.environ, root: Path = Path("/"), ask: Ask = run_program
+) -> tuple[list[Gpu], str]:
+    """The visible GPUs, and a note if there are some that cannot be used.
+
+    `nvidia-smi` answers in milliseconds. Where it is missing, or where its answer is not what torch sees (MIG slices,
+    memory shared with the host, devices hidden by names), torch is asked in a process of its own, which takes seconds.
+    """
+    rows = _listed(ask)
+    hidden = next((environment[name] for name in VISIBLE if name in environment), None)
+    if rows and all(row[3].isdigit() and row[4] != "Enabled" for row in rows):
+        chosen = _visible(rows, hidden)
+        if chosen is not None:
+            return [Gpu(row[2], int(row[3]) * 2**20) for row in chosen], ""
+    signs = [sign for sign in SIGNS if (root / sign).exists()]
+    if not rows and not signs:
+        return [], ""
+    answer = ask([sys.executable, "-P", "-c", ASK_TORCH])
+    if answer is None:
+        return [], "a GPU's driver is here, but torch cannot be asked for GPUs"
+    version, seen = json.loads(answer)
+    hides = f" ({VISIBLE[0]}={hidden!r} hides others)" if hidden is not None else ""
+    note = f"a GPU's driver is here, but torch {version} sees no GPU{hides}"
+    return [Gpu(name, memory) for name, memory in seen], "" if seen else note
+
+
+def _listed(ask: Ask) -> list[list[str]]:
+    """The rows of `COLUMNS` that `nvidia-smi` lists, in the order of the bus."""
+    answer = ask(["nvidia-smi", f"--query-gpu={COLUMNS}", "--format=csv,noheader,nounits"]) or ""
+    rows = [[part.strip() for part in line.split(",")] for line in answer.splitlines() if line.strip()]
+    return [row for row in rows if len(row) == len(COLUMNS.split(","))]
+
+
+def _visible(rows: list[list[str]], hidden: str | None) -> list[list[str]] | None:
+    """The rows that CUDA leaves visible: numbers or UUIDs, up to the first that is none. None if it names something
+    else, or if numbers may mean another order."""
+    if hidden is None:
+        return rows
+    chosen = []
+    for word in (part.strip() for part in hidden.split(",")):
+        if word.startswith("MIG") or (word.isdigit() and len({row[2] for row in rows}) > 1):
+            return None
+        named = [row for row in rows if row[0] == word or (word.startswith("GPU-") and row[1].startswith(word))]
+        if len(named) != 1:
+            break
+        chosen += named
+    return chosen
 
 
 def memory_there(root: Path = Path("/")) -> int:

@@ -237,7 +237,7 @@ def _hf_reading(
 ) -> tuple[ProgramReading, list[str]]:
     """A program's logits, tokens and template, computed from a Hugging Face directory, and remarks about them."""
     if program == "meshwright":
-        theirs, notes = load_tokenizer(staging), []
+        theirs, notes = load_tokenizer(staging).for_rows(trained.spec.vocab), _without_rows(trained.tokenizer)
         texts = refuse_other_tokens(program, "text", texts_of(trained.tokenizer), texts_of(theirs))
         wanted, found = conversations_of(trained.tokenizer), conversations_of(theirs)
         conversations = refuse_other_tokens(program, "conversation", wanted, found) if wanted else None
@@ -245,6 +245,17 @@ def _hf_reading(
     else:
         equal, notes = _transformers_tokens(trained.tokenizer, staging)
     return logits_reading(program, difference, probe_tokens(trained.spec).numel(), equal), notes
+
+
+def _without_rows(tokenizer: TextTokenizer) -> list[str]:
+    """A remark about tokens without a row in the model."""
+    if tokenizer.rows is None:
+        return []
+    first, last = tokenizer.rows, tokenizer.vocab_size - 1
+    return [
+        f"warning: the model has no row for tokens {first} ({tokenizer.decode([first])!r}) to {last} of its tokenizer, "
+        f"so programs fail at texts that contain one; {tokenizer.more_rows}"
+    ]
 
 
 def _transformers_tokens(tokenizer: TextTokenizer, directory: Path) -> tuple[Equal, list[str]]:

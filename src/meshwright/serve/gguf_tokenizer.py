@@ -52,7 +52,10 @@ def vocabulary_of(tokenizer: TextTokenizer, rows: int) -> Vocabulary:
     if model.get("type", "BPE") != "BPE":
         raise UserError(f"GGUF: the tokenizer is {model.get('type')}; only BPE is supported")
     if tokenizer.vocab_size > rows:
-        raise UserError(f"GGUF: the tokenizer has {tokenizer.vocab_size} tokens, but the embedding {rows} rows")
+        raise UserError(
+            f"GGUF: the tokenizer has {tokenizer.vocab_size} tokens, but the embedding {rows} rows; "
+            f"{tokenizer.more_rows}"
+        )
     added = {token["id"]: token for token in content.get("added_tokens") or ()}
     by_id = {number: token for token, number in model["vocab"].items()}
     by_id |= {number: token["content"] for number, token in added.items()}

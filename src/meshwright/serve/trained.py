@@ -20,7 +20,7 @@ from meshwright.data.chat import ask
 from meshwright.data.loader import BatchShare, evaluation_batches
 from meshwright.data.mixture import all_samples, held_out_samples
 from meshwright.data.packing import Samples
-from meshwright.data.prepare import prepare_corpus
+from meshwright.data.prepare import StartingModel, prepare_corpus
 from meshwright.data.readers import told_apart
 from meshwright.data.sources import find_files
 from meshwright.data.tokenizer import TextTokenizer, load_tokenizer
@@ -289,7 +289,7 @@ def _samples_of(trained: TrainedModel, sources: Sequence[str], length: int) -> d
         # separate documents.
         whole = {"packing": "best_fit", "separate_documents": True}
         data = data.model_copy(update={"packing": "padded"} if trained.spec.foreign else whole)
-    corpus = prepare_corpus(data, base_dir=Path())
+    corpus = prepare_corpus(data, base_dir=Path(), model=StartingModel(rows=trained.spec.vocab))
     if any(stream.train.is_pairs for stream in corpus.streams):
         raise UserError(
             f"--source {', '.join(sources)}: contains preferences, whose loss needs the reference model; a run with "
@@ -324,7 +324,7 @@ def _from_checkpoint(
         source=checkpoint,
         spec=resolved.model,
         model=model.eval(),
-        tokenizer=load_tokenizer(records.tokenizer),
+        tokenizer=_tokenizer(records.tokenizer, resolved.model),
         tokenizer_dir=records.tokenizer,
         device=device,
         run=resolved,
@@ -372,6 +372,14 @@ def split_over(model: Decoder, weights: Weights) -> None:
     apply_tensor_parallel(model, weights)
 
 
+def _tokenizer(directory: Path, model: ModelSpec) -> TextTokenizer:
+    tokenizer = load_tokenizer(directory)
+    try:
+        return tokenizer.for_rows(model.vocab)
+    except UserError as error:
+        raise UserError(f"{directory}: {error}") from None
+
+
 def _from_hf_directory(
     directory: Path, device: torch.device, dtype: str | None, family: str | None, weights: Weights
 ) -> TrainedModel:
@@ -391,7 +399,7 @@ def _from_hf_directory(
         source=directory,
         spec=spec,
         model=model.eval(),
-        tokenizer=load_tokenizer(directory),
+        tokenizer=_tokenizer(directory, spec),
         tokenizer_dir=directory,
         device=device,
         run=None,

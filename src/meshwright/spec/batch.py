@@ -43,6 +43,9 @@ class Batch(Generic[ArrayT]):
     """Only for objectives that compare answers."""
     numbers: ArrayT | None = None
     """int64 [B, T]: each token's number in the run's endless order of samples, if random draws depend on it."""
+    document_offsets: ArrayT | None = None
+    """int32 [D + 1]: the start of each of the D documents among the B x L tokens of all rows, and B x L at the end.
+    Only on the device, where `to_device` adds it to `document_ids`."""
 
     def map(self, change: Callable[[ArrayT], OtherT]) -> "Batch[OtherT]":
         """A copy of the batch with `change` applied to every array."""

@@ -40,9 +40,31 @@ Column = Literal[
     "functions",
     "weight",
     "train",
+    "documents",
+    "chat_template_kwargs",
+    "completion_mask",
+    "assistant_masks",
+    "loss_mask",
+    "attention_mask",
+    "token_type_ids",
+    "position_ids",
+    "seq_lengths",
+    "rejected_response",
+    "rejected_messages",
+    "rejected_tools",
+    "rejected_image",
+    "rejected_images",
+    "rejected_audio",
+    "rejected_audios",
+    "rejected_video",
+    "rejected_videos",
     "label",
+    "kto_tag",
+    "image",
     "images",
+    "audio",
     "audios",
+    "video",
     "videos",
 ]
 """The record columns that have a meaning."""
@@ -68,8 +90,8 @@ class SourceSpec(Spec):
     """Name in reports. A source with a name, like one with a weight, is evaluated separately."""
     format: Format = "auto"
     """Format of a line or row: text; messages (roles and contents); sharegpt (conversations of from and value); alpaca
-    (instruction, input, output); prompt_completion; preference (chosen, rejected); tokenized (input_ids, labels). auto:
-    detected from the columns."""
+    (instruction, input, output); prompt_completion; preference (chosen, rejected); tokenized (input_ids, and labels or
+    masks). auto: detected from the columns."""
     text_key: str = Field(default="text", min_length=1)
     """Key or column of the text in .jsonl, .csv, .parquet, .arrow and datasets."""
     columns: dict[Column, str | None] = Field(default={})

@@ -2,9 +2,9 @@
 
 from dataclasses import dataclass
 from math import prod
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from meshwright.spec.base import Spec
 from meshwright.spec.plugins import Pluggable
@@ -227,15 +227,6 @@ class ModelSpec(Spec):
     """If this is the text model inside a multimodal one: the rest."""
     fp8: Fp8Files | None = None
     """If the Hugging Face directory stores matrices in fp8: in which form."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _of_an_older_version(cls, values: Any) -> Any:
-        """A saved model, whose activation told whether it was gated."""
-        if isinstance(values, dict) and "gated" not in values and "activation" in values:
-            gated = values["activation"] == "swiglu"
-            return {**values, "gated": gated, **({"activation": "silu"} if gated else {})}
-        return values
 
     def is_moe(self, layer: int) -> bool:
         """Whether the feed-forward of layer `layer` consists of experts."""

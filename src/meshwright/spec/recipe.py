@@ -66,6 +66,8 @@ def parse_spec(text: str, spec: type[SpecT], overrides: Sequence[str] = (), *, s
         # Strict, so nothing is guessed: "5" is not a number, yes is not a boolean. Parsed as JSON, because strict mode
         # then still turns mappings into sections and lists into tuples.
         written = {"written": spec is not Run}  # written by a run; other verbs do not need its plug-ins
+        if written["written"]:
+            _renew(document.value)
         result = spec.model_validate_json(json.dumps(document.value), strict=True, context=written)
     except ValidationError as error:
         for path, message in explain(error, spec, document.value):
@@ -83,6 +85,15 @@ def dump_recipe(run: Spec, *, expanded: bool = False) -> str:
     if isinstance(run, Run) and set(value["model"]) == {"name"}:
         value["model"] = value["model"]["name"]
     return write_yaml(value)
+
+
+def _renew(saved: dict[str, Any]) -> None:
+    """Complete what an older version saved: the activation of a model told whether it was gated."""
+    model = saved.get("model")
+    if isinstance(model, dict) and "activation" in model and "gated" not in model:
+        model["gated"] = model["activation"] == "swiglu"
+        if model["gated"]:
+            model["activation"] = "silu"
 
 
 def _read_text(path: str | Path) -> str:

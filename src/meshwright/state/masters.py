@@ -43,7 +43,10 @@ class MasterWeights(StateStore):
             assert gradient is not None
             if master.grad is None:
                 master.grad = self.first_gradient(master, gradient.to(self.reduce_dtype).to(master.dtype))
-            elif self.reduce_dtype == master.dtype:
+                self.arrived(master)
+                return
+            gradient = gradient.to(master.grad.device)  # the home of offloaded gradients
+            if self.reduce_dtype == master.dtype:
                 master.grad.add_(gradient)
             else:
                 master.grad.copy_(master.grad.to(self.reduce_dtype).add_(gradient))

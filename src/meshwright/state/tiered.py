@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from meshwright.optim.adamw import ShardedAdamW
 from meshwright.optim.plugged import Plugged
 from meshwright.spec.errors import UserError
 from meshwright.spec.model import Parameter
@@ -101,6 +102,9 @@ class TieredStore(StateStore):
                 self.stays(bucket)
 
     def _moved_bucket(self, bucket: Bucket) -> _Moved:
+        for optimizer in bucket.optimizers.optimizers:
+            if isinstance(optimizer, ShardedAdamW):
+                optimizer.count_on(self.tier.device)
         states = [local_tensor(tensor) for state in bucket.state.values() for tensor in state.values()]
         kept = [tensor for tensor in (*self.weights_in(bucket), *states) if tensor.dim() and tensor.numel()]
         gradients = self.gradients_in(bucket)
@@ -112,7 +116,7 @@ class TieredStore(StateStore):
         slots = []
         for tensor, offset in zip(kept, offsets, strict=True):
             there = home.tensor(offset, tensor)
-            if tensor.any():  # the home is already zeros
+            if not is_zero(tensor):  # the home is already zeros
                 there.copy_(tensor)
             tensor.data = there
             self.lives_at(tensor, home, offset)
@@ -277,6 +281,10 @@ class TieredMasters(TieredStore, MasterWeights):
         assert tier is not None
         allocate_in(tier, model, device, lambda tensor: tensor.requires_grad)
 
+    def copied(self, parameter: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """See `MasterWeights`: on the device, where the model computes."""
+        return parameter.to(self.tier.device, dtype)
+
     def weights_in(self, bucket: Bucket) -> list[torch.Tensor]:
         """See `TieredStore`: all masters."""
         return list(bucket.parameters.values())
@@ -297,6 +305,11 @@ class TieredMasters(TieredStore, MasterWeights):
 
 class TieredHost(TieredStore, HostStore):
     """Weights and gradients live in host memory, where the optimizer steps, and its state in files."""
+
+
+def is_zero(tensor: torch.Tensor) -> bool:
+    """Whether all numbers are zero."""
+    return not tensor.any()
 
 
 def _on_a_rank(parameter: torch.Tensor) -> int:

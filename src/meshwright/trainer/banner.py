@@ -38,6 +38,7 @@ def banner(trainer: Trainer, corpus: Corpus) -> str:
         "data": f"{short(corpus.num_tokens)} tokens of {corpus.num_documents} documents, held out {held_out}; "
         f"tokenizer of {corpus.tokenizer.vocab_size}",
         "records": describe_formats(corpus),
+        "note": corpus.note,
         "batch": f"{resolved.tokens_per_step} tokens a step = {counted(run.layout.data_parallel, 'rank')} x "
         f"{counted(resolved.accumulation, 'microbatch')} x {counted(resolved.micro_batch, 'sequence')} x "
         f"{run.data.sequence_length}",
@@ -50,7 +51,7 @@ def banner(trainer: Trainer, corpus: Corpus) -> str:
         "products": _products(trainer),
         "pipeline": describe_pipeline(resolved) if run.layout.pp > 1 else "",
         "devices": f"{trainer.worker.world_size} x {trainer.machine.name}, "
-        f"mfu against {peak / 1e12:.3g} TFLOP/s ({origin})",
+        f"mfu against {peak / 1e12:.3g} TFLOP/s ({origin})" + f"; {trainer.machine.note}" * bool(trainer.machine.note),
         "verified": describe(run.guards.verify_every) if run.guards.verify_every else "",
         "writes": run.run_dir,
     }

@@ -3,12 +3,14 @@
 import ctypes
 import functools
 import gc
+import platform
 import resource
 import sys
 import time
 
 import torch
 
+from meshwright.comm.objects import gather_everywhere
 from meshwright.launch.launcher import make_cublas_deterministic
 from meshwright.models.cpu_kernels import matmul
 from meshwright.models.dtypes import torch_dtype
@@ -32,13 +34,28 @@ def choose_device(machine: Machine, local_rank: int) -> torch.device:
             f"this machine has a {machine.name}, but torch {torch.__version__} cannot use it; install a CUDA build "
             "of torch, or set device=cpu"
         )
-    if local_rank >= torch.cuda.device_count():
-        raise UserError(
-            f"local rank {local_rank} has no GPU: torch sees {torch.cuda.device_count()} here; use fewer ranks"
-        )
-    device = torch.device("cuda", local_rank)
+    seen = torch.cuda.device_count()
+    # A scheduler may show each process its own GPU alone (srun --gpus-per-task=1); `check_own_gpu` finds a shared one.
+    number = 0 if seen == 1 else local_rank
+    if number >= seen:
+        raise UserError(f"local rank {local_rank} has no GPU: torch sees {seen} here; use fewer ranks")
+    device = torch.device("cuda", number)
     torch.cuda.set_device(device)
     return device
+
+
+def check_own_gpu(device: torch.device) -> None:
+    """Raise `UserError` on all ranks if two ranks have one GPU, with which NCCL would fail. Collective."""
+    if device.type == "cpu":
+        return
+    everyone = gather_everywhere((platform.node(), str(torch.cuda.get_device_properties(device).uuid)))
+    for rank, place in enumerate(everyone):
+        first = everyone.index(place)
+        if first != rank:
+            raise UserError(
+                f"ranks {first} and {rank} have the same GPU of {place[0]}; start as many processes as GPUs, or give "
+                "each its own (srun --gpus-per-task=1)"
+            )
 
 
 def peak_flops(device: torch.device, machine: Machine, precision: Precision) -> tuple[float, str]:

@@ -15,7 +15,6 @@ from meshwright.checkpoint.manifest import CheckpointError, list_checkpoints
 from meshwright.comm.objects import gather_everywhere
 from meshwright.data.plugged import has_datasets
 from meshwright.data.prepare import Corpus, prepare_corpus
-from meshwright.families import pretrained_directory
 from meshwright.launch.launcher import WORKER, Worker, find_nodes, find_worker, join_all, leave_group, start_workers
 from meshwright.launch.memory import host_pressure, memory_room, resident
 from meshwright.launch.signals import StopRequest, end_with, signal_name
@@ -65,6 +64,7 @@ from meshwright.trainer.start import (
     check_vocabulary,
     require_plugins,
     run_lock,
+    starting_model,
     with_datasets,
 )
 from meshwright.trainer.state import AUTO, NEWEST, begin, check_continues, choose_checkpoint, seed_generators
@@ -305,8 +305,7 @@ def own_callbacks(trainer: Trainer, corpus: Corpus) -> list[Callback]:
 def corpus_of(resolved: ResolvedRun, progress: Callable[[str, int, int], None] | None = None) -> Corpus:
     """The run's tokens, prepared or from the cache."""
     run, base_dir = resolved.run, Path(resolved.base_dir)
-    model_dir = pretrained_directory(run.model, base_dir=base_dir)
-    return prepare_corpus(run.data, base_dir=base_dir, model_dir=model_dir, progress=progress)
+    return prepare_corpus(run.data, base_dir=base_dir, model=starting_model(run, base_dir), progress=progress)
 
 
 def check_same(corpus: Corpus) -> None:
@@ -324,7 +323,7 @@ def _check_corpus(resolved: ResolvedRun, corpus: Corpus, resume: str | None) -> 
     """Raise `UserError` if the tokens do not fit the model, the weights or the objective."""
     run_dir = Path(resolved.run.run_dir)
     continued = run_dir if resume and list_checkpoints(run_dir / "checkpoints") else None
-    check_vocabulary(resolved.run, resolved.model, corpus.tokenizer.vocab_size)
+    check_vocabulary(resolved.run, resolved.model, corpus.tokenizer.vocab_size, Path(resolved.base_dir))
     check_tokenizer(resolved, corpus.tokenizer, continued=continued)
     check_objective(resolved.run, {stream.name: stream.train.is_pairs for stream in corpus.streams})
 

@@ -36,7 +36,13 @@ from meshwright.spec.model import Parameter
 from meshwright.spec.run import ResolvedRun, Run
 from meshwright.state import StateStore, Tier, choose_store
 from meshwright.storage.durable import write_durably
-from meshwright.trainer.device import choose_device, keep_freed_memory, peak_flops, use_deterministic_kernels
+from meshwright.trainer.device import (
+    check_own_gpu,
+    choose_device,
+    keep_freed_memory,
+    peak_flops,
+    use_deterministic_kernels,
+)
 from meshwright.trainer.step import TrainStep
 from meshwright.trainer.weights import base_of, run_weights
 
@@ -147,6 +153,7 @@ def find_place(run: Run, worker: Worker) -> RankContext:
     if worker.world_size == 1 and not has_group(run.layout):
         return RankContext(worker, device)
     join_group(worker, run, device)
+    check_own_gpu(device)
     return RankContext(worker, device, build_meshes(run.layout, device.type))
 
 

@@ -12,8 +12,9 @@ from typing import NamedTuple, get_args
 from meshwright.checkpoint.manifest import MANIFEST, CheckpointError, list_checkpoints
 from meshwright.checkpoint.peft_config import CONFIG, AdapterError, check_adapter_config
 from meshwright.data.plugged import has_datasets, write_datasets
+from meshwright.data.prepare import StartingModel
 from meshwright.data.tokenizer import TextTokenizer, load_tokenizer
-from meshwright.families import finetuned_table, parameter_table, pretrained_directory, resolve_model
+from meshwright.families import finetuned_table, parameter_table, pretrained_directory, resolve_model, starting_weights
 from meshwright.families.tensor_headers import stored_tensors
 from meshwright.launch.status import LOCK_LOST
 from meshwright.spec.data import DATASET, SMALLEST_VOCAB
@@ -226,16 +227,28 @@ def with_datasets(run: Run, base_dir: Path, *, most: int | None = None) -> Run:
     return run.model_copy(update={"data": write_datasets(run.data, samples=samples, vocab=vocab, numbers=bare)})
 
 
-def check_vocabulary(run: Run, model: ModelSpec, size: int) -> None:
-    """Raise `UserError` if a tokenizer of `size` tokens has tokens without a row in the model."""
-    if size > model.vocab:
-        trained = (
-            run.data.tokenizer == "auto" and run.model.weights != "pretrained" and size == run.data.tokenizer_vocab
-        )
+def check_vocabulary(run: Run, model: ModelSpec, size: int, base_dir: Path) -> None:
+    """Raise `UserError` if a tokenizer of `size` tokens has tokens without a row in the model, and the recipe can give
+    it rows."""
+    if size > model.vocab and rows_given(run, base_dir) is None:
+        trained = run.data.tokenizer == "auto" and size == run.data.tokenizer_vocab
         smaller = f", or data.tokenizer_vocab={model.vocab}" if trained and model.vocab >= SMALLEST_VOCAB else ""
         raise UserError(
             f"the tokenizer has {size} tokens but the model only {model.vocab} rows; set model.vocab={size}{smaller}"
         )
+
+
+def rows_given(run: Run, base_dir: Path) -> int | None:
+    """The embedding rows of the weights that a run starts from; None if the recipe chooses their number."""
+    if run.checkpoint.start_from is None and starting_weights(run.model, base_dir=base_dir) == "random":
+        return None
+    return resolve_model(run.model, base_dir=base_dir, vocab=run.data.tokenizer_vocab).vocab
+
+
+def starting_model(run: Run, base_dir: Path) -> StartingModel:
+    """What the run's corpus takes from its model."""
+    directory = pretrained_directory(run.model, base_dir=base_dir)
+    return StartingModel(directory, rows_given(run, base_dir))
 
 
 def check_tokenizer(resolved: ResolvedRun, tokenizer: TextTokenizer | None, *, continued: Path | None = None) -> None:

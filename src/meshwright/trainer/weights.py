@@ -3,6 +3,7 @@
 import hashlib
 import json
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -18,7 +19,7 @@ from meshwright.models.init import draw_rows
 from meshwright.models.quantized import QuantizedRows
 from meshwright.parallel.materialize import RowSource
 from meshwright.spec.finetune import FullSpec
-from meshwright.spec.model import Parameter
+from meshwright.spec.model import ModelSpec, Parameter
 from meshwright.spec.run import ResolvedRun
 from meshwright.trainer.start import checkpoint_at, starting_checkpoint
 
@@ -80,10 +81,26 @@ def base_of(resolved: ResolvedRun) -> dict[str, str] | None:
         checkpoint = starting_checkpoint(resolved)
         return {"path": str(checkpoint), "fingerprint": fingerprint_of(checkpoint)}
     if run.model.weights != "pretrained":
-        drawn = [resolved.model.model_dump(mode="json"), run.training.seed]
+        drawn = [_fields_of_drawn(resolved.model), run.training.seed]
         return {"path": "random weights", "fingerprint": _digest(json.dumps(drawn).encode())}
     directory = _directory(resolved)
     return {"path": str(directory), "fingerprint": fingerprint_of(directory)}
+
+
+def _fields_of_drawn(model: ModelSpec) -> dict[str, Any]:
+    """The fields in a fingerprint of random weights, as in the first version, so that its adapters continue."""
+    fields = model.model_dump(mode="json")
+    if not fields["gated"]:
+        del fields["gated"]
+    elif fields["activation"] == "silu":
+        del fields["gated"]
+        fields["activation"] = "swiglu"
+    for later in ("wrapper", "fp8"):
+        if fields[later] is None:
+            del fields[later]
+    if fields["foreign"] is not None and not fields["foreign"]["transposed"]:
+        del fields["foreign"]["transposed"]
+    return fields
 
 
 def fingerprint_of(source: Path) -> str:

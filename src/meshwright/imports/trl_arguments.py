@@ -1,0 +1,108 @@
+"""TRL's arguments beside the Trainer's: the model and its adapters (`ModelConfig`), and those of SFT and DPO."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from meshwright.imports.claims import Always, Has, NoEffect
+from meshwright.imports.reading import Reading, Rule, check_count
+from meshwright.imports.rules import (
+    choice,
+    claims_value,
+    fact,
+    listed,
+    no_effects,
+    only,
+    when,
+    without,
+)
+from meshwright.spec.data import HUB
+
+LORA: Mapping[str, Any] = {"finetune.rank": 16, "finetune.alpha": 32, "finetune.dropout": 0.05}
+"""Defaults of `ModelConfig`."""
+PEFT, DATA, SUBSET, SPLIT = "use_peft", "trl data", "trl subset", "trl split"
+NO_EFFECT: Mapping[NoEffect, Mapping[str, str]] = {
+    NoEffect.KERNEL: {"": "attn_implementation"},
+    NoEffect.CODE: {"": "trust_remote_code"},
+    NoEffect.READS: {"": "dataset_num_proc"},
+    NoEffect.MEMORY: {"": "padding_free pad_to_multiple_of activation_offloading precompute_ref_log_probs"},
+    NoEffect.CLASS: {"": "lora_task_type"},
+}
+
+
+def _targets(reading: Reading, value: Any, origin: str) -> None:
+    names = value.split(",") if isinstance(value, str) and "," in value else value
+    every = names in ("all-linear", ["all-linear"])
+    reading.set("finetune.targets", "all-linear" if every else [names] if isinstance(names, str) else names, origin)
+
+
+def _length(reading: Reading, value: Any, origin: str) -> None:
+    check_count(value, origin)
+    reading.set("data.sequence_length", value, origin)
+
+
+def _packing(reading: Reading, value: Any, origin: str) -> None:
+    if value is True:
+        reading.set_all({"data.packing": "best_fit", "data.separate_documents": True}, origin)
+    else:
+        reading.set("data.packing", "padded", origin)
+
+
+RULES: Mapping[str, Rule] = {
+    "model_name_or_path": "model.name",
+    "model_revision": without("the newest version of the model is read"),
+    **dict.fromkeys(("torch_dtype", "dtype"), without("set training.master_dtype; by default weights are in fp32")),
+    "use_peft": fact(PEFT),
+    "lora_r": "finetune.rank",
+    "lora_alpha": "finetune.alpha",
+    "lora_dropout": "finetune.dropout",
+    "lora_target_modules": _targets,
+    "lora_modules_to_save": listed("finetune.train"),
+    "use_rslora": when("finetune.rslora", True),
+    "use_dora": when("finetune.dora", True),
+    "load_in_4bit": when("finetune.base", "nf4"),
+    "load_in_8bit": when("finetune.base", "int8"),
+    "use_bnb_nested_quant": "finetune.double_quantization",
+    "bnb_4bit_quant_type": only("nf4", "four bits are nf4"),
+    "dataset_name": fact(DATA),
+    "dataset_config": fact(SUBSET),
+    "dataset_train_split": fact(SPLIT),
+    "dataset_test_split": without("evaluation data is a fraction of the training data; set data.held_out"),
+    **dict.fromkeys(("max_length", "max_seq_length"), _length),
+    "packing": _packing,
+    "packing_strategy": only("bfd", "whole records are packed into the fullest sample with room (bfd)"),
+    "eval_packing": claims_value("data.separate_documents"),
+    "assistant_only_loss": choice("data.chat.train_on", {True: "assistant", False: "all"}, "true, false"),
+    "completion_only_loss": when("data.chat.train_on", "assistant"),
+    "chat_template_path": without("set data.chat.template to a file"),
+    "chat_template": without("write the template to a file and set data.chat.template to it"),
+    **dict.fromkeys(
+        ("beta", "loss_type", "label_smoothing"),
+        without("the file does not name its trainer; for DPO, set training.preference"),
+    ),
+    **no_effects(NO_EFFECT),
+}
+
+
+def settle_trl(reading: Reading, values: Mapping[str, Any], file: str) -> None:
+    """Adapters where `use_peft` says so, and the data set; without it the settings of adapters have no effect."""
+    default = f"{file} (TRL's default)"
+    uses, origin = reading.facts.get(PEFT, (False, ""))
+    if uses is True:
+        reading.set("finetune.method", "lora", origin)
+        reading.default_all(LORA, default)
+    else:
+        reading.claim(origin, Has("finetune.rank", None))
+        for path in [path for path in reading.settings if path.startswith("finetune.") and path != "finetune.method"]:
+            reading.give_up(reading.settings.pop(path)[1], "it has no effect without use_peft")
+    if DATA in reading.facts:
+        name, where = reading.facts[DATA]
+        parts = {"subset": reading.facts.get(SUBSET), "split": reading.facts.get(SPLIT)}
+        given = {key: found[0] for key, found in parts.items() if found and (key, found[0]) != ("split", "train")}
+        origins = [where, *(found[1] for found in parts.values() if found)]
+        local = str(name).startswith((".", "/"))
+        source = {"path": str(name) if local else f"{HUB}{name}", **given}
+        reading.set("data.sources", [source], "; ".join(origins))
+        if "packing" not in values:
+            reading.set("data.packing", "padded", f"{default}: packing=false")
+    elif SPLIT in reading.facts:
+        reading.claim(reading.facts[SPLIT][1], Always("no data set is named"))
