@@ -104,7 +104,12 @@ def save_multimodal(folder: Path) -> None:
 def open_whole(directory: Path) -> torch.nn.Module:
     """transformers' whole model, in float64 with constants from fp32."""
     config = json.loads((directory / "config.json").read_text())
-    return getattr(transformers, config["architectures"][0]).from_pretrained(directory, experts_implementation="eager").double().eval()
+    return (
+        getattr(transformers, config["architectures"][0])
+        .from_pretrained(directory, experts_implementation="eager")
+        .double()
+        .eval()
+    )
 
 
 @torch.no_grad()

@@ -74,7 +74,7 @@ def test_text_is_computed_as_by_the_whole_model(directories: Path, tmp_path: Pat
     model = ours(directories / name)
     assert model.spec.family == OURS.get(name, "transformers")
     wanted = logits_of_text(open_whole(directories / name), TOKENS_BT)
-    room = 1e-10 if name in OURS else 1e-5  # others compute norms and routing in fp32
+    room = 1e-6 if name in OURS else 1e-5  # transformers computes norms in fp32, in the others both do, and routing
     assert (logits_of(model, TOKENS_BT) - wanted).abs().max() <= room * wanted.abs().max()
 
     changed = {key: tensor.add(0.1) for key, tensor in named_tensors(model).items()}
@@ -180,7 +180,7 @@ def test_from_a_directory_to_a_directory(
         kept = {key for key, tensor in before.items() if torch.equal(tensor, after[key])}
         assert {key for key in kept if "vis" in key} == {key for key in before if "vis" in key}
         assert not [key for key in kept if "layers" in key and "vis" not in key]
-    assert "text model of the multimodal" in capfd.readouterr().out
+    assert "the text model of the multimodal" in capfd.readouterr().out
     torch.testing.assert_close(trained[1], trained[0], rtol=0, atol=2e-4)
     assert (trained[0] - logits_of_text(open_whole(directories / name), TOKENS_BT)).abs().max() > 0.01
     receipt = json.loads((tmp_path / "1/out/receipt.json").read_text())
@@ -221,7 +221,11 @@ def test_what_cannot_be_trained_is_refused_by_name(directories: Path, tmp_path: 
             "transformers has no causal language model for .*'glm4v_text'",
         ),
         ("c", {"text_config": text | {"num_hidden_layers": "two"}}, "config.json: transformers .* cannot read it: "),
-        ("d", {"text_config": text | {"num_hidden_layers": 3}}, "has no tensor model.layers.2.input_layernorm.weight"),
+        (
+            "d",
+            {"text_config": text | {"num_hidden_layers": 3, "layer_types": None}},
+            "has no tensor model.layers.2.input_layernorm.weight",
+        ),
     ):
         directory = changed(name, **config)
         with pytest.raises(ValueError, match=message):

@@ -34,10 +34,10 @@ class Dequantized:
             one_each = self._scale if self._scale.dim() > 1 else self._scale[:, None]
             return one_each[start:stop]
         rows, columns = self._block
-        if len(self._shape) > 2:
-            _, height, width = self._shape
+        *outer, height, width = self._shape
+        if outer:
             return _spread(self._scale[start:stop], rows, columns)[:, :height, :width]
-        first, width = start // rows, self._shape[-1]
+        first = start // rows
         spread = _spread(self._scale[first : -(-stop // rows)], rows, columns)
         return spread[start - first * rows : stop - first * rows, :width]
 

@@ -13,7 +13,7 @@ from typing import Any
 from meshwright.families.fp8_files import without_scales
 from meshwright.families.tensor_headers import StoredTensor, stored_tensors
 from meshwright.spec.errors import UserError
-from meshwright.spec.model import Fp8Files, Wrapper
+from meshwright.spec.model import Fp8Files, ModelSpec, Wrapper
 
 PARTS = ("text_config", "vision_config", "audio_config", "thinker_config")
 """Keys of config.json of which a multimodal model has at least one."""
@@ -73,6 +73,17 @@ def text_of(config: Mapping[str, Any], stored: Collection[str], *, where: str) -
     return text, Wrapper(config=json.dumps(config), modules=MODULES.get(str(kind), FILES[1]), files=prefixes)
 
 
+def describe_files(model: ModelSpec) -> str:
+    """What a Hugging Face directory has besides the trained model in floats; empty if nothing."""
+    parts = []
+    if model.wrapper is not None:
+        kind = json.loads(model.wrapper.config).get("model_type")
+        parts.append(f"the text model of the multimodal {kind} is trained, exports copy the rest")
+    if model.fp8 is not None:
+        parts.append("matrices in fp8 are dequantized as they are read")
+    return "; ".join(parts)
+
+
 def text_tensors(directory: Path, wrapper: Wrapper | None, fp8: Fp8Files | None) -> dict[str, StoredTensor]:
     """The tensors of a directory's model, or of the text model in it, by their names in a text model's own files,
     without scales of fp8 matrices."""
@@ -89,12 +100,21 @@ def text_tensors(directory: Path, wrapper: Wrapper | None, fp8: Fp8Files | None)
 
 def completed(config: Mapping[str, Any], *, where: str) -> dict[str, Any]:
     """The text model's config with every default of transformers; of a text model, its own."""
+    return parsed(config, where=where).get_text_config(decoder=True).to_dict()
+
+
+def parsed(config: Mapping[str, Any], *, where: str) -> Any:
+    """transformers' object for a config.json.
+
+    Raises `UserError` if transformers is missing, does not know the model or cannot read its config.
+    """
     if find_spec("transformers") is None:
         raise UserError(
             f"{where}: model_type {config.get('model_type')!r} needs transformers: pip install "
             "'meshwright[transformers]'"
         )
     # Heavy and optional, so it is imported only for models that need it.
+    from huggingface_hub.errors import StrictDataclassError
     from transformers import __version__
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
@@ -102,8 +122,8 @@ def completed(config: Mapping[str, Any], *, where: str) -> dict[str, Any]:
     if kind not in CONFIG_MAPPING:
         raise UserError(f"{where}: transformers {__version__} does not know model_type {kind!r}, nor does Meshwright")
     try:
-        return CONFIG_MAPPING[kind].from_dict(decoded(config)).get_text_config(decoder=True).to_dict()
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        return CONFIG_MAPPING[kind].from_dict(decoded(config))
+    except (AttributeError, KeyError, TypeError, ValueError, StrictDataclassError) as error:
         reason = " ".join(str(error).split())
         raise UserError(f"{where}: transformers {__version__} cannot read it: {reason}") from error
 
