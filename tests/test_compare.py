@@ -14,6 +14,7 @@ import torch
 
 from meshwright.cli.main import main
 from meshwright.data.mixture import training_samples
+from meshwright.data.tokenizer import load_tokenizer
 from meshwright.engines.compare import Contestant, ContestRow, Pace, compare
 from meshwright.engines.deepspeed import DeepSpeedEngine
 from meshwright.engines.engine import Engine, explained
@@ -295,19 +296,25 @@ def test_bad_command_lines_are_one_sentence(folder, capsys, words):
 
 
 def test_a_run_is_handed_over_with_all_that_its_program_needs(folder, capsys):
-    """Every sample of every step is where the program looks for it."""
+    """Every sample of every step is where the program looks for it, and the folder can be moved: nothing in it names
+    another place."""
     words = ["export", "run.yaml", "--engine", "deepspeed", "--program", "there"]
     assert main(words) == 0
     assert "run_deepspeed_standalone.py" in capsys.readouterr().out
-    there = folder / "there"
+    there = (folder / "there").rename(folder / "moved")
     names = {path.name for path in there.iterdir()}
     assert names == {"run_deepspeed_standalone.py", "ds_config.json", "start", "data", "left-out.md"}
     resolved = resolve_run(parse_spec(RECIPE, Run), base_dir=folder)
     (file,) = json.loads((there / "data" / "tokens.json").read_text())
-    tokens = np.memmap(file["path"], dtype=file["dtype"], mode="r")
+    tokens = np.memmap(there / "data" / file["path"], dtype=file["dtype"], mode="r")
     order = np.load(there / "data" / "order.npy")
     samples = training_samples(corpus_of(resolved), resolved.run.data)
     assert len(order) == 12 * 8
+    texts = [path.read_text() for path in there.rglob("*") if path.suffix in (".py", ".json", ".md")]
+    assert not [text for text in texts if str(folder) in text]
+    assert load_tokenizer(there / "start").vocab_size == corpus_of(resolved).tokenizer.vocab_size
+    assert "saves neither checkpoints nor the trained model" in (there / "left-out.md").read_text()
+    (folder / "there").mkdir()
     for position, (_, first) in enumerate(order):
         sample = samples.sample(position, 0)
         assert (tokens[first : first + 32] == sample.inputs).all()

@@ -1,5 +1,6 @@
 """Weights of Hugging Face directories, read and written one tensor or slice at a time."""
 
+import itertools
 import json
 import re
 import shutil
@@ -12,10 +13,13 @@ from typing import Any
 
 import torch
 
+from meshwright.checkpoint.fp8 import Dequantized
 from meshwright.checkpoint.hf_proof import prove_export
-from meshwright.checkpoint.tensor_files import DTYPES, TensorFileWriter, UnmappedTensor, open_tensors
+from meshwright.checkpoint.hf_rest import REST_FILES, read_rest, rest_of
+from meshwright.checkpoint.tensor_files import DTYPES, TensorFileWriter, UnmappedTensor, named_dtype, open_tensors
 from meshwright.families import family_of, hf_tensors, model_to_hf_config, parameter_table, state_table
-from meshwright.families.hf_tensors import stored_name
+from meshwright.families.fp8_files import FP8, scale_of, without_scales
+from meshwright.families.hf_tensors import stored_scalars
 from meshwright.families.tensor_headers import INDEX, WEIGHTS, StoredTensor, stored_tensors
 from meshwright.models import Decoder, build_model, named_state, named_tensors
 from meshwright.spec.errors import UserError
@@ -55,7 +59,16 @@ class HfWeights:
             name: [_find(stored, key, name, place.shape, spec, where) for key in place.keys]
             for name, place in self._places.items()
         }
-        _refuse_unknown(stored, {key for found in self._tensors.values() for key, _ in found}, spec)
+        self._scales = {
+            key: scale_of(stored, key, spec.fp8)
+            for found in self._tensors.values()
+            for key, tensor in found
+            if tensor.dtype == FP8
+        }
+        self._block = spec.fp8 and spec.fp8.block
+        _refuse_unknown(
+            without_scales(stored, spec.fp8), {key for found in self._tensors.values() for key, _ in found}, spec
+        )
         self._twin = _second_head(stored, spec)
 
     def read_rows(self, name: str, start: int, stop: int) -> torch.Tensor:
@@ -75,6 +88,8 @@ class HfWeights:
         rows = slice(place.offset + start, place.offset + stop)
         if self._twin is not None and self._twin[0] == name:
             self._check_twin(lazy[rows], rows, tensors[0][0])
+        if len(place.shape) > 2:  # a stack of matrices
+            return lazy[rows].mT if place.transposed else lazy[rows]
         return lazy[:, rows].t() if place.transposed else lazy[rows]
 
     def _check_twin(self, embedding: torch.Tensor, rows: slice, key: str) -> None:
@@ -87,6 +102,12 @@ class HfWeights:
             )
 
     def _slice(self, key: str, tensor: StoredTensor) -> Any:
+        lazy = self._stored_slice(key, tensor)
+        if tensor.dtype != FP8:
+            return lazy
+        return Dequantized(lazy, tensor.shape, self._scales[key], self._block)
+
+    def _stored_slice(self, key: str, tensor: StoredTensor) -> Any:
         if not self._mapped:
             return UnmappedTensor(tensor)
         if tensor.file not in self._handles:
@@ -98,7 +119,7 @@ def _find(
     stored: Mapping[str, StoredTensor], full: str, name: str, shape: tuple[int, ...], spec: ModelSpec, where: Path
 ) -> tuple[str, StoredTensor]:
     """The stored tensor `full`, which contains our parameter `name`, and its name in the file."""
-    bare = full if spec.foreign else full.removeprefix(family_of(spec).hf_prefix)
+    bare = full if spec.foreign or spec.wrapper else full.removeprefix(family_of(spec).hf_prefix)
     key = next((key for key in (full, bare) if key in stored), None)
     if key is None:
         raise UserError(f"{where} has no tensor {full}, which {spec.family} needs for {name}")
@@ -107,7 +128,7 @@ def _find(
         raise UserError(
             f"{tensor.file}: tensor {key} has shape {list(tensor.shape)}, but config.json implies {list(shape)}"
         )
-    if tensor.dtype not in DTYPES:
+    if tensor.dtype not in (*DTYPES, FP8):
         raise UserError(f"{tensor.file}: tensor {key} is {tensor.dtype}; only {', '.join(DTYPES)} are supported")
     return key, tensor
 
@@ -119,6 +140,8 @@ def _refuse_unknown(stored: Mapping[str, StoredTensor], used: set[str], spec: Mo
     family = family_of(spec)
     ignored = family.hf_ignored + (("lm_head.weight",) if spec.tied_embeddings else ())
     for key in stored.keys() - used:
+        if spec.wrapper is not None and not key.startswith(tuple(file for _, file in spec.wrapper.files)):
+            continue
         layer = re.search(r"\blayers\.(\d+)\.", key) if family.hf_more_layers else None
         further = layer is not None and int(layer[1]) >= spec.num_layers
         if not further and not key.endswith(ignored):
@@ -127,12 +150,13 @@ def _refuse_unknown(stored: Mapping[str, StoredTensor], used: set[str], spec: Mo
 
 def _second_head(stored: Mapping[str, StoredTensor], spec: ModelSpec) -> tuple[str, str, StoredTensor] | None:
     """A head stored in the files although it is tied to the embedding: our name for the embedding, and the head."""
-    if not spec.tied_embeddings or "lm_head.weight" not in stored:
+    head = "lm_head.weight" if spec.wrapper is None else f"{spec.wrapper.files[-1][1]}weight"
+    if not spec.tied_embeddings or head not in stored:
         return None
     embeddings = [row.name for row in parameter_table(spec) if row.dims[0] == "vocab"]
     if "lm_head.weight" in embeddings:  # of a model that transformers computes but does not mark as one
         return None
-    return embeddings[0], "lm_head.weight", stored["lm_head.weight"]
+    return embeddings[0], head, stored[head]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,6 +171,8 @@ class HfForm:
     """Folder whose tokenizer files are copied."""
     token_ids: Mapping[str, int | list[int] | None] = field(default_factory=dict)
     """`bos_token_id`, `eos_token_id`, `pad_token_id` for config.json and generation_config.json."""
+    rest: Path | None = None
+    """Of a text model inside a multimodal one: the directory whose other tensors and files are copied."""
 
 
 def export_hf(
@@ -210,16 +236,14 @@ def as_stored(parameters: Iterable[tuple[str, torch.Tensor]], spec: ModelSpec) -
             pieces = tensor.detach().unflatten(1, (len(place.parts), -1)).flatten(0, 1)
             yield from zip(place.keys, pieces.unbind(), strict=True)
             continue
-        parts = waiting.setdefault(place.key, {})
+        (key,) = place.keys
+        parts = waiting.setdefault(key, {})
         parts[place.offset] = tensor.detach()
-        if sum(len(part) for part in parts.values()) == place.shape[-1 if place.transposed else 0]:
-            rows = [part for _, part in sorted(waiting.pop(place.key).items())]
+        if sum(len(part) for part in parts.values()) == place.shape[1 if place.transposed and tensor.dim() == 2 else 0]:
+            rows = [part for _, part in sorted(waiting.pop(key).items())]
             whole = rows[0] if len(rows) == 1 else torch.cat(rows)
-            yield place.key, whole.t() if place.transposed else whole
-    if spec.foreign is not None:
-        yield from (
-            (stored_name(name, spec.foreign.renamed), torch.tensor(value)) for name, value in spec.foreign.scalars
-        )
+            yield key, whole.mT if place.transposed else whole
+    yield from ((key, torch.tensor(value)) for key, value in stored_scalars(spec).items())
     if missing:
         raise UserError(f"export: {len(missing)} parameters are missing, first {next(iter(missing))}")
 
@@ -228,11 +252,15 @@ def _write_weights(tensors: Iterable[tuple[str, torch.Tensor]], spec: ModelSpec,
     """One file, or several with an index. All are open at once, because tensors arrive in any order."""
     places = hf_tensors(spec)
     shapes = {key: place.shape for place in places.values() for key in place.keys}
-    exact = {places[row.name].key for row in state_table(spec)}  # small, and sensitive to rounding
-    if spec.foreign is not None:
-        scalars = {stored_name(name, spec.foreign.renamed): () for name, _ in spec.foreign.scalars}
-        exact, shapes = exact | scalars.keys(), shapes | scalars
+    scalars = dict.fromkeys(stored_scalars(spec), ())
+    exact = scalars.keys() | {
+        key for row in state_table(spec) for key in places[row.name].keys
+    }  # sensitive to rounding
+    shapes |= scalars
     dtypes = {key: torch.promote_types(form.dtype, torch.float32) if key in exact else form.dtype for key in shapes}
+    rest = rest_of(form.rest, spec)
+    shapes |= {key: tensor.shape for key, tensor in rest.items()}
+    dtypes |= {key: form.dtype if tensor.dtype == FP8 else named_dtype(tensor) for key, tensor in rest.items()}
     sizes = {key: prod(shape) * dtypes[key].itemsize for key, shape in shapes.items()}
     shards = _plan_shards(sizes, form.shard_bytes)
     files = [f"model-{i:05}-of-{len(shards):05}.safetensors" for i in range(1, len(shards) + 1)]
@@ -245,7 +273,7 @@ def _write_weights(tensors: Iterable[tuple[str, torch.Tensor]], spec: ModelSpec,
             )
             for file, keys in zip(files, shards, strict=True)
         }
-        for key, tensor in tensors:
+        for key, tensor in itertools.chain(tensors, read_rest(form.rest, spec)):
             writers[weight_map[key]].write(key, tensor)
     if len(shards) > 1:
         metadata = {"total_parameters": sum(map(prod, shapes.values())), "total_size": sum(sizes.values())}
@@ -267,10 +295,13 @@ def _plan_shards(sizes: Mapping[str, int], shard_bytes: int) -> list[list[str]]:
 
 def _write_configs(spec: ModelSpec, directory: Path, form: HfForm) -> None:
     config = model_to_hf_config(spec, dtype=str(form.dtype).removeprefix("torch."))
-    _write_json(directory / "config.json", config | dict(form.token_ids))
+    _write_json(directory / "config.json", config if spec.wrapper else config | dict(form.token_ids))
     for name in TOKENIZER_FILES:
         if form.tokenizer_dir is not None and (form.tokenizer_dir / name).is_file():
             shutil.copyfile(form.tokenizer_dir / name, directory / name)
+    for name in REST_FILES:
+        if form.rest is not None and (form.rest / name).is_file():
+            shutil.copyfile(form.rest / name, directory / name)
     known = {key: value for key, value in form.token_ids.items() if value is not None}
     _write_generation(directory / GENERATION, known)
 

@@ -1,5 +1,6 @@
 """Proof of an export, of a model or of adapters: the directory, read back, computes the exported model's logits."""
 
+import json
 import warnings
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -11,6 +12,7 @@ import torch
 from torch import nn
 
 from meshwright.families import FAMILIES, parameter_table, read_hf_directory, state_table
+from meshwright.families.wrapped import is_multimodal
 from meshwright.models import Decoder, build_model, named_tensors
 from meshwright.spec.batch import Batch
 from meshwright.spec.errors import UserError
@@ -86,9 +88,9 @@ def compare_with_transformers(reference: Decoder, directory: Path, tokens_BT: to
     model = _transformers_model(directory, **options)
     return compare_logits(
         reference.logits(Batch(tokens_BT)),
-        model(tokens_BT).logits,
+        _text_model(model, reference.spec)(tokens_BT).logits,
         "read by transformers",
-        where=lambda: _first_other_block(reference, model, tokens_BT),
+        where=lambda: _first_other_block(reference, _text_model(model, reference.spec), tokens_BT),
     )
 
 
@@ -120,12 +122,12 @@ def prove_adapter(
     worst = {"meshwright": compare_logits(expected_BTV, reference.logits(batch), "read back", what="the adapter")}
     known = reference.spec.foreign is not None or reference.spec.family in FAMILIES
     if known and find_spec("peft") is not None and find_spec("transformers") is not None:
-        theirs_BTV = _peft_logits(write_base(), directory, batch.tokens)
+        theirs_BTV = _text_model(_peft_model(write_base(), directory), reference.spec)(batch.tokens).logits
         worst["peft"] = compare_logits(expected_BTV, theirs_BTV, "read by peft", what="the adapter")
     return worst
 
 
-def _peft_logits(base: Path, adapter: Path, tokens_BT: torch.Tensor) -> torch.Tensor:
+def _peft_model(base: Path, adapter: Path) -> nn.Module:
     import peft  # heavy and optional, so it is imported only when an adapter is proved
 
     model = _transformers_model(base)
@@ -138,17 +140,28 @@ def _peft_logits(base: Path, adapter: Path, tokens_BT: torch.Tensor) -> torch.Te
             f"the adapter was refused: peft {peft.__version__} cannot read it ({str(error).splitlines()[0]}); write "
             "the whole model with --hf DIR --merge"
         ) from error
-    return adapted.eval()(tokens_BT).logits
+    return adapted.eval().get_base_model()
+
+
+def _text_model(model: nn.Module, spec: ModelSpec) -> nn.Module:
+    """The part of transformers' model that computes logits from text alone: the whole, unless the head is in a part."""
+    part = "" if spec.wrapper is None else spec.wrapper.modules[-1][1].removesuffix("lm_head.")
+    return model.get_submodule(part.removesuffix("."))
 
 
 def _transformers_model(directory: Path, **options: Any) -> nn.Module:
-    """The model that transformers reads from a directory, in fp32, ready for inference."""
+    """The model that transformers reads from a directory, in fp32, ready for inference: of its own class, if it is a
+    multimodal model."""
     # Heavy and optional, so it is imported only when an export is proved.
-    from transformers import AutoModelForCausalLM
+    import transformers
     from transformers.utils import logging
 
     logging.disable_progress_bar()
-    load = AutoModelForCausalLM.from_pretrained
+    load = transformers.AutoModelForCausalLM.from_pretrained
+    if (directory / "config.json").is_file():  # not beside a GGUF file
+        config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+        if is_multimodal(config):
+            load = getattr(transformers, config["architectures"][0]).from_pretrained
     return load(directory, local_files_only=True, dtype=torch.float32, **options).eval()
 
 

@@ -100,6 +100,8 @@ def tied_head(model: ModelSpec, finetune: AdapterSpec) -> str | None:
     trained = (row for row in finetuned_table(model, finetune) if row.trained and not row.adapter)
     if not model.tied_embeddings or not any(row.dims[0] == "vocab" for row in trained):
         return None
+    if model.wrapper is not None:
+        return model.wrapper.modules[-1][1].removesuffix(".")
     return "lm_head" if model.foreign else family_of(model).hf_modules["output"]
 
 

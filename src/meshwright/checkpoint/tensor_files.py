@@ -18,7 +18,20 @@ from meshwright.storage.sync import sync_file
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 """Dtypes of weights, by safetensors' names."""
 
-NAMES = {dtype: name for name, dtype in DTYPES.items()}
+OTHERS = {"F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "BOOL": torch.bool, "U8": torch.uint8} | {
+    name: getattr(torch, f"int{name[1:]}") for name in ("I8", "I16", "I32", "I64")
+}
+"""Dtypes of other tensors: quantized weights, and the state of parts of a model that are copied."""
+
+NAMES = {dtype: name for name, dtype in (DTYPES | OTHERS).items()}
+
+
+def named_dtype(tensor: StoredTensor) -> torch.dtype:
+    """The dtype of a stored tensor. Raises `UserError` if torch has none or no supported program writes it."""
+    try:
+        return (DTYPES | OTHERS)[tensor.dtype]
+    except KeyError:
+        raise UserError(f"{tensor.file}: contains a tensor in {tensor.dtype}, which is not supported") from None
 
 
 def open_tensors(file: Path) -> Any:
@@ -45,7 +58,7 @@ class UnmappedTensor:
             return self[places[0]][:, places[1]]
         count, *rest = self._tensor.shape or (1,)
         start, stop, _ = places.indices(count)
-        found = torch.empty(max(0, stop - start), *rest, dtype=DTYPES[self._tensor.dtype])
+        found = torch.empty(max(0, stop - start), *rest, dtype=named_dtype(self._tensor))
         content = found.view(-1).view(torch.uint8).numpy().data if found.numel() else memoryview(b"")
         with self._tensor.file.open("rb", buffering=0) as stream:
             stream.seek(self._tensor.begin + start * prod(rest) * found.itemsize)

@@ -29,6 +29,7 @@ from meshwright.data.sources import SourceFile, find_files, names_of
 from meshwright.data.token_file import file_in_memory
 from meshwright.data.tokenizer import train_tokenizer
 from meshwright.families import active_parameters, count_trained, parameter_table, pretrained_directory, resolve_model
+from meshwright.families.wrapped import describe_files
 from meshwright.plan.forecast import forecast, warnings
 from meshwright.plan.machine import find_machine
 from meshwright.plan.stages import describe_pipeline
@@ -209,6 +210,7 @@ def _model_facts(recipe: Run, model: ModelSpec) -> dict[str, Any]:
         "active_parameters": active_parameters(model),
         "trained_parameters": trained,
         "parameters_in_blocks": sum(row.numel for row in table if row.name.startswith(f"{blocks}.")),
+        "files": describe_files(model),
         **model.model_dump(mode="json"),
     }
 
@@ -287,6 +289,8 @@ def _report(facts: dict[str, Any]) -> Iterator[str]:
             f"{model['num_layers']} layers, width {model['hidden']}, {model['num_heads']} heads, "
             f"vocabulary {model['vocab']}"
         )
+        if model["files"]:
+            yield f"files      {model['files']}"
     if layout := facts.get("layout"):
         yield f"layout     {layout['strategy']}; processes: {layout['processes']}"
     if "pipeline" in facts:

@@ -1,10 +1,12 @@
 """Export of a run to another engine: program, configuration, weights, tokens, and a list of what is left out."""
 
+import json
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
 from meshwright.engines.engine import Engine, Translation
-from meshwright.engines.materials import write_materials
+from meshwright.engines.materials import DATA, START, TOKENS, write_materials
 from meshwright.engines.ours import Ours
 from meshwright.spec.errors import UserError
 from meshwright.spec.recipe import load_recipe
@@ -16,6 +18,12 @@ from meshwright.trainer.start import RESOLVED, check_start, check_vocabulary, re
 
 LEFT_OUT = "left-out.md"
 """The file that lists what the program leaves out."""
+
+UNSAVED = (
+    "`checkpoint`: the program saves neither checkpoints nor the trained model, and cannot resume; it writes "
+    "metrics.jsonl alone"
+)
+"""What every program leaves out."""
 
 
 def run_at(path: Path, overrides: Sequence[str] = ()) -> ResolvedRun:
@@ -35,9 +43,9 @@ def run_at(path: Path, overrides: Sequence[str] = ()) -> ResolvedRun:
 def hand_over(resolved: ResolvedRun, engine: Engine, folder: Path) -> Translation:
     """Write the whole run as `engine`'s program into `folder`, which appears when it is complete.
 
-    start/ holds the weights that the run starts from, data/ the order of the samples of all its steps; the tokens stay
-    where they are. An engine that reads the recipe's own model and data gets its configuration alone. Raises
-    `UserError` if the engine cannot express the run or `folder` exists.
+    start/ holds the weights that the run starts from and its tokenizer, data/ the tokens and the order of the samples
+    of all its steps, so the folder can be moved. An engine that reads the recipe's own model and data gets its
+    configuration alone. Raises `UserError` if the engine cannot express the run or `folder` exists.
     """
     translation = engine.translate(resolved)
     corpus = None
@@ -50,9 +58,25 @@ def hand_over(resolved: ResolvedRun, engine: Engine, folder: Path) -> Translatio
         translation.write(staging)
         if corpus is not None and engine.name != Ours.name:
             write_materials(resolved, corpus, staging, steps=resolved.run.training.steps)
+            corpus.tokenizer.save(staging / START)
+            _bring_tokens(staging / DATA)
         lines = [f"- `{setting.path}={setting.shown}`: {setting.why}" for setting in translation.left_out]
         about = f"# Settings that {translation.program} leaves out\n\n"
         own = ["", f"# Differences in {engine.name}", "", *(f"- {note}" for note in translation.notes)]
+        lines += [f"- {UNSAVED}"] if corpus is not None and engine.name != Ours.name else []
         lines = [*(lines or ["Nothing."]), *(own if translation.notes else [])]
         (staging / LEFT_OUT).write_text(about + "\n".join(lines) + "\n", encoding="utf-8")
     return translation
+
+
+def _bring_tokens(folder: Path) -> None:
+    """Copy the token files that `folder` refers to into it, and refer to the copies by relative paths."""
+    about = folder / TOKENS
+    if not about.is_file():  # rows and pairs are whole
+        return
+    files = json.loads(about.read_text(encoding="utf-8"))
+    for number, file in enumerate(files):
+        name = f"tokens-{number}.bin"
+        shutil.copyfile(file["path"], folder / name)
+        file["path"] = name
+    about.write_text(json.dumps(files, indent=1) + "\n", encoding="utf-8")

@@ -50,7 +50,8 @@ def write_start(resolved: ResolvedRun, read: RowSource, folder: Path) -> None:
     rows = parameter_table(model) + state_table(model)
     folder.mkdir(parents=True, exist_ok=True)
     weights = ((row.name, read(row, 0, row.shape[0])) for row in rows)
-    export_hf(weights, model, folder / START, HfForm(dtype=torch.float32), prove=False)
+    text = model.model_copy(update={"wrapper": None})  # other engines train the text model alone
+    export_hf(weights, text, folder / START, HfForm(dtype=torch.float32), prove=False)
     if isinstance(finetune, LoraSpec | Ia3Spec):
         trained = [row for row in finetuned_table(model, finetune) if row.trained]
         adapters = {row.name: read(row, 0, row.shape[0]).float() for row in trained}

@@ -6,10 +6,10 @@ import json
 import re
 from collections import Counter
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
-from meshwright.families.tensor_headers import FLOATS, read_scalar, stored_tensors
+from meshwright.families.fp8_files import FP8
+from meshwright.families.tensor_headers import FLOATS, StoredTensor, read_scalar
 from meshwright.spec.errors import UserError
 from meshwright.spec.model import ForeignModel, ModelSpec, Parameter
 from meshwright.spec.problems import foreign_problems
@@ -63,8 +63,8 @@ NO_WEIGHTS = ("inv_freq", "masked_bias", "lm_head.weight")
 """Suffixes of the names of tensors that are not parameters: tables from old versions, and a tied head."""
 
 
-def read_foreign(directory: Path, config: Mapping[str, Any], *, where: str) -> ModelSpec:
-    """The model of a Hugging Face directory of any architecture.
+def read_foreign(config: Mapping[str, Any], stored: Mapping[str, StoredTensor], *, where: str) -> ModelSpec:
+    """The model of a Hugging Face directory of any architecture, from its config.json and the tensors in its files.
 
     Raises:
         UserError: it is not a causal language model, its blocks cannot be identified, or its files are malformed.
@@ -76,8 +76,6 @@ def read_foreign(directory: Path, config: Mapping[str, Any], *, where: str) -> M
             f"{where}: model_type {config.get('model_type')!r} is not supported: architectures is {architecture}, "
             "but besides Meshwright's families only causal language models can be trained"
         )
-    if config.get("quantization_config"):
-        raise UserError(f"{where}: quantized weights are not supported; use the unquantized model")
     names = {field: _spelling(config, field) for field in SPELLINGS}
     sizes: dict[str, Any] = {field: config.get(name) for field, name in names.items()}
     for field in ("hidden", "num_layers", "num_heads", "vocab"):
@@ -87,8 +85,8 @@ def read_foreign(directory: Path, config: Mapping[str, Any], *, where: str) -> M
     theirs, files = RENAMED.get(str(config.get("model_type")), ("", ""))
     stored = {
         name: tensor
-        for name, tensor in stored_tensors(directory)[0].items()
-        if tensor.dtype in FLOATS and not name.endswith(NO_WEIGHTS[: 3 if tied else 2])
+        for name, tensor in stored.items()
+        if tensor.dtype in (*FLOATS, FP8) and not name.endswith(NO_WEIGHTS[: 3 if tied else 2])
     }
     renamed = ((theirs, files),) if files and any(files in name for name in stored) else ()
     modules = {name: name.replace(files, theirs) if renamed else name for name in stored}
@@ -96,15 +94,16 @@ def read_foreign(directory: Path, config: Mapping[str, Any], *, where: str) -> M
     blocks = _blocks(tensors, sizes["num_layers"], where)
     buffers = {name: tensors.pop(name) for name in list(tensors) if name.rpartition(".")[2] in BUFFERS}
     tensors, stacks = _stacked(tensors)
+    turned = _transposed(tensors, config)
+    tensors |= turned
     foreign = ForeignModel(
         config=json.dumps(config),
         blocks=blocks,
         tensors=tuple(sorted(tensors.items())),
         stacks=tuple(stacks.items()),
+        transposed=tuple(sorted(turned)),
         buffers=tuple(sorted(buffers.items())),
-        scalars=tuple(
-            (modules[name], read_scalar(one.file, name)) for name, one in sorted(stored.items()) if not one.shape
-        ),
+        scalars=tuple((modules[name], read_scalar(one)) for name, one in sorted(stored.items()) if not one.shape),
         renamed=renamed,
     )
     heads = [name for name, shape in tensors.items() if shape == (sizes["vocab"], sizes["hidden"])]
@@ -176,6 +175,23 @@ def _stacked(
             rest[f"{experts}.{stack}"] = (len(numbers), len(names) * rows, columns)
             stacks[f"{experts}.{stack}"] = names
     return rest, dict(sorted(stacks.items()))
+
+
+def _transposed(tensors: Mapping[str, tuple[int, ...]], config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    """The stacks of experts that the files store (in, out) but transformers' module (out, in), and their shapes there.
+
+    Of Qwen3-VL-MoE, released files have the first form, files that transformers writes may have either.
+    """
+    if config.get("model_type") != "qwen3_moe":
+        return {}
+    width, inner = config["hidden_size"], config["moe_intermediate_size"]
+    shapes = {"gate_up_proj": (2 * inner, width), "down_proj": (width, inner)}
+    found = {}
+    for name, shape in tensors.items():
+        wanted = shapes.get(name.rpartition(".experts.")[2])
+        if wanted is not None and shape[1:] == wanted[::-1] != wanted:
+            found[name] = (shape[0], *wanted)
+    return found
 
 
 def _blocks(tensors: Mapping[str, Any], num_layers: int, where: str) -> str:

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from meshwright.families.family import Family
+from meshwright.families.fp8_files import QUANTIZATION
 from meshwright.families.registry import FAMILIES, family_of
 from meshwright.spec.errors import UserError
 from meshwright.spec.model import ModelFields, ModelSpec
@@ -37,7 +38,7 @@ def model_from_hf_config(config: Mapping[str, Any], *, where: str = "config.json
         UserError: unknown model_type, a missing or malformed size, or an unsupported feature; the message names
             `where`.
     """
-    family = FAMILIES.get(str(config.get("model_type")))
+    family = declared_family(config)
     if family is None:
         raise UserError(
             f"{where}: model_type {config.get('model_type')!r} is not supported, only {', '.join(FAMILIES)}"
@@ -61,6 +62,16 @@ def model_from_hf_config(config: Mapping[str, Any], *, where: str = "config.json
         return family.model(given)
 
 
+def declared_family(config: Mapping[str, Any]) -> Family | None:
+    """The family of a config.json: by its model_type, or else by the class that it declares, which other model_types
+    share (kimi_k2 has DeepSeek-V3's)."""
+    classes = {family.hf_architecture: name for name, family in FAMILIES.items()}
+    declared = config.get("architectures")
+    first = declared[0] if isinstance(declared, list) and declared else None
+    kind = config.get("model_type")
+    return FAMILIES.get(str(kind if kind in FAMILIES else classes.get(str(first))))
+
+
 def _value(config: Mapping[str, Any], key: str, family: Family, where: str) -> Any:
     for spelling in (key, family.hf_aliases.get(key, key)):
         if spelling in config:
@@ -78,8 +89,6 @@ def _refuse_unsupported(config: Mapping[str, Any], family: Family, where: str) -
             )
     if config.get("is_causal") is False:
         raise UserError(f"{where}: is_causal=false is not supported: only causal language models can be trained")
-    if config.get("quantization_config"):
-        raise UserError(f"{where}: quantized weights are not supported; use the unquantized model")
 
 
 def _rope(config: Mapping[str, Any], family: Family, where: str) -> dict[str, Any]:
@@ -132,9 +141,12 @@ def model_to_hf_config(
         dtype: of the accompanying weights, e.g. `bfloat16`.
         token_ids: `bos_token_id`, `eos_token_id`, `pad_token_id`, if the tokenizer has them.
     """
-    if spec.foreign is not None:
-        config = json.loads(spec.foreign.config) | {"dtype": dtype, "torch_dtype": dtype}
-        return config | {key: value for key, value in token_ids.items() if value is not None}
+    known = {key: value for key, value in token_ids.items() if value is not None}
+    whole = spec.wrapper or spec.foreign
+    if whole is not None:
+        given = json.loads(whole.config)
+        config = {key: value for key, value in given.items() if key != QUANTIZATION}
+        return config | {"dtype": dtype, "torch_dtype": dtype} | known
     family = family_of(spec)
     config: dict[str, Any] = {"architectures": [family.hf_architecture], "model_type": family.name}
     for field, key in family.hf_fields.items():
@@ -151,7 +163,7 @@ def model_to_hf_config(
         slides = spec.sliding_window is not None
         config |= {"use_sliding_window": slides, "max_window_layers": 0 if slides else spec.num_layers}
     config |= {"dtype": dtype, "torch_dtype": dtype, "use_cache": True}
-    return config | {key: value for key, value in token_ids.items() if value is not None}
+    return config | known
 
 
 def _rope_keys(spec: ModelSpec) -> dict[str, Any]:

@@ -2,12 +2,12 @@
 
 import re
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from meshwright.families.family import Family
 from meshwright.families.registry import FAMILIES
 from meshwright.families.table import parameter_table, state_table
-from meshwright.spec.model import ModelSpec, Parameter
+from meshwright.spec.model import ModelSpec, Parameter, Wrapper
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -16,7 +16,10 @@ class HfTensor:
     stacks all experts of a layer, in one tensor per expert."""
 
     key: str
-    """Name of the stored tensor, `{e}` for the expert and `{part}` for each of several parts."""
+    """Name of the stored tensor, `{e}` for the expert and `{part}` for each of several parts. Of a text model inside a
+    multimodal one: as in transformers' class; the files may have another prefix."""
+    prefix: tuple[str, str] = ("", "")
+    """A prefix of `key`, and its spelling in the files."""
     shape: tuple[int, ...]
     """Shape of the stored tensor, as stored."""
     experts: int | None = None
@@ -24,24 +27,41 @@ class HfTensor:
     parts: tuple[str, ...] = ("",)
     """Stored tensors whose rows are concatenated in each expert's matrix."""
     transposed: bool = False
-    """The tensor is stored (in, out); ours are (out, in)."""
+    """The tensor, or each matrix of a stored stack, is stored (in, out); ours are (out, in)."""
     offset: int = 0
     """First row, in our orientation, that belongs to this parameter: several may share a stored tensor."""
 
     @property
     def keys(self) -> list[str]:
         """Names of all stored tensors, expert by expert."""
+        there, in_files = self.prefix
+        stored = in_files + self.key.removeprefix(there)
         if self.experts is None:
-            return [self.key]
-        return [self.key.format(e=e, part=part) for e in range(self.experts) for part in self.parts]
+            return [stored]
+        return [stored.format(e=e, part=part) for e in range(self.experts) for part in self.parts]
 
 
 def hf_tensors(spec: ModelSpec) -> dict[str, HfTensor]:
     """Our tensor's name -> its location, for every row of the parameter table, in order, and of the state table."""
+    places = _text_places(spec)
+    return places if spec.wrapper is None else {name: _inside(place, spec.wrapper) for name, place in places.items()}
+
+
+def _inside(place: HfTensor, wrapper: Wrapper) -> HfTensor:
+    """The location of a text model's tensor inside a multimodal model."""
+    for (text, module), (_, file) in zip(wrapper.modules, wrapper.files, strict=True):
+        if place.key.startswith(text):
+            return replace(place, key=module + place.key.removeprefix(text), prefix=(module, file))
+    raise AssertionError(place.key)
+
+
+def _text_places(spec: ModelSpec) -> dict[str, HfTensor]:
     table = parameter_table(spec) + state_table(spec)
     if spec.foreign is not None:  # its names are Hugging Face's
         stacks, renamed = dict(spec.foreign.stacks), spec.foreign.renamed
-        return {row.name: _of_foreign(row, stacks.get(row.name), renamed) for row in table}
+        places = {row.name: _of_foreign(row, stacks.get(row.name), renamed) for row in table}
+        turned = {name: replace(places[name], transposed=True) for name in spec.foreign.transposed}
+        return places | {name: replace(place, shape=_turned(place.shape)) for name, place in turned.items()}
     if spec.family not in FAMILIES:  # a user's own; adapters use its names
         return {row.name: _of_foreign(row, None, ()) for row in table}
     family = FAMILIES[spec.family]
@@ -70,7 +90,23 @@ def hf_tensors(spec: ModelSpec) -> dict[str, HfTensor]:
     return places
 
 
-def stored_name(name: str, renamed: tuple[tuple[str, str], ...]) -> str:
+def _turned(shape: tuple[int, ...]) -> tuple[int, ...]:
+    return (*shape[:-2], shape[-1], shape[-2])
+
+
+def stored_scalars(spec: ModelSpec) -> dict[str, float]:
+    """The scalar tensors of a foreign model's files, by their names there; other models have none."""
+    if spec.foreign is None:
+        return {}
+    found = {}
+    for name, value in spec.foreign.scalars:
+        place = HfTensor(key=_stored_name(name, spec.foreign.renamed), shape=())
+        (key,) = (place if spec.wrapper is None else _inside(place, spec.wrapper)).keys
+        found[key] = value
+    return found
+
+
+def _stored_name(name: str, renamed: tuple[tuple[str, str], ...]) -> str:
     """The name in files of a tensor of transformers' module."""
     for theirs, files in renamed:
         name = name.replace(theirs, files)
@@ -78,7 +114,7 @@ def stored_name(name: str, renamed: tuple[tuple[str, str], ...]) -> str:
 
 
 def _of_foreign(row: Parameter, parts: tuple[str, ...] | None, renamed: tuple[tuple[str, str], ...]) -> HfTensor:
-    name = stored_name(row.name, renamed)
+    name = _stored_name(row.name, renamed)
     if parts is None:
         return HfTensor(key=name, shape=row.shape)
     experts, rows, columns = row.shape

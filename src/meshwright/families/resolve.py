@@ -1,17 +1,21 @@
 """Resolution of the recipe's `model:` section into a complete model."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from difflib import get_close_matches
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 from meshwright.families import foreign
 from meshwright.families.family import Family
-from meshwright.families.hf_config import UnsupportedError, model_from_hf_config
+from meshwright.families.fp8_files import fp8_files
+from meshwright.families.hf_config import UnsupportedError, declared_family, model_from_hf_config
 from meshwright.families.hub import cached_snapshot
 from meshwright.families.plugged import own_family
 from meshwright.families.registry import FAMILIES, PRESETS
 from meshwright.families.table import parameter_table
+from meshwright.families.tensor_headers import StoredTensor, stored_tensors
+from meshwright.families.wrapped import is_multimodal, text_of, text_tensors
 from meshwright.spec.errors import UserError
 from meshwright.spec.files import regular
 from meshwright.spec.model import ModelFields, ModelSpec
@@ -85,8 +89,8 @@ def starting_weights(fields: ModelFields, *, base_dir: Path) -> Literal["random"
 
 
 def read_hf_directory(directory: Path, *, family: str | None = None) -> ModelSpec:
-    """The model of a Hugging Face directory, from its config.json alone; for a foreign architecture, or if `family` is
-    transformers, also from its files' headers.
+    """The model of a Hugging Face directory, from its config.json alone; for a foreign architecture, for the text model
+    inside a multimodal one, or if `family` is transformers, also from its files' headers.
 
     Raises:
         UserError: config.json is missing, malformed, or needs an unsupported feature.
@@ -104,13 +108,29 @@ def read_hf_directory(directory: Path, *, family: str | None = None) -> ModelSpe
         raise UserError(f"{path} is not a JSON object")
     if not isinstance(config.get("model_type", ""), str):
         raise UserError(f"{path}: model_type is {config['model_type']!r}, not a name")
-    if family == foreign.FAMILY or ("model_type" in config and config["model_type"] not in FAMILIES):
-        return foreign.read_foreign(directory, config, where=str(path))
+    form = fp8_files(config, where=str(path))
+    if is_multimodal(config):
+        stored = stored_tensors(directory)[0]
+        text, wrapper = text_of(config, stored, where=str(path))
+        if any(name.endswith(".experts.gate_up_proj") for name in stored):  # our families have a tensor for each expert
+            family = foreign.FAMILY
+        spec = _described(text, family, partial(text_tensors, directory, wrapper, form), where=f"{path}, text model")
+        return spec.model_copy(update={"wrapper": wrapper, "fp8": form})
+    spec = _described(config, family, partial(text_tensors, directory, None, form), where=str(path))
+    return spec.model_copy(update={"fp8": form})
+
+
+def _described(
+    config: Mapping[str, Any], family: str | None, tensors: Callable[[], dict[str, StoredTensor]], *, where: str
+) -> ModelSpec:
+    """The model that `config` describes: one of ours or of transformers. `tensors` reads the files' headers."""
+    if family == foreign.FAMILY or ("model_type" in config and declared_family(config) is None):
+        return foreign.read_foreign(config, tensors(), where=where)
     try:
-        return model_from_hf_config(config, where=str(path))
+        return model_from_hf_config(config, where=where)
     except UnsupportedError as error:
         try:
-            foreign.read_foreign(directory, config, where=str(path))
+            foreign.read_foreign(config, tensors(), where=where)
         except UserError:  # its files fail too; the first error is more useful
             raise error from None
         remedy = (
@@ -122,8 +142,8 @@ def read_hf_directory(directory: Path, *, family: str | None = None) -> ModelSpe
 
 def _from_directory(fields: ModelFields, directory: Path, weights: Literal["random", "pretrained"]) -> ModelSpec:
     published = read_hf_directory(directory, family=fields.family)
-    if published.foreign is not None:
-        return _checked_foreign(published, fields, directory)
+    if published.foreign is not None or published.wrapper is not None:
+        return _checked_unchanged(published, fields, directory)
     family = FAMILIES[published.family]
     given = _given(fields, family)
     spec = _complete(family, published.model_dump() | given)
@@ -136,14 +156,16 @@ def _from_directory(fields: ModelFields, directory: Path, weights: Literal["rand
     return spec
 
 
-def _checked_foreign(published: ModelSpec, fields: ModelFields, directory: Path) -> ModelSpec:
+def _checked_unchanged(published: ModelSpec, fields: ModelFields, directory: Path) -> ModelSpec:
     """The published model; a recipe can change none of its fields."""
     given = [f"model.{field}" for field in SIZES if getattr(fields, field) is not None]
     if given or fields.weights == "random":
         what = f"remove {', '.join(given)}" if given else "set model.weights=pretrained"
+        kind = "is a multimodal model, whose text model is trained" if published.wrapper else "is not one of ours"
+        computed = ", computed by transformers" if published.foreign else ""
         raise UserError(
-            f"model.name {fields.name!r}: {directory / 'config.json'} is not one of Meshwright's families, so "
-            f"transformers computes it, with its own weights and sizes; {what}"
+            f"model.name {fields.name!r}: {directory / 'config.json'} {kind}{computed}, with its own weights and "
+            f"sizes; {what}"
         )
     return published
 

@@ -96,17 +96,14 @@ def _checked(file: Path, name: str, entry: Mapping[str, Any], data: int, availab
     return StoredTensor(file, entry["dtype"], shape, data + begin)
 
 
-def read_scalar(file: Path, name: str) -> float:
-    """The value of a 0-dim tensor with a dtype in FLOATS, from a file whose header has been read."""
-    with file.open("rb") as stream:
-        length = int.from_bytes(stream.read(8), "little")
-        entry = json.loads(stream.read(length))[name]
-        begin, end = entry["data_offsets"]
-        stream.seek(8 + length + begin)
-        content = stream.read(end - begin)
-    if entry["dtype"] == "BF16":  # the upper half of an F32
+def read_scalar(tensor: StoredTensor) -> float:
+    """The value of a 0-dim tensor with a dtype in FLOATS."""
+    with tensor.file.open("rb") as stream:
+        stream.seek(tensor.begin)
+        content = stream.read(FLOATS[tensor.dtype])
+    if tensor.dtype == "BF16":  # the upper half of an F32
         return struct.unpack("<f", bytes(2) + content)[0]
-    return struct.unpack({"F64": "<d", "F32": "<f", "F16": "<e"}[entry["dtype"]], content)[0]
+    return struct.unpack({"F64": "<d", "F32": "<f", "F16": "<e"}[tensor.dtype], content)[0]
 
 
 def stored_tensors(directory: Path) -> tuple[dict[str, StoredTensor], Path]:

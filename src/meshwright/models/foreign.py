@@ -13,6 +13,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from meshwright.families import parameter_table, state_table
+from meshwright.families.wrapped import parsed
 from meshwright.models.batch import TensorBatch
 from meshwright.models.decoder import Decoder, Read
 from meshwright.models.head import HeadSplit, LogitsHead
@@ -203,23 +204,14 @@ def _faced(face: type[nn.Module], theirs: type[nn.Module]) -> type[nn.Module]:
 
 
 def _build(foreign: ForeignModel) -> nn.Module:
-    try:
-        # Heavy and optional, so it is imported only for models that need it.
-        import transformers
-        from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-    except ImportError as error:
-        raise UserError(
-            "a model outside Meshwright's families needs transformers: pip install 'meshwright[transformers]'"
-        ) from error
     config = json.loads(foreign.config)
-    if config["model_type"] not in CONFIG_MAPPING:
-        known = f"transformers {transformers.__version__} does not know model_type {config['model_type']!r}"
-        raise UserError(f"config.json: {known}, nor does Meshwright")
     dropouts = [key for key in config if key.endswith(("dropout", "pdrop", "dropout_rate", "dropout_prob"))]
     settings = {**config, **dict.fromkeys(dropouts, 0.0), "use_cache": False}
-    parsed = CONFIG_MAPPING[config["model_type"]].from_dict(settings)
+    complete = parsed(settings, where="config.json")
+    from transformers import AutoModelForCausalLM  # heavy and optional, so imported only for models that need it
+
     with _MatricesOnMeta():
-        return transformers.AutoModelForCausalLM.from_config(parsed, dtype=torch.float32)
+        return AutoModelForCausalLM.from_config(complete, dtype=torch.float32)
 
 
 class _MatricesOnMeta(TorchFunctionMode):

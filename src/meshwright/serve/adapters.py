@@ -13,13 +13,13 @@ from meshwright.checkpoint.hf_proof import probe_tokens, prove_adapter
 from meshwright.checkpoint.peft import Base, read_adapter, write_adapter
 from meshwright.checkpoint.peft_config import unread_by_vllm
 from meshwright.devices import CPU
-from meshwright.families import parameter_table, pretrained_directory, state_table
+from meshwright.families import parameter_table, state_table
 from meshwright.families.hub import hub_id
 from meshwright.finetune import apply_finetune
 from meshwright.models import Decoder, build_model, named_state
 from meshwright.parallel.materialize import materialize
 from meshwright.serve.receipt import RECEIPT, Receipt, logits_reading, not_among
-from meshwright.serve.trained import TrainedModel
+from meshwright.serve.trained import TrainedModel, directory_of
 from meshwright.serve.vllm_receipt import PROGRAM as VLLM
 from meshwright.serve.vllm_receipt import vllm_python, vllm_reading
 from meshwright.spec.errors import UserError
@@ -97,17 +97,16 @@ def _on_plain_base(trained: TrainedModel, run: ResolvedRun, kept: Mapping[str, t
 
 def _base_directory(trained: TrainedModel, run: ResolvedRun, folder: Path) -> Path:
     """The base as a Hugging Face directory: the one that the run began with, or one written into `folder`."""
-    if run.run.model.weights == "pretrained" and not run.run.checkpoint.start_from:
-        directory = pretrained_directory(run.run.model, base_dir=Path(run.base_dir))
-        assert directory is not None  # otherwise the model is not resolved
-        return directory
+    started = directory_of(trained) if run.run.model.weights == "pretrained" else None
+    if started is not None and not run.run.checkpoint.start_from:
+        return started
     rows = base_weights(run)
     whole = ((row.name, rows(row, 0, row.shape[0])) for row in parameter_table(trained.spec))
     export_hf(
         itertools.chain(whole, named_state(trained.model).items()),
         trained.spec,
         folder / "base",
-        HfForm(dtype=torch.float32),
+        HfForm(dtype=torch.float32, rest=started),
         prove=False,
     )
     return folder / "base"

@@ -52,7 +52,7 @@ from meshwright.serve.receipt import (
     without_end,
 )
 from meshwright.serve.token_ids import TokenIds, token_ids
-from meshwright.serve.trained import TrainedModel, config_of, open_trained
+from meshwright.serve.trained import TrainedModel, config_of, directory_of, open_trained
 from meshwright.serve.vllm_receipt import PROGRAM as VLLM
 from meshwright.serve.vllm_receipt import vllm_python, vllm_reading
 from meshwright.spec.errors import UserError
@@ -103,7 +103,12 @@ def export_trained(
         named_tensors(_whole(trained, merge, "--hf")).items(),
         trained.spec,
         directory,
-        HfForm(dtype=torch_dtype(dtype), tokenizer_dir=trained.tokenizer_dir, token_ids=_token_ids(trained)),
+        HfForm(
+            dtype=torch_dtype(dtype),
+            tokenizer_dir=trained.tokenizer_dir,
+            token_ids=_token_ids(trained),
+            rest=None if trained.spec.wrapper is None else directory_of(trained),
+        ),
         seal=seal,
     )
     return receipts[0]

@@ -213,14 +213,26 @@ def evaluate_texts(
 
 def config_of(trained: TrainedModel) -> dict[str, Any]:
     """The config.json that the model was trained from; empty if it had none, or if the file no longer exists."""
-    if trained.spec.foreign is not None:
-        return json.loads(trained.spec.foreign.config)
-    if trained.run is None:
-        return model_config(trained.source)
+    spec = trained.spec
+    if spec.wrapper is not None:
+        whole = json.loads(spec.wrapper.config)
+        return whole.get("text_config", {}) | whole
+    if spec.foreign is not None:
+        return json.loads(spec.foreign.config)
     directory = None
     with contextlib.suppress(UserError):
-        directory = pretrained_directory(trained.run.run.model, base_dir=Path(trained.run.base_dir))
+        directory = directory_of(trained)
     return model_config(directory)
+
+
+def directory_of(trained: TrainedModel) -> Path | None:
+    """The Hugging Face directory of the model, or the one that its run started from; None if it started from none.
+
+    Raises `UserError` if that directory is gone.
+    """
+    if trained.run is None:
+        return trained.source
+    return pretrained_directory(trained.run.run.model, base_dir=Path(trained.run.base_dir))
 
 
 def _answers(

@@ -131,8 +131,30 @@ class ForeignModel(Spec):
     """Untrained tensors of the model, such as the biases of routers: name and shape."""
     scalars: tuple[tuple[str, float], ...] = ()
     """Stored scalar tensors, and their values."""
+    transposed: tuple[str, ...] = ()
+    """Stacks of experts whose matrices the files store (in, out)."""
     renamed: tuple[tuple[str, str], ...] = ()
     """Parts of names in transformers' module, and their different spelling in the files."""
+
+
+class Wrapper(Spec):
+    """What surrounds the text model of a multimodal one. Training neither loads nor changes it."""
+
+    config: str
+    """The content of the whole model's config.json."""
+    modules: tuple[tuple[str, str], ...]
+    """Prefixes of the text model's tensors, and their spellings in transformers' class of the whole model."""
+    files: tuple[tuple[str, str], ...]
+    """The same prefixes, and their spellings in the files. Tensors with other prefixes are not of the text model."""
+
+
+class Fp8Files(Spec):
+    """Matrices stored in fp8 with scales, which are multiplied out when read."""
+
+    scale: str
+    """Suffix of the name of a matrix's scales, after the matrix's own name."""
+    block: tuple[int, int] | None = None
+    """Rows and columns that share a scale, if not a whole row or matrix does."""
 
 
 FamilyName = Literal[
@@ -201,6 +223,10 @@ class ModelSpec(Spec):
     """With latent attention; otherwise values are as wide as keys."""
     foreign: ForeignModel | None = None
     """Only for the family transformers; the sizes above then come from config.json and are used by plans."""
+    wrapper: Wrapper | None = None
+    """If this is the text model inside a multimodal one: the rest."""
+    fp8: Fp8Files | None = None
+    """If the Hugging Face directory stores matrices in fp8: in which form."""
 
     def is_moe(self, layer: int) -> bool:
         """Whether the feed-forward of layer `layer` consists of experts."""

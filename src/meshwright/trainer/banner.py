@@ -4,6 +4,7 @@ from meshwright.data.describe import describe_formats, describe_mixture
 from meshwright.data.mixture import training_samples
 from meshwright.data.prepare import Corpus
 from meshwright.families import count_trained, describe_low_precision, parameter_table
+from meshwright.families.wrapped import describe_files
 from meshwright.models.attention_kernels import describe_kernel
 from meshwright.models.dtypes import torch_dtype
 from meshwright.models.low_precision import RECIPES, has_kernel
@@ -34,6 +35,7 @@ def banner(trainer: Trainer, corpus: Corpus) -> str:
     lines = {
         "model": f"{run.model.name or model.family}: {model_size(weights, everything - weights, trained)}; "
         f"{model.num_layers} layers, width {model.hidden}, {model.num_heads} heads, vocabulary {model.vocab}",
+        "files": describe_files(model),
         "base": _kept_base(run),
         "data": f"{short(corpus.num_tokens)} tokens of {corpus.num_documents} documents, held out {held_out}; "
         f"tokenizer of {corpus.tokenizer.vocab_size}",

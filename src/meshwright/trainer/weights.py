@@ -95,6 +95,11 @@ def _fields_of_drawn(model: ModelSpec) -> dict[str, Any]:
     elif fields["activation"] == "silu":
         del fields["gated"]
         fields["activation"] = "swiglu"
+    for later in ("wrapper", "fp8"):
+        if fields[later] is None:
+            del fields[later]
+    if fields["foreign"] is not None and not fields["foreign"]["transposed"]:
+        del fields["foreign"]["transposed"]
     return fields
 
 
