@@ -55,8 +55,5 @@ def test_loss_and_gradients_are_those_of_transformers(tmp_path: Path, name: str)
     gradients = {key: parameter.grad for key, parameter in theirs.named_parameters()}
     assert len(gradients) == len(trainer.parameters)
     for key, parameter in trainer.parameters.items():
-        torch.testing.assert_close(
-            parameter.grad,
-            gradients[key],
-            **({"rtol": 1e-10, "atol": 1e-13} if exact else {"rtol": 1e-4, "atol": 1e-6}),
-        )
+        rtol, atol = (1e-10, 1e-13) if exact else (1e-4, 1e-6)
+        torch.testing.assert_close(parameter.grad, gradients[key], rtol=rtol, atol=atol)

@@ -73,6 +73,14 @@ def text_of(config: Mapping[str, Any], stored: Collection[str], *, where: str) -
     return text, Wrapper(config=json.dumps(config), modules=MODULES.get(str(kind), FILES[1]), files=prefixes)
 
 
+def kept_config(model: ModelSpec) -> dict[str, Any] | None:
+    """The config.json that the model itself keeps, a wrapper's with the text model's keys; None if it keeps none."""
+    if model.wrapper is not None:
+        whole = json.loads(model.wrapper.config)
+        return whole.get("text_config", {}) | whole
+    return None if model.foreign is None else json.loads(model.foreign.config)
+
+
 def describe_files(model: ModelSpec) -> str:
     """What a Hugging Face directory has besides the trained model in floats; empty if nothing."""
     parts = []

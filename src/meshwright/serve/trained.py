@@ -1,7 +1,6 @@
 """Use of a trained model from a run or a Hugging Face directory: generation, evaluation, export."""
 
 import contextlib
-import json
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
@@ -28,6 +27,7 @@ from meshwright.devices import CPU, on_cpu
 from meshwright.families import parameter_table, pretrained_directory, read_hf_directory, state_table
 from meshwright.families.hub import cached_snapshot
 from meshwright.families.quantized import split_misfit
+from meshwright.families.wrapped import kept_config
 from meshwright.finetune import apply_finetune
 from meshwright.models import Decoder, build_model, named_state, named_tensors
 from meshwright.models.dtypes import torch_dtype
@@ -213,12 +213,8 @@ def evaluate_texts(
 
 def config_of(trained: TrainedModel) -> dict[str, Any]:
     """The config.json that the model was trained from; empty if it had none, or if the file no longer exists."""
-    spec = trained.spec
-    if spec.wrapper is not None:
-        whole = json.loads(spec.wrapper.config)
-        return whole.get("text_config", {}) | whole
-    if spec.foreign is not None:
-        return json.loads(spec.foreign.config)
+    if (kept := kept_config(trained.spec)) is not None:
+        return kept
     directory = None
     with contextlib.suppress(UserError):
         directory = directory_of(trained)
@@ -226,10 +222,7 @@ def config_of(trained: TrainedModel) -> dict[str, Any]:
 
 
 def directory_of(trained: TrainedModel) -> Path | None:
-    """The Hugging Face directory of the model, or the one that its run started from; None if it started from none.
-
-    Raises `UserError` if that directory is gone.
-    """
+    """The Hugging Face directory of the model, or the one that its run started from (`UserError` if that is gone)."""
     if trained.run is None:
         return trained.source
     return pretrained_directory(trained.run.run.model, base_dir=Path(trained.run.base_dir))
