@@ -55,11 +55,11 @@ WORDS: Mapping[str, Tiny] = {
     "benchmarks/dpo.py": Tiny("--trl .", needs=("trl",)),
     "benchmarks/engines.py": Tiny(f"--vocab 4096 --precision fp32 {SMALL}", exhaustive=True),
     "benchmarks/finetune.py": Tiny(f"--cells lora-packed --precision fp32 {SMALL}", exhaustive=True),
-    "benchmarks/fit_planner.py": Tiny("--rounds 1"),
+    "benchmarks/fit_planner.py": Tiny("--rounds 1", exhaustive=True),
     "benchmarks/generation.py": Tiny(
         "--models 1M --batch 1 --tokens 2 --prompt 4 --rounds 1 --threads 1 --write result", exhaustive=True
     ),
-    "benchmarks/house.py": Tiny(f"{ROOT} {ROOT} --starts 1"),
+    "benchmarks/house.py": Tiny(f"{ROOT} {ROOT} --starts 1", exhaustive=True),
     "benchmarks/memory_limit.py": Tiny("--folder limited --layers 1 --arms memory", exhaustive=True),
     "benchmarks/predicted.py": Tiny("--only '3M single'", exhaustive=True),
     "benchmarks/receipts.py": Tiny("--families llama --write result.md"),
@@ -116,13 +116,14 @@ def state(folder: Path) -> dict[str, int]:
 
 
 @pytest.mark.slow
-def test_help_of_every_script_only_helps(copied: Path) -> None:
+@pytest.mark.every(3)
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_help_of_a_script_only_helps(copied: Path, script: str) -> None:
     before = state(copied)
-    for script in SCRIPTS:
-        status, out, err = run(copied, script, "--help")
-        assert status == 0, (script, err)
-        assert out.startswith(f"usage: {Path(script).name}"), script
-        assert len(out.splitlines()) > 4, f"{script} says nothing about itself"
+    status, out, err = run(copied, script, "--help")
+    assert status == 0, err
+    assert out.startswith(f"usage: {Path(script).name}")
+    assert len(out.splitlines()) > 4, f"{script} says nothing about itself"
     assert state(copied) == before
 
 

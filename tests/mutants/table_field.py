@@ -195,8 +195,8 @@ PIPELINE = [
     Mutant(
         "only the first stage's copy of a tied embedding gets the sum of both gradients",
         "parallel/pipeline.py",
-        "        local += local_of_peer.wait()\n",
-        "        peers = local_of_peer.wait()\n        if not self.has_loss:\n            local += peers\n",
+        "        local += collectives.Swap(",
+        "        local += (not self.has_loss) * collectives.Swap(",
         "pp tied",
         r"reduction: tok_embeddings\.weight",
         "Megatron-LM 656",

@@ -217,8 +217,8 @@ STEP = [
     Mutant(
         "the loss that is reported is this rank's share",
         "trainer/step.py",
-        "return self._sum_over_ranks(loss_sum).item() / trained, trained",
-        "return loss_sum.item() / trained, trained",
+        "return self._sum_over_ranks(loss_sum), trained",
+        "return loss_sum, trained",
         "ddp",
         r"loss: loss",
     ),
@@ -265,8 +265,8 @@ STEP = [
     Mutant(
         "the norm adds norms, not squares",
         "optim/clip.py",
-        "square = torch.linalg.vector_norm(gradient, dtype=wide).square()",
-        "square = torch.linalg.vector_norm(gradient, dtype=wide)",
+        "norms_of_all(tensors, wide)).square().sum()",
+        "norms_of_all(tensors, wide)).sum()",
         "zero-3",
         r"norm: gradient norm",
     ),

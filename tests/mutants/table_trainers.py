@@ -111,8 +111,8 @@ FORMATS = [
     Mutant(
         "fp16's norm is of the scaled gradient, so every step is clipped",
         "trainer/step.py",
-        "global_gradient_norm(counted, self.passes.stages, self.device).item() / self._scale",
-        "global_gradient_norm(counted, self.passes.stages, self.device).item()",
+        "loss, gnorm = loss / trained, gnorm / self._scale",
+        "loss, gnorm = loss / trained, gnorm",
         "ddp fp16",
         r"formats: .*norm.*",
         "pytorch/examples 1196",
