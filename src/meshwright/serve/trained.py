@@ -215,10 +215,9 @@ def config_of(trained: TrainedModel) -> dict[str, Any]:
     """The config.json that the model was trained from; empty if it had none, or if the file no longer exists."""
     if (kept := kept_config(trained.spec)) is not None:
         return kept
-    directory = None
     with contextlib.suppress(UserError):
-        directory = directory_of(trained)
-    return model_config(directory)
+        return model_config(directory_of(trained))
+    return {}
 
 
 def directory_of(trained: TrainedModel) -> Path | None:
