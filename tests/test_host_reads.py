@@ -106,7 +106,8 @@ def test_expert_parallel_ranks_wait_for_the_rows_that_they_exchange(ranks, recom
     """Their counts become shapes: once in a layer's forward pass of a microbatch, and when it is recomputed."""
     layout = LayoutSpec(dp_shard=2, ep=2)
     run = tiny_run(layout, family="mixtral", accumulation=MICROBATCHES, precision="fp32", recompute=recompute)
-    rows = {"models/moe.py:read_counts": passes * run.model.num_layers * MICROBATCHES}
+    times = run.model.num_layers * MICROBATCHES
+    rows = {"models/moe.py:read_counts": times, "parallel/expert.py:__call__": passes * times}
     for counts in ranks.run(2, reads_of_a_step, run):
         assert counts == ONCE | HOST | {"optim/balance.py:update": 1} | rows
 

@@ -12,9 +12,9 @@ import pytest
 import torch.distributed as dist
 
 from launched import Program, ranks_of
+from meshwright.launch.launchers import within
 from meshwright.launch.sentry import Sentry
 from meshwright.launch.status import STUCK
-from meshwright.launch.supervise import within
 
 AFTER = 0.25
 
