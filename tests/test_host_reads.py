@@ -15,12 +15,12 @@ from tiny import tiny_run
 ONCE = {"trainer/step.py:__call__": 1}
 """The loss and the gradient norm, read together before the update."""
 
-HOST = {"trainer/step.py:_accumulate": 1}
-"""Counts of tokens, which are tensors of the host: summed over gloo."""
+HOST = {"trainer/step.py:_accumulate": 2}
+"""Counts of tokens, a tensor of the host that is made, summed over gloo, and read."""
 
-ON_THE_HOST = ("optim/parameterwise.py:next_step", "models/masks.py:spans")
-"""Steps of optimizers that count them on the host, and spans of documents in the attention of CPUs: GPUs take the
-documents' offsets."""
+ON_THE_HOST = ("optim/parameterwise.py:next_step", "models/masks.py:spans", "models/batch.py:move")
+"""Steps of optimizers that count them on the host; spans of documents in the attention of CPUs, where GPUs take the
+documents' offsets; batches, which GPUs get from pinned memory without a wait."""
 
 LAYOUTS: dict[str, LayoutSpec] = {
     "single": LayoutSpec(),
@@ -106,42 +106,68 @@ def test_expert_parallel_ranks_wait_for_the_rows_that_they_exchange(ranks, recom
     """Their counts become shapes: once in a layer's forward pass of a microbatch, and when it is recomputed."""
     layout = LayoutSpec(dp_shard=2, ep=2)
     run = tiny_run(layout, family="mixtral", accumulation=MICROBATCHES, precision="fp32", recompute=recompute)
-    times = run.model.num_layers * MICROBATCHES
-    rows = {"models/moe.py:read_counts": times, "parallel/expert.py:__call__": passes * times}
+    rows = {"models/moe.py:read_counts": passes * run.model.num_layers * MICROBATCHES}
     for counts in ranks.run(2, reads_of_a_step, run):
         assert counts == ONCE | HOST | {"optim/balance.py:update": 1} | rows
 
 
-def planted(kind: str) -> Counter[str]:
-    from meshwright.optim.clip import global_gradient_norm
+def wait(kind: str, x: torch.Tensor) -> None:
+    """Wait for a device in one way, if `x` [1] were on it."""
+    match kind:
+        case "item":
+            x.item()
+        case "float":
+            float(x)
+        case "bool":
+            bool(x > 0)
+        case "tolist":
+            x.tolist()
+        case "nonzero":
+            x.nonzero()
+        case "mask":
+            x[x > 0]
+        case "new_tensor":
+            x.new_tensor(1.0)
+        case "tensor":
+            torch.tensor([1.0], device=x.device)
+        case "cpu":
+            x.cpu()
 
-    x = torch.ones(3, requires_grad=True)
-    x.sum().backward()
+
+def planted(kind: str) -> Counter[str]:
+    """The places that a function with a wait has."""
+    x = torch.ones(1)
     with host_reads() as counts:
-        value = global_gradient_norm([x])
-        match kind:
-            case "item":
-                value.item()
-            case "float":
-                float(value)
-            case "bool":
-                bool(value > 0)
-            case "tolist":
-                value.tolist()
-            case "nonzero":
-                x.nonzero()
-            case "mask":
-                x[x > 0]
-            case "new_tensor":
-                x.new_tensor(1.0)
-            case "tensor":
-                torch.tensor([1.0], device="cpu")
-            case "cpu":
-                x.cpu()
+        wait(kind, x)
     return counts
 
 
-@pytest.mark.parametrize("kind", ["item", "float", "bool", "tolist", "nonzero", "mask", "new_tensor", "tensor", "cpu"])
+KINDS = ["item", "float", "bool", "tolist", "nonzero", "mask", "new_tensor", "tensor", "cpu"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_every_kind_is_seen(kind: str) -> None:
     assert planted(kind) == {"elsewhere": 1}
     assert planted("") == {}
+
+
+class InBackward(torch.autograd.Function):
+    """The identity, whose backward pass waits in one way."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, kind: str) -> torch.Tensor:
+        ctx.kind = kind
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Any):
+        wait(ctx.kind, grad_outputs[0])
+        return grad_outputs[0], None
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_is_seen_in_a_backward_pass(kind: str) -> None:
+    y = InBackward.apply(torch.ones(1, requires_grad=True), kind)
+    with host_reads() as counts:
+        y.sum().backward()
+    assert counts == {"elsewhere": 1}

@@ -308,6 +308,7 @@ GATHERED: list[tuple[dict[str, Any], bool]] = [
     ({"dp_shard": 2}, False),
     ({"dp_shard": 2, "zero": 1}, True),
     ({"dp_replicate": 2, "dp_shard": 2}, False),
+    ({"dp_shard": 2, "tp": 2}, False),
     ({"dp_shard": 4, "ep": 2}, True),
 ]
 """Layouts, and whether the model has experts."""

@@ -151,7 +151,7 @@ def logit_chunks(
     most = max(1, _budget(CHUNK_BYTES, hidden_ND) // (stride * hidden_ND.element_size()))
     chunk = ceil(tokens / max(1, ceil(tokens / most)))  # chunks of equal size
     room_CS = hidden_ND.new_empty(chunk, stride)
-    room_CS[:, vocab:] = 0  # oneDNN's bf16 product of the gradient with the weight multiplies the padding by 0
+    room_CS[:, vocab:].zero_()  # oneDNN's bf16 product of the gradient with the weight multiplies the padding by 0
     logits_CV = room_CS[:, :vocab]
     for start in range(0, tokens, max(1, chunk)):
         rows = slice(start, start + chunk)

@@ -33,20 +33,24 @@ Traffic = Counter[tuple[str, str]]
 `replicate`, `cp`, `tp`, `pp`, `ep`, `expert shard`, `expert replicate` or `world`."""
 
 
+def exchanges_maxima(resolved: ResolvedRun) -> bool:
+    """Whether ranks exchange the largest numbers for scales in low precision: delayed, or of tensors that are split."""
+    recipe = resolved.run.training.product_recipe
+    return recipe == "delayed" or (recipe is not None and resolved.run.layout.tp > 1)
+
+
 def predict_traffic(resolved: ResolvedRun) -> Traffic:
     """Bytes of a step on the first rank, and on ranks that differ from it only in their data.
 
-    Communication after the gradients is not included: the norm for clipping, the experts' loads. If tensor-parallel
+    Communication after the gradients is not included: the norm for clipping, the experts' loads; nor are the maxima of
+    `exchanges_maxima`. If tensor-parallel
     ranks do not divide the vocabulary, the last ones send less. Rows sent to experts all return; the bytes that a rank
     returns for others are the mean over ranks, which depends on routing.
 
     Raises `UserError` for runs that the formulas do not cover: steps that overlap (`pipedream-2bw`), ZeRO-3 under
-    `dualpipev` and custom schedules, maxima of scales in low precision (delayed, or over tensor-parallel ranks), and
-    under tensor parallelism fine-tuning of embeddings, norms, head or experts.
+    `dualpipev` and custom schedules, and under tensor parallelism fine-tuning of embeddings, norms, head or experts.
     """
-    layout, recipe = resolved.run.layout, resolved.run.training.product_recipe
-    if recipe == "delayed" or (recipe is not None and layout.tp > 1):
-        raise UserError(f"traffic is not predicted for {recipe} scales, whose maxima the ranks exchange")
+    layout = resolved.run.layout
     if layout.asynchronous:
         raise UserError(f"traffic is not predicted for schedule {layout.schedule}, whose steps overlap")
     rank = _Rank(resolved)

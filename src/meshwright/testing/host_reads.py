@@ -1,14 +1,15 @@
 """Host synchronisations, found on a CPU: every operation with which a step would wait for a GPU."""
 
 import inspect
+import sys
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch
-from torch.overrides import TorchFunctionMode
 
 from meshwright.torch_internals import DispatchMode
 
@@ -25,23 +26,33 @@ WAITING = {
     "unique_dim",
     "unique_consecutive",
     "bincount",
+    "lift_fresh",
 }
-"""Operations of `aten` whose result, or whose shape, depends on values: the host waits for them."""
+"""Operations of `aten` whose result, or whose shape, depends on values: the host waits for them. `lift_fresh` is a
+tensor of the host's values (`torch.tensor`, `new_tensor`): a copy from pageable memory to the device."""
 
-READS = {torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.cpu}
+READS = {"tolist", "numpy", "cpu"}
 """Methods that read a tensor without such an operation."""
-
-WRITES = {torch.tensor, torch.as_tensor, torch.Tensor.new_tensor}
-"""Functions that make a tensor of the host's values: a copy from pageable memory to the device."""
 
 
 @contextmanager
 def host_reads() -> Iterator[Counter[str]]:
     """Counts the places, as `trainer/step.py:__call__`, at which this process waits for a device, or would if the
-    tensors were on one. Places that only read tensors of the host are counted, too."""
+    tensors were on one: forward, backward, recomputed. Places that only read tensors of the host are counted, too."""
     counts: Counter[str] = Counter()
-    with _Methods(counts), _Operations(counts):
-        yield counts
+
+    def profile(frame: FrameType, event: str, function: Any) -> None:
+        # A mode for functions of torch would not see backward passes.
+        if event == "c_call" and function.__name__ in READS and isinstance(function.__self__, torch.Tensor):
+            counts[_place(frame)] += 1
+
+    before = sys.getprofile()
+    sys.setprofile(profile)
+    try:
+        with _Operations(counts):
+            yield counts
+    finally:
+        sys.setprofile(before)
 
 
 class _Operations(DispatchMode):
@@ -51,26 +62,15 @@ class _Operations(DispatchMode):
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         namespace, _, name = function.name().partition("::")
-        if namespace == "aten" and (
-            name.partition(".")[0] in WAITING or _by_mask(name, args) or name == "repeat_interleave.Tensor"
-        ):
-            self._counts[_place()] += 1
+        if namespace == "aten" and _waits(name, args, kwargs or {}):
+            self._counts[_place(inspect.currentframe())] += 1
         return function(*args, **(kwargs or {}))
 
 
-class _Methods(TorchFunctionMode):
-    def __init__(self, counts: Counter[str]) -> None:
-        super().__init__()
-        self._counts = counts
-
-    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if function in READS or (function in WRITES and _moves(function, kwargs or {})):
-            self._counts[_place()] += 1
-        return function(*args, **(kwargs or {}))
-
-
-def _moves(function: Any, kwargs: dict[str, Any]) -> bool:
-    return function is torch.Tensor.new_tensor or kwargs.get("device") is not None
+def _waits(name: str, args: Any, kwargs: Any) -> bool:
+    if name == "repeat_interleave.Tensor":
+        return kwargs.get("output_size") is None
+    return name.partition(".")[0] in WAITING or _by_mask(name, args)
 
 
 def _by_mask(name: str, args: Any) -> bool:
@@ -80,9 +80,8 @@ def _by_mask(name: str, args: Any) -> bool:
     return any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1])
 
 
-def _place() -> str:
+def _place(frame: FrameType | None) -> str:
     """The innermost function of this package, outside its tests' helpers, that called the operation."""
-    frame = inspect.currentframe()
     while frame is not None:
         file = Path(frame.f_code.co_filename)
         if file.is_relative_to(PACKAGE) and file.parent.name != "testing" and file.name != "torch_internals.py":
