@@ -1,7 +1,5 @@
 """Fields of records that say what carries loss, in other systems' words: used, or refused by name, with their line."""
 
-import csv
-import importlib
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -20,6 +18,7 @@ from meshwright.data.prepare import prepare_corpus
 from meshwright.data.records import record_content
 from meshwright.data.tokenizer import TextTokenizer
 from meshwright.spec.data import ChatSpec, DataSpec
+from test_data_records import write_csv, write_parquet
 
 TOKENIZER = chat_tokenizer()
 IDS = [5, 6, 7, 8, 9, 10]
@@ -246,19 +245,6 @@ def test_the_audit_knows_the_flags(tmp_path):
 
 
 # Columns beside the text.
-
-
-def write_parquet(path, rows):
-    importlib.import_module("pyarrow.parquet").write_table(
-        importlib.import_module("pyarrow").Table.from_pylist(rows), path
-    )
-
-
-def write_csv(path, rows):
-    with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, rows[0].keys())
-        writer.writeheader()
-        writer.writerows(rows)
 
 
 WRITERS = {
