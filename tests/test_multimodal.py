@@ -188,7 +188,7 @@ def test_from_a_directory_to_a_directory(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["gemma3", "qwen3_vl"])
+@pytest.mark.parametrize("name", ["gemma3", "qwen3_vl", "llama4"])
 def test_adapters_fit_the_whole_model(directories: Path, tmp_path: Path, name: str) -> None:
     """peft adds an adapter of the text model to the whole model, and the merged model is a whole one."""
     train(Run.model_validate(recipe(tmp_path, directories / name, finetune={"method": "lora", "rank": 4})))

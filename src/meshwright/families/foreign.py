@@ -123,7 +123,11 @@ def foreign_table(foreign: ForeignModel, vocab: int) -> tuple[Parameter, ...]:
     """Every parameter, in the order of names; the weights of linear layers have the dims (out, in), stacked experts
     (experts, out, in), routers (experts, in), embedding and head (vocab, embed). None can be initialized randomly."""
     stacks = {name for name, _ in foreign.stacks}
-    experts = {name.rpartition(".experts.")[0]: shape[0] for name, shape in foreign.tensors if name in stacks}
+    experts = {
+        name.rpartition(".experts.")[0]: shape[0]
+        for name, shape in foreign.tensors
+        if name in stacks or (len(shape) == 3 and ".experts." in name)  # stacked here, or in the files
+    }
 
     def dims(name: str, shape: tuple[int, ...]) -> tuple[str, ...]:
         if name in stacks:
