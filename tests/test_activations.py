@@ -1,5 +1,6 @@
 """Every activation function, gated and not, computes the same wherever it is written down."""
 
+import json
 import math
 import shutil
 from itertools import product
@@ -18,6 +19,7 @@ from meshwright.plan.blueprint import blueprint
 from meshwright.serve.readers import CachedReader
 from meshwright.spec.layout import LayoutSpec
 from meshwright.spec.model import ActivationName, ModelSpec
+from meshwright.spec.recipe import renew
 from meshwright.spec.run import ResolvedRun
 from meshwright.testing.equivalence import largest_difference, one_step
 from served import spec_of
@@ -112,5 +114,7 @@ def test_a_model_of_an_older_version_keeps_its_meaning() -> None:
     for old, kind in (("swiglu", ("silu", True)), ("gelu_tanh", ("gelu_tanh", False))):
         saved = spec_of("llama").model_dump(mode="json")
         del saved["gated"]
-        spec = ModelSpec.model_validate({**saved, "activation": old})
+        run = {"model": {**saved, "activation": old}}
+        renew(run)
+        spec = ModelSpec.model_validate_json(json.dumps(run["model"]), strict=True)
         assert (spec.activation, spec.gated) == kind

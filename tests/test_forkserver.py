@@ -151,7 +151,7 @@ def test_a_server_that_was_killed_is_replaced_and_ends_with_its_parent(no_server
 def test_where_nothing_can_be_forked_a_process_is_started_afresh(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_servers: dict
 ) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
     with (tmp_path / "out").open("wb") as out:
         words = [sys.executable, "-P", "-m", "timeit", "-n", "1", "-r", "1", "import os; os._exit(5)"]
         process = forkserver.start(words, stdout=out.fileno())

@@ -65,14 +65,14 @@ def train(trainer: Trainer, root: Path) -> str:
 
 def poisoned(trainer: Trainer, batches: set[int]) -> Trainer:
     """A trainer whose loss is NaN on these batches of the data's order, counted from 0."""
-    really = trainer.train_step.gradients
+    really = trainer.train_step.accumulate
 
-    def gradients(microbatches: Any) -> tuple[float, int]:
-        loss, trained = really(microbatches)
+    def accumulate(microbatches: Any) -> tuple[torch.Tensor, int]:
+        loss_sum, trained = really(microbatches)
         bad = trainer.step - 1 + trainer.passed_over in batches
-        return (math.nan if bad else loss), trained
+        return loss_sum * (math.nan if bad else 1), trained
 
-    trainer.train_step.gradients = gradients
+    trainer.train_step.accumulate = accumulate
     return trainer
 
 
@@ -136,13 +136,19 @@ def test_a_spike_is_skipped_counted_and_survives_a_resume(tmp_path: Path) -> Non
     assert guard is not None
     guard.load([[4.5 + 0.001 * (i % 2) for i in range(100)], [1.0 + i % 2 for i in range(100)]])
     before = {name: tensor.clone() for name, tensor in trainer.parameters.items()}
-    really = trainer.train_step.gradients
-    trainer.train_step.gradients = lambda batches: (99.0, really(batches)[1])
+    really = trainer.train_step.accumulate
+
+    def outlier(batches: Any) -> tuple[torch.Tensor, int]:
+        loss_sum, trained = really(batches)
+        return torch.full_like(loss_sum, 99.0 * trained), trained
+
+    trainer.train_step.accumulate = outlier
     with loader_for(trainer) as loader:
         result = trainer.train_step(1, loader.microbatches(0))
     assert (result.skipped, result.spike, result.rewind) == (True, True, False)
     assert all(torch.equal(tensor, before[name]) for name, tensor in trainer.parameters.items())
-    trainer.train_step.gradients = really
+    assert result.loss == 99
+    trainer.train_step.accumulate = really
     said = train(trainer, tmp_path)
     again = build_here(tiny(guards={"spikes": "skip"}))
     restore(again, list_checkpoints(tmp_path / "checkpoints")[-1])

@@ -165,7 +165,7 @@ def train_and_signal(run: ResolvedRun, root: Path, phase: str) -> tuple[int, lis
             os.kill(os.getpid(), signal.SIGUSR1)
 
     owner, name = {
-        "first step": (trainer.train_step, "gradients"),
+        "first step": (trainer.train_step, "accumulate"),
         "evaluation": (evaluate, "evaluate"),
         "save": (Saver, "_begin"),
     }.get(phase, (trainer.train_step, "update"))

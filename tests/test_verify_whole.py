@@ -85,8 +85,8 @@ def errors_kept_over_a_skipped_step() -> Any:
 
 
 def finiteness_judged_by_the_loss() -> Any:
-    norm = TrainStep._norm
-    return patch(TrainStep, "_norm", lambda self: norm(self).nan_to_num(posinf=1e300))
+    norm = TrainStep.norm
+    return patch(TrainStep, "norm", lambda self: norm(self).nan_to_num(posinf=1e300))
 
 
 def margins_of_another_rank() -> Any:

@@ -63,12 +63,8 @@ NO_WEIGHTS = ("inv_freq", "masked_bias", "lm_head.weight")
 """Suffixes of the names of tensors that are not parameters: tables from old versions, and a tied head."""
 
 
-def read_foreign(config: Mapping[str, Any], stored: Mapping[str, StoredTensor], *, where: str) -> ModelSpec:
-    """The model of a Hugging Face directory of any architecture, from its config.json and the tensors in its files.
-
-    Raises:
-        UserError: it is not a causal language model, its blocks cannot be identified, or its files are malformed.
-    """
+def check_causal(config: Mapping[str, Any], *, where: str) -> None:
+    """Raise `UserError` if a config.json is not a causal language model's."""
     named = config.get("architectures")
     architecture = str(named[0] if isinstance(named, list) and named else "missing")
     if not architecture.endswith(("ForCausalLM", "LMHeadModel")) or "vocab_size" not in config:
@@ -76,6 +72,15 @@ def read_foreign(config: Mapping[str, Any], stored: Mapping[str, StoredTensor], 
             f"{where}: model_type {config.get('model_type')!r} is not supported: architectures is {architecture}, "
             "but besides Meshwright's families only causal language models can be trained"
         )
+
+
+def read_foreign(config: Mapping[str, Any], stored: Mapping[str, StoredTensor], *, where: str) -> ModelSpec:
+    """The model of a Hugging Face directory of any architecture that `check_causal` takes, from its config.json and the
+    tensors in its files.
+
+    Raises:
+        UserError: its blocks cannot be identified, or its files are malformed.
+    """
     names = {field: _spelling(config, field) for field in SPELLINGS}
     sizes: dict[str, Any] = {field: config.get(name) for field, name in names.items()}
     for field in ("hidden", "num_layers", "num_heads", "vocab"):

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from meshwright.families.family import Family
-from meshwright.families.fp8_files import QUANTIZATION
+from meshwright.families.fp8_files import QUANTIZATION, fp8_files
 from meshwright.families.registry import FAMILIES, family_of
 from meshwright.spec.errors import UserError
 from meshwright.spec.model import ModelFields, ModelSpec
@@ -38,6 +38,7 @@ def model_from_hf_config(config: Mapping[str, Any], *, where: str = "config.json
         UserError: unknown model_type, a missing or malformed size, or an unsupported feature; the message names
             `where`.
     """
+    fp8_files(config, where=where)  # other quantized weights are refused
     family = declared_family(config)
     if family is None:
         raise UserError(

@@ -125,11 +125,13 @@ def _described(
 ) -> ModelSpec:
     """The model that `config` describes: one of ours or of transformers. `tensors` reads the files' headers."""
     if family == foreign.FAMILY or ("model_type" in config and declared_family(config) is None):
+        foreign.check_causal(config, where=where)
         return foreign.read_foreign(config, tensors(), where=where)
     try:
         return model_from_hf_config(config, where=where)
     except UnsupportedError as error:
         try:
+            foreign.check_causal(config, where=where)
             foreign.read_foreign(config, tensors(), where=where)
         except UserError:  # its files fail too; the first error is more useful
             raise error from None

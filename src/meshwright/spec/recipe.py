@@ -68,7 +68,7 @@ def parse_spec(text: str, spec: type[SpecT], overrides: Sequence[str] = (), *, s
         # then still turns mappings into sections and lists into tuples.
         written = {"written": spec is not Run}  # written by a run; other verbs do not need its plug-ins
         if written["written"]:
-            _renew(document.value)
+            renew(document.value)
         result = spec.model_validate_json(json.dumps(document.value), strict=True, context=written)
     except ValidationError as error:
         for path, message in explain(error, spec, document.value):
@@ -88,7 +88,7 @@ def dump_recipe(run: Spec, *, expanded: bool = False) -> str:
     return write_yaml(value)
 
 
-def _renew(saved: dict[str, Any]) -> None:
+def renew(saved: dict[str, Any]) -> None:
     """Complete what an older version saved: the activation of a model told whether it was gated."""
     model = saved.get("model")
     if isinstance(model, dict) and "activation" in model and "gated" not in model:

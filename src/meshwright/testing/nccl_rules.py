@@ -33,7 +33,7 @@ from meshwright.parallel.traffic import KINDS, ranks_of
 from meshwright.torch_internals import DispatchMode, leaves, process_group_of
 
 PACKAGE = Path(__file__).resolve().parents[1]
-HOST = ("comm/objects.py", "trainer/agreement.py", "trainer/step.py:_accumulate")
+HOST = ("comm/objects.py", "trainer/agreement.py", "trainer/step.py:accumulate")
 """Places whose tensors are the host's."""
 
 

@@ -83,10 +83,10 @@ class TrainStep:
         Raises `NonFiniteError` before the weights are touched, if the recipe's policy is `raise`.
         """
         has_gradient = self._owed or not self.passes.late
-        loss_sum, trained = self._accumulate(microbatches)
+        loss_sum, trained = self.accumulate(microbatches)
         self._owed = self.passes.late
         # Read together: the host waits for the device once.
-        loss, gnorm = torch.stack([loss_sum, self._norm() if has_gradient else loss_sum.new_zeros(())]).tolist()
+        loss, gnorm = torch.stack([loss_sum, self.norm() if has_gradient else loss_sum.new_zeros(())]).tolist()
         loss, gnorm = loss / trained, gnorm / self._scale
         finite = bool(np.isfinite(loss) and np.isfinite(gnorm))
         spike = finite and self.spikes is not None and self.spikes.is_spike(loss, gnorm)
@@ -152,10 +152,10 @@ class TrainStep:
 
         Returns that loss and the number of terms of the global batch.
         """
-        loss_sum, trained = self._accumulate(microbatches)
+        loss_sum, trained = self.accumulate(microbatches)
         return loss_sum.item() / trained, trained
 
-    def _accumulate(self, microbatches: Sequence[HostBatch]) -> tuple[torch.Tensor, int]:
+    def accumulate(self, microbatches: Sequence[HostBatch]) -> tuple[torch.Tensor, int]:
         """`gradients`, whose loss is still on the device: its sum over terms, 0-dim in fp64."""
         terms = sum(self.passes.count(microbatch) for microbatch in microbatches)
         tokens = sum(microbatch.tokens.size for microbatch in microbatches)
@@ -171,9 +171,9 @@ class TrainStep:
 
     def gradient_norm(self) -> float:
         """The 2-norm of the whole unscaled gradient, the same on every rank; collective."""
-        return self._norm().item() / self._scale
+        return self.norm().item() / self._scale
 
-    def _norm(self) -> torch.Tensor:
+    def norm(self) -> torch.Tensor:
         """The 2-norm of the gradient in `store`, still on the device: 0-dim in fp64."""
         counted = (tensor for name, tensor in self.store.each_parameter() if name not in self.passes.counted_elsewhere)
         return global_gradient_norm(counted, self.passes.stages, self.device).to(self.device, torch.float64)
