@@ -8,7 +8,7 @@ import pytest
 import torch.distributed as dist
 
 from meshwright.parallel.traffic import Traffic, axis_names, ranks_of
-from meshwright.plan.traffic import predict_traffic
+from meshwright.plan.traffic import predict_traffic, traffic_without_maxima
 from meshwright.rehearse.fake import fake_rank
 from meshwright.spec.layout import LayoutSpec
 from meshwright.spec.run import ResolvedRun
@@ -27,7 +27,7 @@ def counted_and_predicted(resolved: ResolvedRun) -> tuple[Counter, Counter]:
             trainer.train_step.gradients(microbatches)
     counted = Counter({key: count.bytes for key, count in traffic.counts.items()})
     if trainer.meshes is None or dist.group.WORLD is None:
-        return counted, predict_traffic(resolved)
+        return counted, traffic_without_maxima(resolved)
     meshes, names = trainer.meshes, axis_names(trainer.meshes)
     found = {axis: meshes.axis(axis) for axis in ("pp", "cp", "tp", "ep", "shard", "replicate")}
     if meshes.experts is not None:
@@ -35,7 +35,7 @@ def counted_and_predicted(resolved: ResolvedRun) -> tuple[Counter, Counter]:
         found |= {f"expert {axis}": meshes.experts[axis] for axis in of_experts}
     groups = {axis: mesh.get_group() for axis, mesh in found.items() if mesh is not None} | {"world": dist.group.WORLD}
     predicted: Counter[Any] = Counter()
-    for (kind, axis), size in predict_traffic(resolved).items():
+    for (kind, axis), size in traffic_without_maxima(resolved).items():
         predicted[kind, names.get(ranks_of(groups[axis]), "world")] += size
     return counted, predicted
 

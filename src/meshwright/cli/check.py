@@ -33,7 +33,7 @@ from meshwright.families.wrapped import describe_files
 from meshwright.plan.forecast import forecast, warnings
 from meshwright.plan.machine import find_machine
 from meshwright.plan.stages import describe_pipeline
-from meshwright.plan.traffic import exchanges_maxima, predict_traffic
+from meshwright.plan.traffic import predict_traffic
 from meshwright.spec.errors import UserError
 from meshwright.spec.model import ModelSpec
 from meshwright.spec.recipe import RecipeError
@@ -217,9 +217,6 @@ def _model_facts(recipe: Run, model: ModelSpec) -> dict[str, Any]:
 
 def _traffic(resolved: ResolvedRun) -> list[dict[str, Any]] | str:
     """What the first rank sends in a step; the reason if it is not predicted."""
-    if exchanges_maxima(resolved):
-        recipe = resolved.run.training.product_recipe
-        return f"traffic is not predicted for {recipe} scales, whose maxima the ranks exchange"
     try:
         sizes = predict_traffic(resolved)
     except UserError as error:

@@ -33,22 +33,27 @@ Traffic = Counter[tuple[str, str]]
 `replicate`, `cp`, `tp`, `pp`, `ep`, `expert shard`, `expert replicate` or `world`."""
 
 
-def exchanges_maxima(resolved: ResolvedRun) -> bool:
-    """Whether ranks exchange the largest numbers for scales in low precision: delayed, or of tensors that are split."""
-    recipe = resolved.run.training.product_recipe
-    return recipe == "delayed" or (recipe is not None and resolved.run.layout.tp > 1)
-
-
 def predict_traffic(resolved: ResolvedRun) -> Traffic:
     """Bytes of a step on the first rank, and on ranks that differ from it only in their data.
 
-    Communication after the gradients is not included: the norm for clipping, the experts' loads; nor are the maxima of
-    `exchanges_maxima`. If tensor-parallel
+    Communication after the gradients is not included: the norm for clipping, the experts' loads. If tensor-parallel
     ranks do not divide the vocabulary, the last ones send less. Rows sent to experts all return; the bytes that a rank
     returns for others are the mean over ranks, which depends on routing.
 
-    Raises `UserError` for runs that the formulas do not cover: steps that overlap (`pipedream-2bw`), ZeRO-3 under
-    `dualpipev` and custom schedules, and under tensor parallelism fine-tuning of embeddings, norms, head or experts.
+    Raises `UserError` for runs that the formulas do not cover: maxima of scales in low precision (delayed, or over
+    tensor-parallel ranks), and those of `traffic_without_maxima`.
+    """
+    recipe = resolved.run.training.product_recipe
+    if recipe == "delayed" or (recipe is not None and resolved.run.layout.tp > 1):
+        raise UserError(f"traffic is not predicted for {recipe} scales, whose maxima the ranks exchange")
+    return traffic_without_maxima(resolved)
+
+
+def traffic_without_maxima(resolved: ResolvedRun) -> Traffic:
+    """`predict_traffic` without the maxima from which ranks compute scales in low precision.
+
+    Raises `UserError` for steps that overlap (`pipedream-2bw`), ZeRO-3 under `dualpipev` and custom schedules, and
+    under tensor parallelism fine-tuning of embeddings, norms, head or experts.
     """
     layout = resolved.run.layout
     if layout.asynchronous:
