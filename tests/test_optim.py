@@ -155,3 +155,20 @@ def test_ranks_keep_between_steps_what_the_table_predicts(ranks: RankPool, name:
     )  # stored on the device or, if offloaded, in another place
     kept = ranks.run(layout.world_size, bytes_kept, name)
     assert sum(kept) / len(kept) == pytest.approx(predicted.optimizer, rel=1e-4)
+
+
+@pytest.mark.parametrize("dtypes", [(torch.float32,), (torch.bfloat16, torch.float32)])
+def test_the_norm_of_all_gradients_on_a_device_is_the_norm_of_one_after_another(monkeypatch, dtypes) -> None:
+    """A GPU's are taken together; the host's one after another, because they may be on disk."""
+    parameters = []
+    for number in range(6):
+        parameter = torch.nn.Parameter(torch.randn(5 + number, 7).to(dtypes[number % len(dtypes)]))
+        parameter.grad = torch.randn_like(parameter)
+        parameters.append(parameter)
+    expected = torch.cat([parameter.grad.double().flatten() for parameter in parameters]).norm()
+    one_by_one = global_gradient_norm(parameters)
+    monkeypatch.setattr("meshwright.optim.clip.on_cpu", lambda gradient: False)
+    together = global_gradient_norm(parameters)
+    # Sums of 300 squares in fp32: 300 units in the last place, halved by the root.
+    torch.testing.assert_close(one_by_one.double(), expected, rtol=150 * 2**-24, atol=0)
+    torch.testing.assert_close(together.double(), expected, rtol=150 * 2**-24, atol=0)
