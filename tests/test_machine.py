@@ -109,6 +109,13 @@ def test_a_process_that_sees_one_gpu_uses_it(
     assert choose_device(Machine("gpu", H100, count, 1), local_rank) == torch.device("cuda", expected)
 
 
+def test_ranks_share_gpus_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_cuda(monkeypatch, 2)
+    machine = Machine("gpu", H100, 2, 80, shared=True)
+    assert [choose_device(machine, rank).index for rank in range(5)] == [0, 1, 0, 1, 0]
+    assert [machine.memory_per_rank(ranks) for ranks in (1, 2, 3, 5)] == [80, 80, 40, 26]
+
+
 def test_more_ranks_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     fake_cuda(monkeypatch, 2)
     with pytest.raises(UserError, match="local rank 2 has no GPU: torch sees 2 here"):

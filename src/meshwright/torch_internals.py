@@ -14,13 +14,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch._C import _distributed_c10d
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.distributed_c10d import ProcessGroup, _resolve_process_group
+from torch.distributed.distributed_c10d import ProcessGroup, Work, _resolve_process_group
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllocMixin
@@ -135,6 +136,24 @@ FakeTensors = FakeTensorMode
 
 leaves = _pytree.tree_leaves
 """The values in nested lists, tuples and dicts, without the containers. 2.11-2.15."""
+
+tree_map = _pytree.tree_map
+"""A function applied to each of those values, in containers of the same form. 2.11-2.15."""
+
+
+def finished_work(result: Any) -> Work:
+    """What a collective returns that has ended. 2.11-2.15; public: none."""
+    future = torch.futures.Future()
+    future.set_result(leaves(result))
+    c10d: Any = _distributed_c10d
+    return c10d._create_work_from_future(future)
+
+
+def serve_by_gloo(group: ProcessGroup, gloo: dist.ProcessGroupGloo) -> None:
+    """Give a process group written in Python, which torch calls for tensors, gloo for all else, as its name. 2.11-2.15;
+    public: none."""
+    group._register_backend(torch.device("cpu"), ProcessGroup.BackendType.GLOO, gloo)
+    group._set_default_backend(ProcessGroup.BackendType.GLOO)
 
 
 def process_group_of(operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> ProcessGroup | None:

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from meshwright.comm.objects import gather_everywhere, sign_with, signing_secret
+from meshwright.comm.staged import STAGED
 from meshwright.comm.store import SignedStore
 from meshwright.devices import backend_of, on_cpu
 from meshwright.launch import forkserver
@@ -252,8 +253,9 @@ def rank_environments(ranks: int) -> list[dict[str, str]]:
     return [{**alone, **shared, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)]
 
 
-def join_group(worker: Worker, run: Run | RankJob, device: torch.device) -> None:
-    """Make this process one rank of the default process group; gloo serves CPUs, nccl GPUs (gloo their host copies).
+def join_group(worker: Worker, run: Run | RankJob, device: torch.device, *, shared: bool = False) -> None:
+    """Make this process one rank of the default process group; gloo serves CPUs, nccl GPUs (gloo their host copies),
+    and a `StagedGroup` GPUs that several ranks share.
 
     Raises `StuckError`, naming the missing ranks, if ranks have not arrived within `guards.arrive_within`.
     """
@@ -262,7 +264,7 @@ def join_group(worker: Worker, run: Run | RankJob, device: torch.device) -> None
             f"the layout needs {run.layout.world_size} processes, but {worker.world_size} were started; start "
             f"{run.layout.world_size}, or change the degrees under layout:"
         )
-    backend = backend_of([device.type])
+    backend = STAGED if shared else backend_of([device.type])
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")  # torch's flight recorder, which the watchdog reads
     store: dist.Store = dist.HashStore()  # for a single process, which only offloading needs
     if worker.store:

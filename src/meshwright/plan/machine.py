@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from math import inf
+from math import ceil, inf
 from pathlib import Path
 from typing import Literal
 
@@ -34,6 +34,8 @@ class Machine:
     """Host memory beside GPUs; 0 if unknown."""
     note: str = ""
     """A warning about its GPUs."""
+    shared: bool = False
+    """Whether several processes use each GPU."""
 
     @property
     def is_gpu(self) -> bool:
@@ -42,7 +44,9 @@ class Machine:
 
     def memory_per_rank(self, local_ranks: int) -> int:
         """Bytes that each of `local_ranks` processes on this machine can count on."""
-        return self.memory_bytes if self.is_gpu else self.memory_bytes // max(1, local_ranks)
+        if self.is_gpu:
+            return self.memory_bytes // (max(1, ceil(local_ranks / self.devices)) if self.shared else 1)
+        return self.memory_bytes // max(1, local_ranks)
 
     def host_per_rank(self, ranks: int) -> float:
         """Bytes of host memory beside GPUs that each of a run's processes here can count on; endless if unknown, and on
@@ -53,15 +57,16 @@ class Machine:
 
 @functools.cache
 def find_machine(device: str = "auto") -> Machine:
-    """The machine as `device` (auto, cpu, cuda) sees it; raises `UserError` where cuda is asked for and missing."""
+    """The machine as the recipe's `device` sees it; raises `UserError` if it needs a GPU and there is none."""
     gpus, note = ([], "") if device == "cpu" else find_gpus()
     if gpus:
         smallest = min(gpus, key=lambda gpu: gpu.memory_bytes)
         if len({gpu.name for gpu in gpus}) > 1:
             note = f"the GPUs differ: {', '.join(gpu.name for gpu in gpus)}; all are taken for {smallest.name}"
-        return Machine("gpu", smallest.name, len(gpus), smallest.memory_bytes, memory_there(), note)
-    if device == "cuda":
-        raise UserError(f"device=cuda, but {note or 'this machine has no GPU'}; use device=cpu")
+        shared = device == "cuda_shared"
+        return Machine("gpu", smallest.name, len(gpus), smallest.memory_bytes, memory_there(), note, shared)
+    if device in ("cuda", "cuda_shared"):
+        raise UserError(f"device={device}, but {note or 'this machine has no GPU'}; use device=cpu")
     return Machine("cpu", "cpu", len(os.sched_getaffinity(0)), memory_there(), note=note)
 
 

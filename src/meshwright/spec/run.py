@@ -40,8 +40,9 @@ class Run(Spec):
     """When to save and what to keep."""
     guards: GuardSpec = GuardSpec()
     """Faults that a run detects: spikes, diverging replicas, hung ranks, crashes."""
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    """auto uses GPUs if there are any."""
+    device: Literal["auto", "cpu", "cuda", "cuda_shared"] = "auto"
+    """auto uses GPUs if there are any, one for each rank. cuda_shared puts several ranks on each GPU, to try a layout
+    without a cluster: their messages go through host memory, which is slow."""
     run_dir: str = "runs/run"
     """Folder that receives everything the run writes."""
     trackers: tuple[str, ...] = ()

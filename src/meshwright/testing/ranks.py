@@ -20,6 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from meshwright.comm import staged  # noqa: F401  (gives torch its backend)
 from meshwright.testing.poison import fill_uninitialized_memory
 
 MOST_THREADS = 200
@@ -49,15 +50,16 @@ def preload(modules: Iterable[str]) -> None:
 
 
 class RankPool:
-    """Groups of waiting gloo ranks, one group per world size, started on first use and then reused.
+    """Groups of waiting ranks, one group per world size, started on first use and then reused.
 
     On Linux an idle group is stopped, so that its gloo threads do not wake either. A group lives as long as its
     processes: gloo's threads outlive a destroyed group if a mesh is still cached, and spin after their peers are gone.
     So processes with too many threads are replaced.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, backend: str = "gloo") -> None:
         self._groups: dict[int, _Group] = {}
+        self._backend = backend
         atexit.register(self.close)  # else multiprocessing would wait for stopped processes to end
 
     def run(self, world_size: int, function: Callable[..., Any], *args: Any, timeout: float = 120) -> list[Any]:
@@ -67,7 +69,7 @@ class RankPool:
         failed; their group is ended, because the others may hang, and the next call starts a new one.
         """
         if world_size not in self._groups:
-            self._groups[world_size] = _Group(world_size)
+            self._groups[world_size] = _Group(world_size, self._backend)
         group = self._groups[world_size]
         answers = group.ask(function, args, timeout)
         failures = [f"rank {rank} of {world_size}:\n{value}" for rank, (ok, value) in enumerate(answers) if not ok]
@@ -87,7 +89,7 @@ class RankPool:
 class _Group:
     """The processes of one world size."""
 
-    def __init__(self, world_size: int) -> None:
+    def __init__(self, world_size: int, backend: str) -> None:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload([*LOADED])
         self._folder = tempfile.TemporaryDirectory()
@@ -96,7 +98,7 @@ class _Group:
         for rank in range(world_size):
             here, there = context.Pipe()
             store = str(Path(self._folder.name) / "store")
-            process = context.Process(target=_serve, args=(rank, world_size, store, there), daemon=True)
+            process = context.Process(target=_serve, args=(rank, world_size, backend, store, there), daemon=True)
             process.start()
             there.close()
             self._pipes.append(here)
@@ -148,7 +150,7 @@ class _Group:
         self._folder.cleanup()
 
 
-def _serve(rank: int, world_size: int, store: str, pipe: Connection) -> None:
+def _serve(rank: int, world_size: int, backend: str, store: str, pipe: Connection) -> None:
     if STOPS:
         # A stopped process does not notice that its pipe has closed. So it is killed when the fork server ends, which
         # exits with its parent unless one of its children keeps it alive.
@@ -158,7 +160,7 @@ def _serve(rank: int, world_size: int, store: str, pipe: Connection) -> None:
     torch.set_num_threads(1)
     fill_uninitialized_memory()
     if world_size > 1:
-        dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size)
+        dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=world_size)
     while True:
         try:
             function, args = pipe.recv()

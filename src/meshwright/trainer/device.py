@@ -49,9 +49,12 @@ def choose_device(machine: Machine, local_rank: int) -> torch.device:
         )
     seen = device_count()
     # A scheduler may show each process its own GPU alone (srun --gpus-per-task=1); `check_own_gpu` finds a shared one.
-    number = 0 if seen == 1 else local_rank
+    number = local_rank % seen if machine.shared or seen == 1 else local_rank
     if number >= seen:
-        raise UserError(f"local rank {local_rank} has no GPU: torch sees {seen} here; use fewer ranks")
+        raise UserError(
+            f"local rank {local_rank} has no GPU: torch sees {seen} here; use fewer ranks, or try the layout with "
+            "device=cuda_shared"
+        )
     return accelerator(number)
 
 

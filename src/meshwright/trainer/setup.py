@@ -147,14 +147,16 @@ class Trainer:
 
 def find_place(run: Run, worker: Worker) -> RankContext:
     """The place of this process, which joins the process group of the run. Collective."""
-    device = choose_device(find_machine(run.device), worker.local_rank)
+    machine = find_machine(run.device)
+    device = choose_device(machine, worker.local_rank)
     if device.type == "cpu":
         torch.set_num_threads(threads_per_rank(worker.local_world_size))
         keep_freed_memory()
     if worker.world_size == 1 and not has_group(run.layout):
         return RankContext(worker, device)
-    join_group(worker, run, device)
-    check_own_gpu(device)
+    join_group(worker, run, device, shared=machine.shared)
+    if not machine.shared:
+        check_own_gpu(device)
     return RankContext(worker, device, build_meshes(run.layout, device.type))
 
 
