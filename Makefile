@@ -10,7 +10,7 @@ BIN    := $(VENV)/bin
 # Else each of the hundreds of processes that the tests start would compile the sources again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help install demo compare test test-all test-engines test-slurm test-fast mutants attack check docs clean
+.PHONY: help install demo compare gpu gpu-kit test test-all test-engines test-slurm test-fast mutants attack check docs clean
 
 help:            ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
@@ -39,6 +39,19 @@ $(VENV)/.compare: $(VENV)/.core
 
 compare: $(VENV)/.compare ## train a small model in other engines beside ours, in turns: runs/compare/compare.md and .html
 	@$(BIN)/meshwright compare src/meshwright/recipes/compare.yaml training.global_batch=4 --engines meshwright,bare,hf_trainer,accelerate,fabric --quick
+
+# What a machine with a GPU but without network needs beside its PyTorch: .gpu/, under 50 MiB, which can be carried there.
+KIT := .gpu
+gpu-kit: $(VENV)/.core ## pack .gpu/ for `make gpu` on a machine without network; NANOGPT=DIR adds nanoGPT to compare speed with
+	@rm -rf $(KIT); mkdir -p $(KIT)
+	@for version in 3.11 3.12 3.13; do $(BIN)/python -m pip download --quiet --disable-pip-version-check --only-binary=:all: --python-version $$version --implementation cp --platform manylinux_2_17_x86_64 --platform manylinux2014_x86_64 --platform manylinux_2_28_x86_64 --no-deps --dest $(KIT)/wheels pyyaml safetensors tokenizers annotated-types typing-inspection $$($(BIN)/python -m pip freeze | grep -E '^pydantic(-core|_core)?=='); done
+	@$(BIN)/meshwright accept --device cpu --out $(KIT)/here --write-references $(KIT)/references.json; rm -rf $(KIT)/here
+	@if test -n "$(NANOGPT)"; then mkdir $(KIT)/nanogpt; cp $(NANOGPT)/*.py $(KIT)/nanogpt/; fi
+	@du -sh $(KIT)
+
+gpu: ## try the product on this machine's GPU with the PyTorch of PYTHON, offline: OUT/report.txt, .json and .html
+	@if test -d $(KIT)/wheels; then $(PYTHON) -m pip install --quiet --disable-pip-version-check --no-index --find-links $(KIT)/wheels --no-deps --upgrade --target $(KIT)/site pyyaml safetensors tokenizers pydantic pydantic-core annotated-types typing-inspection; fi
+	@PYTHONPATH=$(CURDIR)/src:$(CURDIR)/$(KIT)/site $(PYTHON) -P -m meshwright accept --out $(or $(OUT),runs/gpu) $(if $(wildcard $(KIT)/references.json),--references $(KIT)/references.json) $(if $(wildcard $(KIT)/nanogpt),--nanogpt $(KIT)/nanogpt) $(ACCEPT)
 
 test: $(VENV)/.dev ## run the tests (CPU only, several processes); TORCH=2.15.0 on that release of PyTorch
 	@$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder

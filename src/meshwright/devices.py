@@ -106,6 +106,12 @@ def peak_reserved_bytes(device: torch.device) -> int:
     return torch.accelerator.max_memory_reserved(device)
 
 
+def reset_peak(device: torch.device) -> None:
+    """Begin to measure `peak_reserved_bytes` anew; nothing on a CPU."""
+    if not on_cpu(device):
+        torch.accelerator.reset_peak_memory_stats(device)
+
+
 def release_unused() -> None:
     """Return memory that torch has reserved and not used to the accelerator; nothing without one in use."""
     if accelerator_is_here() and torch.get_device_module().is_initialized():

@@ -32,6 +32,7 @@ VERBS = {
     "eval": "measure a trained model: loss and perplexity on any text, accuracy in tasks",
     "judge": "compare models' answers by a judge model, or by people's votes",
     "export": "write a trained model for Hugging Face or llama.cpp, or its adapters for peft",
+    "accept": "try the product on this machine's devices, and write one report",
     "doctor": "show what this machine has and what is missing",
     "demo": "train, evaluate and sample a small model on this machine",
 }

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from meshwright.devices import on_cpu
 from meshwright.models.dropout import Draws
 from meshwright.models.feed_forward import FeedForward, activation
 from meshwright.models.slots import Viewed, Wrapped, unreduced
@@ -190,10 +191,12 @@ def grouped_matmul(
 ) -> torch.Tensor:
     """Rows of `x`, sorted by expert, each multiplied by its expert's matrix: [M, O].
 
-    One kernel for all experts if torch has it: not in fp64, and only for rows of whole 16 bytes.
+    One kernel for all experts if torch has it: on a GPU in bf16, on a CPU not in fp64, and only for rows of whole 16
+    bytes.
     """
     _, out, into = weight_EOI.shape
-    if x_MI.dtype != torch.float64 and (into * x_MI.itemsize) % 16 == (out * x_MI.itemsize) % 16 == 0:
+    grouped = x_MI.dtype != torch.float64 if on_cpu(x_MI) else x_MI.dtype == torch.bfloat16
+    if grouped and (into * x_MI.itemsize) % 16 == (out * x_MI.itemsize) % 16 == 0:
         ends_E = counts_E.cumsum(0, dtype=torch.int32)
         return F.grouped_mm(x_MI, weight_EOI.mT, offs=ends_E)
     (counts,) = read(counts_E)

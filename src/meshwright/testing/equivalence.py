@@ -13,6 +13,7 @@ import torch.distributed as dist
 from meshwright.comm.objects import gather_everywhere
 from meshwright.data.loader import Loader
 from meshwright.data.packing import ConcatenatedSamples
+from meshwright.devices import CPU
 from meshwright.launch.launcher import Worker
 from meshwright.models import draw_rows, named_state
 from meshwright.objectives import Objective
@@ -39,8 +40,13 @@ class Outcome:
     """Weights after the step, untrained state included."""
 
 
-def build_here(resolved: ResolvedRun, objective: Objective | None = None, weights: RowSource | None = None) -> Trainer:
-    """A trainer on the CPU for this rank of the current process group.
+def build_here(
+    resolved: ResolvedRun,
+    objective: Objective | None = None,
+    weights: RowSource | None = None,
+    device: torch.device = CPU,
+) -> Trainer:
+    """A trainer for this rank of the current process group.
 
     Adapters are drawn as if they had been trained, because a zero adapter would hide its computation. `objective`,
     `weights`: default the recipe's.
@@ -49,10 +55,10 @@ def build_here(resolved: ResolvedRun, objective: Objective | None = None, weight
     worker = Worker(rank=dist.get_rank(), world_size=dist.get_world_size()) if distributed else Worker()
     layout = resolved.run.layout
     degrees = {axis: getattr(layout, axis) for axis in (*AXES, "ep")}
-    meshes = _meshes(sharded=layout.zero_stage > 0, **degrees) if distributed else None
+    meshes = _meshes(device.type, sharded=layout.zero_stage > 0, **degrees) if distributed else None
     passes = build_parallel_model(resolved, meshes, objective)
     weights = weights or _with_lively_adapters(run_weights(resolved))
-    return give_state(passes, resolved, RankContext(worker, meshes=meshes), weights)
+    return give_state(passes, resolved, RankContext(worker, device, meshes), weights)
 
 
 def _with_lively_adapters(weights: RowSource) -> RowSource:
@@ -66,14 +72,16 @@ def _with_lively_adapters(weights: RowSource) -> RowSource:
 
 
 @functools.cache
-def _meshes(*, sharded: bool, **degrees: int) -> Meshes:
+def _meshes(kind: str, *, sharded: bool, **degrees: int) -> Meshes:
     """One set of meshes per arrangement of ranks, because each costs gloo groups that exist until the process ends."""
-    return build_meshes(LayoutSpec.model_validate({**degrees, "zero": 3 if sharded else 0}), "cpu")
+    return build_meshes(LayoutSpec.model_validate({**degrees, "zero": 3 if sharded else 0}), kind)
 
 
-def one_step(resolved: ResolvedRun, documents: bool = False, objective: Objective | None = None) -> Outcome | None:
+def one_step(
+    resolved: ResolvedRun, documents: bool = False, objective: Objective | None = None, device: torch.device = CPU
+) -> Outcome | None:
     """Build the run and make its first step on random tokens; None on every rank but the first. Collective."""
-    trainer = build_here(resolved, objective)
+    trainer = build_here(resolved, objective, device=device)
     step = trainer.train_step
     with OperandCheck(), loader_for(trainer, documents=documents) as loader:
         loss, _ = step.gradients(loader.microbatches(0))
@@ -108,11 +116,11 @@ def _of_each(tensors: Mapping[str, torch.Tensor | None]) -> dict[str, torch.Tens
 
 
 def whole_of_all(trainer: Trainer, tensors: Mapping[str, torch.Tensor | None]) -> dict[str, torch.Tensor]:
-    """Copies of the global tensors of every pipeline stage; collective.
+    """Copies of the global tensors of every pipeline stage, on the CPU; collective.
 
     If two stages have copies of one tensor, they must be equal bit for bit.
     """
-    here = {name: tensor.clone() for name, tensor in shards.wholes(_of_each(tensors)).items()}
+    here = {name: tensor.to("cpu", copy=True) for name, tensor in shards.wholes(_of_each(tensors)).items()}
     stages = trainer.train_step.passes.stages
     if stages is None:
         return here

@@ -1,0 +1,48 @@
+"""Step `families`: the same step on the device and on the CPU."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from meshwright.accept.check import Check, Place, within
+from meshwright.accept.runs import device_of, families_of, tiny_run
+from meshwright.testing.equivalence import largest_difference, one_step
+
+ALLOWED = {"fp64": 1e-9, "fp32": 1e-4}
+"""Largest difference of a gradient, relative to the largest entry of all."""
+
+WAYS: dict[str, dict[str, Any]] = {
+    "recompute selective": {"recompute": "selective"},
+    "recompute full": {"recompute": "full"},
+    "accumulation": {"micro_batch": 3},
+    "compiled": {"compile": True, "precision": "fp32"},
+}
+"""Ways to compute llama's step that must not change it."""
+
+
+def checks(place: Place) -> Iterator[Check]:
+    """Every family in both precisions; documents; the other ways."""
+    for family in families_of(place):
+        for precision in ALLOWED:
+            yield _compared(place, f"{family}, {precision}", family, precision=precision)
+    for family in sorted({"llama", "mistral", "mixtral"} & set(families_of(place))):
+        yield _compared(place, f"{family}, separate documents", family, documents=True)
+    for name, training in WAYS.items():
+        if not place.tiny or "compile" not in training:
+            yield _compared(place, f"llama, {name}", "llama", **training)
+
+
+def _compared(place: Place, name: str, family: str, *, documents: bool = False, **training: Any) -> Check:
+    run = tiny_run(family, **training)
+    plain = {key: value for key, value in training.items() if key == "precision"}
+    torch.compiler.reset()
+    ours, expected = one_step(run, documents, device=device_of(place)), one_step(tiny_run(family, **plain), documents)
+    assert ours is not None
+    assert expected is not None
+    largest = max(gradient.abs().max().item() for gradient in expected.gradients.values())
+    difference, where = largest_difference(ours.gradients, expected.gradients)
+    loss = abs(ours.loss / expected.loss - 1)
+    allowed = ALLOWED[training.get("precision", "fp64")]
+    what = f"loss off by {loss:.1e}; largest difference of a gradient ({where}), relative,"
+    return within(name, max(loss, difference / largest), allowed, what)
