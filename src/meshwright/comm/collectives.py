@@ -20,6 +20,8 @@ which sends bytes with the functions here. Python objects are sent by `objects.p
 start and end, are in `launch/`.
 """
 
+from collections.abc import Callable
+from contextvars import ContextVar
 from typing import Any, Literal
 
 import torch
@@ -139,6 +141,10 @@ def all_reduce_(
     return x
 
 
+WAITS: ContextVar[Callable[[torch.Tensor], None] | None] = ContextVar("WAITS", default=None)
+"""Is told of the tensor of each message that is waited for. While something listens, every message is waited for."""
+
+
 class Message:
     """A tensor in transit from one rank to another."""
 
@@ -149,13 +155,15 @@ class Message:
 
     def wait(self) -> torch.Tensor:
         """The tensor, after it has arrived or been sent."""
+        if (told := WAITS.get()) is not None:
+            told(self.tensor)
         self._work.wait()
         return self.tensor
 
     def has_gone(self) -> bool:
         """Whether the sender no longer needs the tensor. Torch's backend `fake`, which rehearsals use, sends nothing
         and completes nothing: its messages count as sent at once."""
-        return not self._travels or self._work.is_completed()
+        return WAITS.get() is None and (not self._travels or self._work.is_completed())
 
 
 def send(tensor: torch.Tensor, rank: int, group: dist.ProcessGroup) -> Message:
@@ -186,6 +194,8 @@ class Swap:
 
     def wait(self) -> torch.Tensor:
         """The tensor that has arrived."""
+        if (told := WAITS.get()) is not None:
+            told(self.received)
         for work in self.works:
             work.wait()
         return self.received
