@@ -1,31 +1,70 @@
 """NCCL's rules for all ranks of a job, from the records of a few (`rehearse.nccl`).
 
-Ranks of one class do the same, each in its own process groups: those of a pipeline stage whose parts of every parameter
-have the same shapes. Tensor-parallel, context-parallel, expert-parallel and data-parallel ranks are told apart by
-nothing else. One rank of each class is recorded; others are recorded to compare them.
+Ranks of one class do the same, each in its own process groups. A class is a pipeline stage, further divided only where
+tensor-parallel ranks have parts of unequal shapes, or ranks shards of unequal shapes of a tied embedding whose
+gradients two stages exchange: FSDP2 pads everything else. The first rank of each class is recorded, and the last rank
+of the job, to compare it.
 """
 
+import time
 from collections import defaultdict
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 from meshwright.families import finetuned_table
 from meshwright.families.split import kept_shape
-from meshwright.rehearse.nccl import RankEvent, Record
+from meshwright.rehearse.nccl import RankEvent, Record, check
+from meshwright.rehearse.world import rehearse
 from meshwright.spec.run import ResolvedRun
+
+ASSUMED = (
+    "the ranks of a class do the same; of all others than the recorded ones nothing is known",
+    "every expert gets the same number of tokens; real routing changes the sizes of their exchanges, never the order",
+    "collectives are waited for at once, which is stricter than FSDP2's overlap",
+    "Python objects and counts of the host travel over gloo, everything else is on the device",
+    "samples, checkpoints and callbacks are not recorded",
+)
+"""What the proof takes for granted."""
+
+
+def prove(resolved: ResolvedRun, ranks: Sequence[int], *, on_gpu: bool, fp8: bool = True) -> dict[str, Any]:
+    """The proof for all ranks, as JSON values: what would break, what was recorded, what is assumed. `ranks` are
+    recorded too."""
+    began, divided = time.perf_counter(), classes(resolved)
+    chosen = sorted({*(ranks[0] for ranks in divided), resolved.run.layout.world_size - 1, *ranks})
+    reports = rehearse(resolved, chosen, on_gpu=on_gpu, fp8=fp8, records=True)
+    recording, records = time.perf_counter(), records_of_all(divided, reports)
+    found = differences(divided, reports) or check(records)
+    bound = [] if found else check(records, pairs=False)
+    return {
+        "layout": resolved.run.layout.model_dump(),
+        "recorded": chosen,
+        "classes": [{"ranks": ranks, "recorded": [one for one in ranks if one in chosen]} for ranks in divided],
+        "microbatches": reports[0]["microbatches"]["rehearsed"],
+        "operations": sum(len(record.events) for record in records),
+        "findings": found,
+        "bound": bound,
+        "assumed": ASSUMED,
+        "seconds": {"recording": recording - began, "checking": time.perf_counter() - recording},
+    }
 
 
 def classes(resolved: ResolvedRun) -> list[list[int]]:
     """The ranks of each class, in order."""
     layout, model = resolved.run.layout, resolved.model
     table = finetuned_table(model, resolved.run.finetune)
-    parts = [
-        tuple(kept_shape(row, model, layout, tp_rank=place, shard_rank=0) for row in table)
-        for place in range(layout.tp)
-    ]
+    exchanges = model.tied_embeddings and layout.pp > 1
+
+    @cache
+    def shapes(tp_rank: int, shard_rank: int) -> tuple[tuple[int, ...], ...]:
+        shard_of = ((row, shard_rank if row.name.startswith("tok_embeddings.") else 0) for row in table)
+        return tuple(kept_shape(row, model, layout, tp_rank=tp_rank, shard_rank=shard) for row, shard in shard_of)
+
     found: defaultdict[tuple[int, Any], list[int]] = defaultdict(list)
     for rank in range(layout.world_size):
-        found[rank // (layout.world_size // layout.pp), parts[rank % layout.tp]].append(rank)
+        stage, shard_rank = rank // (layout.world_size // layout.pp), rank // layout.tp % layout.shard
+        found[stage, shapes(rank % layout.tp, shard_rank if exchanges else 0)].append(rank)
     return list(found.values())
 
 
@@ -64,8 +103,8 @@ def differences(groups_of: Sequence[Sequence[int]], reports: Sequence[dict[str, 
         for other in others:
             ours, theirs = events[first], events[other]
             pairs = enumerate(zip([*ours, None], [*theirs, None], strict=False))
-            index = next((index for index, (one, two) in pairs if one != two), None)
-            if index is not None:
+            index = next((index for index, (one, two) in pairs if one != two), -1)
+            if index >= 0:
                 what = [
                     f"{_shown(of[index : index + 1])} on rank {rank}" for of, rank in ((ours, first), (theirs, other))
                 ]
@@ -74,4 +113,7 @@ def differences(groups_of: Sequence[Sequence[int]], reports: Sequence[dict[str, 
 
 
 def _shown(events: Sequence[dict[str, Any]]) -> str:
-    return f"{events[0]['what']} at {events[0]['place']}" if events else "missing"
+    if not events:
+        return "missing"
+    sizes = [event_of(events[0]).size, *(size for _, _, size in event_of(events[0]).peers)]
+    return f"{events[0]['what']} at {events[0]['place']} ({sizes[-1][1]} numbers)"

@@ -66,12 +66,12 @@ def rehearse_rank(resolved: ResolvedRun, rank: int, *, on_gpu: bool, fp8: bool =
             with ledger, traffic:
                 trainer.train_step(step, _microbatches(trainer, count))
             runs.append(Observed.of(traffic, ledger.flops, ledger.peak))
-        plan = _save_plan(saved, coordinator=rank == 0)
+        plan, place = _save_plan(saved, coordinator=rank == 0), _place(trainer.meshes)
     whole = continued(runs, counts, resolved.accumulation)
     offloads = on_gpu and resolved.run.layout.tiers.parameters == "host"
     return {
         "rank": rank,
-        "place": _place(trainer.meshes),
+        "place": place,
         "parameters": sum(tensor.numel() for tensor in _local([*trainer.parameters.values(), *_frozen(trainer)])),
         "at_rest": at_rest,
         "host": sum(at_rest.get(kind, 0) for kind in OFFLOADED) if offloads else 0,
@@ -113,13 +113,13 @@ def record_rank(resolved: ResolvedRun, rank: int, *, on_gpu: bool, fp8: bool = T
     """
     began, counts = time.perf_counter(), enough_microbatches(resolved)
     with _fake_trainer(resolved, rank, on_gpu=on_gpu, fp8=fp8) as (trainer, _), record(trainer.meshes) as recorder:
-        passes = trainer.train_step.passes
-        for step, count in enumerate(counts if len(counts) > 1 else 2 * counts, start=1):
-            set_microbatches(passes, resolved, count)
-            trainer.train_step(step, batches := _microbatches(trainer, count))
+        for step, count in ((1, counts[0]), (2, counts[-1])):
+            set_microbatches(trainer.train_step.passes, resolved, count)
+            trainer.train_step(step, _microbatches(trainer, count))
             recorder.synchronize()
         trainer.train_step.finish(step)
-        evaluate(passes, batches, trainer.device, repeats_loss=trainer.train_step.repeats_loss)
+        held_out = _microbatches(trainer, count)
+        evaluate(trainer.train_step.passes, held_out, trainer.device, repeats_loss=trainer.train_step.repeats_loss)
     groups = group_ranks(trainer.meshes, resolved.run.layout.world_size)
     return {
         "rank": rank,
