@@ -92,13 +92,14 @@ def _prove(arguments: argparse.Namespace, resolved: ResolvedRun, cluster: Cluste
 
     on_gpu = cluster.device != "cpu"
     facts = prove(resolved, arguments.ranks or (), on_gpu=on_gpu, fp8="fp8" in cluster.tflops)
-    layout, steps = resolved.run.layout, " and ".join(map(str, facts["microbatches"]))
+    layout, microbatches = resolved.run.layout, " and ".join(map(str, facts["microbatches"]))
     lines = [
-        f"{layout.strategy}: {layout.world_size} ranks; {len(facts['recorded'])} recorded in "
-        f"{facts['seconds']['recording']:.0f} s, run against each other in {facts['seconds']['checking']:.0f} s",
-        *(f"  {len(one['ranks'])} ranks do what rank {one['recorded'][0]} does" for one in facts["classes"]),
-        f"  two steps of {steps} of {resolved.accumulation} microbatches and an evaluation: {facts['operations']:,} "
-        "operations",
+        f"{layout.strategy}: {layout.world_size} ranks, of which {len(facts['recorded'])} recorded in "
+        f"{facts['seconds']['recording']:.0f} s; checked in {facts['seconds']['checking']:.0f} s",
+        f"  classes    {', '.join(f'{len(ranks)} like rank {ranks[0]}' for ranks in facts['classes'])}",
+        f"  recorded   ranks {', '.join(map(str, facts['recorded']))}: two steps, of {microbatches} of "
+        f"{resolved.accumulation} microbatches, and an evaluation",
+        f"  checked    {facts['operations']:,} operations of all ranks",
         *(f"would break: {finding}" for finding in facts["findings"]),
         *(f"would break in a process group bound to its device: {finding}" for finding in facts["bound"]),
     ]

@@ -19,7 +19,7 @@ from meshwright.rehearse.world import rehearse
 from meshwright.spec.run import ResolvedRun
 
 ASSUMED = (
-    "the ranks of a class do the same; of all others than the recorded ones nothing is known",
+    "ranks of one class do the same: those of a pipeline stage with parts of the same shapes",
     "every expert gets the same number of tokens; real routing changes the sizes of their exchanges, never the order",
     "collectives are waited for at once, which is stricter than FSDP2's overlap",
     "Python objects and counts of the host travel over gloo, everything else is on the device",
@@ -35,12 +35,12 @@ def prove(resolved: ResolvedRun, ranks: Sequence[int], *, on_gpu: bool, fp8: boo
     chosen = sorted({*(ranks[0] for ranks in divided), resolved.run.layout.world_size - 1, *ranks})
     reports = rehearse(resolved, chosen, on_gpu=on_gpu, fp8=fp8, records=True)
     recording, records = time.perf_counter(), records_of_all(divided, reports)
-    found = differences(divided, reports) or check(records)
+    found = [*check(records), *differences(divided, reports)]
     bound = [] if found else check(records, pairs=False)
     return {
         "layout": resolved.run.layout.model_dump(),
         "recorded": chosen,
-        "classes": [{"ranks": ranks, "recorded": [one for one in ranks if one in chosen]} for ranks in divided],
+        "classes": divided,
         "microbatches": reports[0]["microbatches"]["rehearsed"],
         "operations": sum(len(record.events) for record in records),
         "findings": found,

@@ -32,6 +32,7 @@ from meshwright.rehearse.record import group_ranks, record
 from meshwright.rehearse.shorten import Observed, continued, enough_microbatches, set_microbatches
 from meshwright.rehearse.world import OFFLOADED
 from meshwright.spec.batch import Pairs
+from meshwright.spec.errors import UserError
 from meshwright.spec.run import ResolvedRun
 from meshwright.torch_internals import local_tensor, passing_tensors
 from meshwright.trainer.evaluate import evaluate
@@ -210,7 +211,11 @@ def main() -> int:
     torch.set_num_threads(1)
     kind = {"on_gpu": arguments.on_gpu, "fp8": not arguments.without_fp8}
     function = record_rank if arguments.record else rehearse_rank
-    json.dump(function(read_resolved(arguments.resolved), arguments.rank, **kind), sys.stdout)
+    try:
+        json.dump(function(read_resolved(arguments.resolved), arguments.rank, **kind), sys.stdout)
+    except UserError as error:
+        print(error, file=sys.stderr)
+        return 2
     return 0
 
 

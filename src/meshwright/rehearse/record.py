@@ -16,6 +16,7 @@ from meshwright.comm import collectives
 from meshwright.parallel import Meshes
 from meshwright.parallel.traffic import KINDS, ranks_of
 from meshwright.rehearse.nccl import RankEvent, Record, Size
+from meshwright.spec.errors import UserError
 from meshwright.torch_internals import DispatchMode, leaves, process_group_of
 
 PACKAGE = Path(__file__).resolve().parents[1]
@@ -27,6 +28,8 @@ HOST = "comm/objects.py"
 """Sends what is the host's; everything else is taken to be on the device."""
 BETWEEN = ("torch_internals.py", "comm/collectives.py", HOST, "rehearse/", "testing/")
 """Files whose callers are the places that matter."""
+
+WRAPPERS = ("contextlib.py", "functools.py", "typing_extensions.py")
 
 
 @contextmanager
@@ -48,8 +51,8 @@ class Recorder(DispatchMode):
         super().__init__()
         self.record = Record([], {})
         groups = list(named_groups(meshes))
-        self._names = {group.group_name: name for name, group in groups}
-        self._names_of_ranks = {ranks_of(group): name for name, group in reversed(groups)}
+        self._names = {group.group_name: name for name, group in groups[::-1]}  # the first name of several
+        self._names_of_ranks = {ranks_of(group): name for name, group in groups[::-1]}
         """For groups of an equal mesh from before, which DTensor keeps in a cache."""
         self._batch: FrameType | None = None
         self._number = -1
@@ -76,7 +79,11 @@ class Recorder(DispatchMode):
 
     def _note(self, kind: str, group: Any, named: dict[str, Any]) -> None:
         here, members = caller(), ranks_of(group)
-        name = self._names.get(group.group_name) or self._names_of_ranks[members]
+        name = self._names.get(group.group_name) or self._names_of_ranks.get(members)
+        if name is None:
+            raise UserError(
+                f"{here.place}: sends in a process group that is not the layout's; only those can be recorded"
+            )
         self.record.groups[name] = members
         tensors = [leaf for leaf in leaves(list(named.values())) if isinstance(leaf, torch.Tensor)]
         tensor = tensors[-1 if kind == "gather" else 0]
@@ -135,9 +142,9 @@ def caller() -> Caller:
 
 @cache
 def _file_of(name: str) -> str:
-    """A source file: by its path in this package, by its whole path, or nothing if it is torch's."""
+    """A source file: by its path in this package, by its whole path, or nothing if it is torch's or only wraps."""
     file = Path(name)
-    if file.is_relative_to(TORCH):
+    if file.is_relative_to(TORCH) or file.name in WRAPPERS:
         return ""
     return file.relative_to(PACKAGE).as_posix() if file.is_relative_to(PACKAGE) else name
 
