@@ -14,7 +14,7 @@ from meshwright.callbacks.ema import EMA
 from meshwright.callbacks.lr_finder import LRFinder
 from meshwright.callbacks.noise_scale import GradientNoiseScale
 from meshwright.comm import collectives, objects
-from meshwright.rehearse.nccl import RankEvent, Record, check
+from meshwright.rehearse.nccl import RankEvent, RankRecord, check
 from meshwright.rehearse.record import Recorder, record
 from meshwright.spec.guards import GuardSpec
 from meshwright.spec.layout import LayoutSpec
@@ -51,7 +51,7 @@ def microbatches(layout: LayoutSpec) -> int:
     return 1 if layout.pp > 1 else 2
 
 
-def recorded_steps(run: ResolvedRun, documents: bool = False) -> Record:
+def recorded_steps(run: ResolvedRun, documents: bool = False) -> RankRecord:
     """What this rank does in two steps."""
     trainer = build_here(run)
     with loader_for(trainer, documents=documents) as loader, record(trainer.meshes) as recorder:
@@ -61,7 +61,7 @@ def recorded_steps(run: ResolvedRun, documents: bool = False) -> Record:
     return recorder.record
 
 
-def assert_kept(records: list[Record]) -> None:
+def assert_kept(records: list[RankRecord]) -> None:
     """By the communicators that NCCL makes, and by those of groups alone."""
     assert check(records) == []
     assert check(records, pairs=False) == []
@@ -126,7 +126,7 @@ class EachStep(Callback):
         self.recorder.synchronize()
 
 
-def recorded_run(run: ResolvedRun, root: Path, resume: Path | None) -> Record:
+def recorded_run(run: ResolvedRun, root: Path, resume: Path | None) -> RankRecord:
     """What this rank does in a run with evaluations, samples, checkpoints, and callbacks that communicate."""
     trainer, corpus = build_here(run), corpus_of_documents()
     with record(trainer.meshes) as recorder:
@@ -176,7 +176,7 @@ def test_whole_runs_keep_the_rules(ranks: RankPool, tmp_path: Path, name: str) -
 # ---- planted faults
 
 
-def planted(fault: str) -> Record:
+def planted(fault: str) -> RankRecord:
     """What this rank of two does in a program with a fault; gloo survives those that it runs."""
     me = dist.get_rank()
     world = dist.group.WORLD
@@ -218,7 +218,7 @@ def planted(fault: str) -> Record:
             RankEvent("receive", "a.py:3", "one", peers=[("receive", 1, ("float32", 1))]),
         ],
     }
-    return Record(recorder.record.events + events.get(fault, []), groups)
+    return RankRecord(recorder.record.events + events.get(fault, []), groups)
 
 
 FAULTS: dict[str, list[str]] = {

@@ -14,7 +14,7 @@ from typing import Any
 
 from meshwright.families import finetuned_table
 from meshwright.families.split import kept_shape
-from meshwright.rehearse.nccl import RankEvent, Record, check
+from meshwright.rehearse.nccl import RankEvent, RankRecord, check
 from meshwright.rehearse.world import rehearse
 from meshwright.spec.run import ResolvedRun
 
@@ -82,7 +82,7 @@ def event_of(values: dict[str, Any]) -> RankEvent:
     return event
 
 
-def records_of_all(groups_of: Sequence[Sequence[int]], reports: Sequence[dict[str, Any]]) -> list[Record]:
+def records_of_all(groups_of: Sequence[Sequence[int]], reports: Sequence[dict[str, Any]]) -> list[RankRecord]:
     """The records of all ranks, given their `classes`: a rank's own, or what the first recorded rank of its class does
     becomes in the rank's process groups."""
     events = {report["rank"]: recorded(report) for report in reports}
@@ -92,7 +92,7 @@ def records_of_all(groups_of: Sequence[Sequence[int]], reports: Sequence[dict[st
             for rank in members:
                 groups[rank][name] = members
     standing = {rank: next(one for one in ranks if one in events) for ranks in groups_of for rank in ranks}
-    return [Record(events.get(rank, events[one]), groups[rank]) for rank, one in sorted(standing.items())]
+    return [RankRecord(events.get(rank, events[one]), groups[rank]) for rank, one in sorted(standing.items())]
 
 
 def differences(groups_of: Sequence[Sequence[int]], reports: Sequence[dict[str, Any]]) -> list[str]:

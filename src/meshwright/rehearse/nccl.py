@@ -42,7 +42,7 @@ class RankEvent:
 
 
 @dataclass
-class Record:
+class RankRecord:
     """What a rank does, in order."""
 
     events: list[RankEvent]
@@ -66,7 +66,7 @@ class _Queue:
     """The numbers of each member's events, in their order."""
 
 
-def check(records: Sequence[Record], *, pairs: bool = True) -> list[str]:
+def check(records: Sequence[RankRecord], *, pairs: bool = True) -> list[str]:
     """What would go wrong with these records of all ranks: one mistake, or a deadlock, a line for each rank of its
     cycle; empty if nothing.
 
@@ -81,7 +81,7 @@ def check(records: Sequence[Record], *, pairs: bool = True) -> list[str]:
 class _World:
     """All ranks, as far as they have run."""
 
-    def __init__(self, records: Sequence[Record], *, pairs: bool) -> None:
+    def __init__(self, records: Sequence[RankRecord], *, pairs: bool) -> None:
         self.records, self.pairs = records, pairs
         self.at = [0] * len(records)
         self.mistakes: list[str] = []

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from meshwright.comm import collectives
 from meshwright.parallel import Meshes
 from meshwright.parallel.traffic import KINDS, ranks_of
-from meshwright.rehearse.nccl import RankEvent, Record, Size
+from meshwright.rehearse.nccl import RankEvent, RankRecord, Size
 from meshwright.spec.errors import UserError
 from meshwright.torch_internals import DispatchMode, leaves, process_group_of
 
@@ -49,7 +49,7 @@ class Recorder(DispatchMode):
 
     def __init__(self, meshes: Meshes | None) -> None:
         super().__init__()
-        self.record = Record([], {})
+        self.record = RankRecord([], {})
         groups = list(named_groups(meshes))
         self._names = {group.group_name: name for name, group in groups[::-1]}  # the first name of several
         self._names_of_ranks = {ranks_of(group): name for name, group in groups[::-1]}
