@@ -181,7 +181,7 @@ def planted(fault: str) -> RankRecord:
     me = dist.get_rank()
     world = dist.group.WORLD
     assert world is not None
-    x, groups = torch.ones(4), dict.fromkeys(("world", "one", "two"), (0, 1))
+    x, groups = torch.ones(4), dict[str, tuple[int, ...]](world=(0, 1), one=(0, 1), two=(0, 1))
 
     def event(group: str = "one", kind: str = "all-reduce", dtype: str = "float32", numbers: int = 4) -> RankEvent:
         return RankEvent(kind, f"model.py:{7 + me}", group, (dtype, numbers))

@@ -92,12 +92,13 @@ def _prove(arguments: argparse.Namespace, resolved: ResolvedRun, cluster: Cluste
 
     on_gpu = cluster.device != "cpu"
     facts = prove(resolved, arguments.ranks or (), on_gpu=on_gpu, fp8="fp8" in cluster.tflops)
-    layout, microbatches = resolved.run.layout, " and ".join(map(str, facts["microbatches"]))
+    layout, counts = resolved.run.layout, facts["microbatches"]
+    shortened = f"{' and '.join(map(str, counts))} of " if counts[0] < resolved.accumulation else ""
     lines = [
         f"{layout.strategy}: {layout.world_size} ranks, of which {len(facts['recorded'])} recorded in "
         f"{facts['seconds']['recording']:.0f} s; checked in {facts['seconds']['checking']:.0f} s",
         f"  classes    {', '.join(f'{len(ranks)} like rank {ranks[0]}' for ranks in facts['classes'])}",
-        f"  recorded   ranks {', '.join(map(str, facts['recorded']))}: two steps, of {microbatches} of "
+        f"  recorded   ranks {', '.join(map(str, facts['recorded']))}: two steps of {shortened}"
         f"{resolved.accumulation} microbatches, and an evaluation",
         f"  checked    {facts['operations']:,} operations of all ranks",
         *(f"would break: {finding}" for finding in facts["findings"]),
