@@ -99,7 +99,7 @@ def _prove(arguments: argparse.Namespace, resolved: ResolvedRun, cluster: Cluste
         f"{facts['seconds']['recording']:.0f} s; checked in {facts['seconds']['checking']:.0f} s",
         f"  classes    {', '.join(f'{len(ranks)} like rank {ranks[0]}' for ranks in facts['classes'])}",
         f"  recorded   ranks {', '.join(map(str, facts['recorded']))}: two steps of {shortened}"
-        f"{resolved.accumulation} microbatches, and an evaluation",
+        f"{resolved.accumulation} microbatch{'es' if resolved.accumulation > 1 else ''}, and an evaluation",
         f"  checked    {facts['operations']:,} operations of all ranks",
         *(f"would break: {finding}" for finding in facts["findings"]),
         *(f"would break in a process group bound to its device: {finding}" for finding in facts["bound"]),
