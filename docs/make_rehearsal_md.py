@@ -222,7 +222,8 @@ BEGIN = """\
 # The planner compared with the rehearsal
 
 `meshwright rehearse` runs the training program as one rank of a large job and counts the bytes of every tensor and
-every collective ([how](verbs.md#rehearse)). `meshwright plan` computes both from the parameter table ([how](plan.md)).
+every collective ([how](verbs.md#rehearse)); with `--deadlocks` it proves that no rank of the job waits for ever
+([how](verbs.md#deadlocks)). `meshwright plan` computes both from the parameter table ([how](plan.md)).
 This page compares two figures: tensor bytes at the peak, without the overhead of allocator and libraries, for the
 pipeline stage that differs most; and the bytes that the first rank sends in a step. All cells are for GPUs, in bf16 or
 in low precision beside bf16. A test compares the rehearsed peak with PyTorch's allocator in a real process (on a CPU,

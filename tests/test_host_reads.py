@@ -15,7 +15,7 @@ from tiny import tiny_run
 ONCE = {"trainer/step.py:__call__": 1}
 """The loss and the gradient norm, read together before the update."""
 
-HOST = {"trainer/step.py:accumulate": 2}
+HOST = {"comm/objects.py:_reduced": 2}
 """Counts of tokens, a tensor of the host that is made, summed over gloo, and read."""
 
 ON_THE_HOST = ("optim/parameterwise.py:next_step", "models/masks.py:spans", "models/batch.py:move")

@@ -195,8 +195,8 @@ PIPELINE = [
     Mutant(
         "only the first stage's copy of a tied embedding gets the sum of both gradients",
         "parallel/pipeline.py",
-        "        local += collectives.Swap(",
-        "        local += (not self.has_loss) * collectives.Swap(",
+        "        local += collectives.exchange(",
+        "        local += (not self.has_loss) * collectives.exchange(",
         "pp tied",
         r"reduction: tok_embeddings\.weight",
         "Megatron-LM 656",

@@ -10,8 +10,8 @@ PIPELINE = [
     Mutant(
         "the two copies of a tied embedding keep their own gradients",
         "parallel/pipeline.py",
-        "local += collectives.Swap(",
-        "collectives.Swap(",
+        "local += collectives.exchange(",
+        "collectives.exchange(",
         "pp tied",
         r"reduction: tok_embeddings\.weight",
     ),

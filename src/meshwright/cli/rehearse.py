@@ -9,6 +9,7 @@ from meshwright.cli.output import add_json_argument, print_result, size_text
 from meshwright.plan.hardware import resolve_cluster
 from meshwright.plan.machine import Machine
 from meshwright.spec.cluster import ClusterSpec
+from meshwright.spec.errors import UserError
 from meshwright.spec.run import ResolvedRun
 from meshwright.trainer.display import short
 from meshwright.trainer.remedies import remedies, remedy_lines
@@ -31,19 +32,27 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--memory", type=_gigabytes, metavar="GB", help="device memory in GB (10**9 bytes), instead of the cluster's"
     )
+    parser.add_argument(
+        "--deadlocks",
+        action="store_true",
+        help="instead of memory, prove for all ranks that NCCL's rules hold and no rank waits for ever",
+    )
     add_json_argument(parser)
     parser.epilog = (
         "exit status: 0 nothing would break, 1 something would, 2 invalid command line\n\n"
         "examples:\n"
         "  meshwright rehearse run.yaml --cluster 8xh100\n"
-        "  meshwright rehearse run.yaml --world 1024 --cluster 1024xh100 --ranks 0,1023"
+        "  meshwright rehearse run.yaml --world 1024 --cluster 1024xh100 --ranks 0,1023\n"
+        "  meshwright rehearse run.yaml --world 1024 --deadlocks"
     )
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Rehearse; the exit status is 1 if something would break."""
-    from meshwright.rehearse.world import device_peak, fill_world, findings, rehearse, typical_ranks
+    from meshwright.rehearse.world import fill_world
 
+    if arguments.deadlocks and arguments.memory:
+        raise UserError("--memory: is not compared with --deadlocks, which measures none; leave one of the two out")
     recipe = read_recipe(arguments)
     if arguments.world is not None:
         recipe = fill_world(recipe, arguments.world)
@@ -54,6 +63,13 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.memory:
         cluster = cluster.model_copy(update={"memory_gb": arguments.memory})
     resolved = resolve_run(recipe, base_dir=base_dir, machine=_machine(cluster))
+    return (_prove if arguments.deadlocks else _measure)(arguments, resolved, cluster)
+
+
+def _measure(arguments: argparse.Namespace, resolved: ResolvedRun, cluster: ClusterSpec) -> int:
+    from meshwright.rehearse.world import device_peak, findings, rehearse, typical_ranks
+
+    recipe = resolved.run
     ranks = arguments.ranks or typical_ranks(recipe.layout)
     on_gpu = cluster.device != "cpu"
     reports = rehearse(resolved, ranks, on_gpu=on_gpu, fp8="fp8" in cluster.tflops)
@@ -69,6 +85,28 @@ def run(arguments: argparse.Namespace) -> int:
         lines += ["predicted to fit, fastest first:", *(f"  {line}" for line in remedy_lines(would_fit))]
     print_result(arguments, facts, lines)
     return 1 if found else 0
+
+
+def _prove(arguments: argparse.Namespace, resolved: ResolvedRun, cluster: ClusterSpec) -> int:
+    from meshwright.rehearse.deadlocks import prove
+
+    on_gpu = cluster.device != "cpu"
+    facts = prove(resolved, arguments.ranks or (), on_gpu=on_gpu, fp8="fp8" in cluster.tflops)
+    layout, counts = resolved.run.layout, facts["microbatches"]
+    shortened = f"{' and '.join(map(str, counts))} of " if counts[0] < resolved.accumulation else ""
+    lines = [
+        f"{layout.strategy}: {layout.world_size} ranks, of which {len(facts['recorded'])} recorded in "
+        f"{facts['seconds']['recording']:.0f} s; checked in {facts['seconds']['checking']:.0f} s",
+        f"  classes    {', '.join(f'{len(ranks)} like rank {ranks[0]}' for ranks in facts['classes'])}",
+        f"  recorded   ranks {', '.join(map(str, facts['recorded']))}: two steps of {shortened}"
+        f"{resolved.accumulation} microbatch{'es' if resolved.accumulation > 1 else ''}, and an evaluation",
+        f"  checked    {facts['operations']:,} operations of all ranks",
+        *(f"would break: {finding}" for finding in facts["findings"]),
+        *(f"would break in a process group bound to its device: {finding}" for finding in facts["bound"]),
+    ]
+    lines += [] if facts["findings"] else ["proven: NCCL's rules hold on every rank, and no rank waits for ever"]
+    print_result(arguments, facts, [*lines, "assumed:", *(f"  {assumption}" for assumption in facts["assumed"])])
+    return 1 if facts["findings"] else 0
 
 
 def _gigabytes(text: str) -> float:

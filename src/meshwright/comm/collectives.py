@@ -9,7 +9,7 @@
 | `all_reduce(x, group)` | the sum of the ranks' x | the identity |
 | `maximum(x, group)` | the element-wise maximum of the ranks' x | none |
 | `all_reduce_(x, group, op)` | the sum, or the maximum, in place | none |
-| `send`, `receive`, `Swap`, `hop` | messages between two ranks, both ways at once, round a ring | none |
+| `send`, `receive`, `exchange`, `Swap`, `hop` | messages between two ranks, both ways, round a ring | none |
 
 If every rank computes the same loss from a sum, the sum's gradient is the identity (g of Megatron-LM, Shoeybi et al.,
 2019).
@@ -20,6 +20,8 @@ which sends bytes with the functions here. Python objects are sent by `objects.p
 start and end, are in `launch/`.
 """
 
+from collections.abc import Callable
+from contextvars import ContextVar
 from typing import Any, Literal
 
 import torch
@@ -139,6 +141,10 @@ def all_reduce_(
     return x
 
 
+WAITS: ContextVar[Callable[[torch.Tensor], None] | None] = ContextVar("WAITS", default=None)
+"""Is told of the tensor of each message that is waited for. While something listens, every message is waited for."""
+
+
 class Message:
     """A tensor in transit from one rank to another."""
 
@@ -149,13 +155,15 @@ class Message:
 
     def wait(self) -> torch.Tensor:
         """The tensor, after it has arrived or been sent."""
+        if (told := WAITS.get()) is not None:
+            told(self.tensor)
         self._work.wait()
         return self.tensor
 
     def has_gone(self) -> bool:
         """Whether the sender no longer needs the tensor. Torch's backend `fake`, which rehearsals use, sends nothing
         and completes nothing: its messages count as sent at once."""
-        return not self._travels or self._work.is_completed()
+        return WAITS.get() is None and (not self._travels or self._work.is_completed())
 
 
 def send(tensor: torch.Tensor, rank: int, group: dist.ProcessGroup) -> Message:
@@ -168,11 +176,24 @@ def receive(tensor: torch.Tensor, rank: int, group: dist.ProcessGroup) -> Messag
     return Message(tensor, dist.irecv(tensor, dist.get_global_rank(group, rank), group=group), group)
 
 
+def exchange(tensor: torch.Tensor, rank: int, group: dist.ProcessGroup) -> torch.Tensor:
+    """The tensor of another rank of `group`, of the same shape, in exchange for this rank's contiguous one.
+
+    The lower rank sends first: NCCL runs what two ranks send each other in order, so if both send first, neither
+    receives. In a batch, as in `Swap`, both would first wait until the other ranks of `group` use it too.
+    """
+    received = torch.empty_like(tensor)
+    steps = [(send, tensor), (receive, received)]
+    messages = [step(part, rank, group) for step, part in (steps if group.rank() < rank else reversed(steps))]
+    for message in messages:
+        message.wait()
+    return received
+
+
 class Swap:
     """A contiguous tensor in transit to one rank of `group` while another one's, of the same shape, arrives.
 
-    Both belong to one batch. Two single messages would deadlock: NCCL runs what two ranks send each other in order, so
-    if both send first, neither receives.
+    Both belong to one batch. All ranks of `group` must make one, because its first use makes a communicator of all.
     """
 
     def __init__(self, tensor: torch.Tensor, group: dist.ProcessGroup, *, to: int, source: int) -> None:
@@ -186,6 +207,8 @@ class Swap:
 
     def wait(self) -> torch.Tensor:
         """The tensor that has arrived."""
+        if (told := WAITS.get()) is not None:
+            told(self.received)
         for work in self.works:
             work.wait()
         return self.received

@@ -1,4 +1,4 @@
-"""Exchange of Python objects between ranks; a single process exchanges them with itself.
+"""Exchange of Python objects and numbers between ranks; a single process exchanges them with itself.
 
 Objects are pickled, and unpickling runs code. So each message is signed (HMAC-SHA256) with a secret of the run, which
 `launch/meeting.py` gives every rank, and only a message with a valid signature is read. torch's own exchange
@@ -8,11 +8,12 @@ Objects are pickled, and unpickling runs code. So each message is signed (HMAC-S
 import hmac
 import pickle
 from collections.abc import Sequence
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
 
+from meshwright.comm import collectives
 from meshwright.spec.errors import UserError
 
 T = TypeVar("T")
@@ -92,6 +93,20 @@ def from_first(value: Any, group: dist.ProcessGroup | None = None) -> Any:
     received = message if rank() == 0 else torch.empty(int(length), dtype=torch.uint8)
     dist.broadcast(received, 0, group=group)
     return value if rank() == 0 else _read(received)
+
+
+def largest(*values: int) -> tuple[int, ...]:
+    """The maximum of each number over all ranks: through host memory, on GPUs too. Collective."""
+    return _reduced(values, "max")
+
+
+def total(*values: int) -> tuple[int, ...]:
+    """The sum of each number over all ranks, likewise. Collective."""
+    return _reduced(values, "sum")
+
+
+def _reduced(values: Sequence[int], op: Literal["sum", "max"]) -> tuple[int, ...]:
+    return tuple(collectives.all_reduce_(torch.tensor(values, dtype=torch.int64), op=op).tolist())
 
 
 def _signed(value: Any) -> torch.Tensor:

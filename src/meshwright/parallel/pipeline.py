@@ -197,7 +197,7 @@ class Pipeline(Passes):
         gradient = self.model.tok_embeddings.weight.grad
         assert gradient is not None
         local = local_tensor(gradient)
-        local += collectives.Swap(local.contiguous(), self.link.group, to=peer, source=peer).wait()
+        local += collectives.exchange(local.contiguous(), peer, self.link.group)
 
 
 class PipelineRun:

@@ -1,15 +1,15 @@
-"""The rehearsal of one rank: its part of the run for one step, with memory and traffic.
+"""The rehearsal of one rank: its part of the run for one step, with memory and traffic; or what it sends.
 
-python -m meshwright.rehearse.rank --resolved FILE --rank R [--on-gpu] [--without-fp8]    # prints one JSON object
+python -m meshwright.rehearse.rank --resolved FILE --rank R [--record] [--on-gpu] [--without-fp8]    # prints JSON
 """
 
 import argparse
 import json
 import sys
 import time
-from collections.abc import Iterable
-from contextlib import nullcontext
-from dataclasses import replace
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,11 +28,14 @@ from meshwright.parallel.error_feedback import ERRORS
 from meshwright.parallel.ledger import Ledger, Storages
 from meshwright.parallel.traffic import Traffic
 from meshwright.rehearse.fake import FakeTensors, UncountedTier, budgets_of_gpu, fake_rank, fill_slots
+from meshwright.rehearse.record import group_ranks, record
 from meshwright.rehearse.shorten import Observed, continued, enough_microbatches, set_microbatches
 from meshwright.rehearse.world import OFFLOADED
 from meshwright.spec.batch import Pairs
+from meshwright.spec.errors import UserError
 from meshwright.spec.run import ResolvedRun
 from meshwright.torch_internals import local_tensor, passing_tensors
+from meshwright.trainer.evaluate import evaluate
 from meshwright.trainer.setup import RankContext, Trainer, build_parallel_model, give_state, has_group
 from meshwright.trainer.start import read_resolved
 from meshwright.trainer.state import gradient_errors, state_tensors
@@ -49,34 +52,22 @@ def rehearse_rank(resolved: ResolvedRun, rank: int, *, on_gpu: bool, fp8: bool =
     program, but without data. Of many identical microbatches only some run (`rehearse.shorten`); their traffic and
     operations are extrapolated linearly. A process can be only one rank, because torch caches shapes by mesh.
     """
-    began, world_size = time.perf_counter(), resolved.run.layout.world_size
-    counts, runs = enough_microbatches(resolved), []
-    with fake_rank(rank, world_size):
-        meshes = build_meshes(resolved.run.layout, CPU.type) if has_group(resolved.run.layout) else None
-        place = _place(meshes)
-        passes = build_parallel_model(resolved, meshes)
-        with FakeTensors(), budgets_of_gpu() if on_gpu else nullcontext():
-            here, elsewhere = (
-                RankContext(Worker(rank=rank, world_size=world_size), CPU, meshes),
-                dict[int, torch.Tensor](),
-            )
-            make_tier = partial(UncountedTier, tensors=elsewhere)
-            trainer = give_state(passes, resolved, here, weights=None, make_tier=make_tier)
-            fill_slots(trainer.model, resolved, on_gpu=on_gpu, fp8=fp8)
-            saved = state_tensors(trainer)  # creates the optimizer's state, as in a resumed run
-            lasting = _storages(trainer)
-            ledger = Ledger(lambda: lasting | _passing_storages(trainer), elsewhere, trainer.model)
-            ledger.watch(_local(tensor for name, tensor in saved.items() if name.startswith(LASTING)))
-            ledger.watch(_local(_frozen(trainer)))
-            at_rest = ledger.by_kind()
-            for step, count in enumerate(counts, start=1):
-                set_microbatches(passes, resolved, count)
-                traffic = Traffic(meshes)
-                ledger.begin()
-                with ledger, traffic:
-                    trainer.train_step(step, _microbatches(trainer, count))
-                runs.append(Observed.of(traffic, ledger.flops, ledger.peak))
-        plan = _save_plan(saved, coordinator=rank == 0)
+    began, counts, runs = time.perf_counter(), enough_microbatches(resolved), []
+    with _fake_trainer(resolved, rank, on_gpu=on_gpu, fp8=fp8) as (trainer, elsewhere):
+        saved = state_tensors(trainer)  # creates the optimizer's state, as in a resumed run
+        lasting = _storages(trainer)
+        ledger = Ledger(lambda: lasting | _passing_storages(trainer), elsewhere, trainer.model)
+        ledger.watch(_local(tensor for name, tensor in saved.items() if name.startswith(LASTING)))
+        ledger.watch(_local(_frozen(trainer)))
+        at_rest = ledger.by_kind()
+        for step, count in enumerate(counts, start=1):
+            set_microbatches(trainer.train_step.passes, resolved, count)
+            traffic = Traffic(trainer.meshes)
+            ledger.begin()
+            with ledger, traffic:
+                trainer.train_step(step, _microbatches(trainer, count))
+            runs.append(Observed.of(traffic, ledger.flops, ledger.peak))
+        plan, place = _save_plan(saved, coordinator=rank == 0), _place(trainer.meshes)
     whole = continued(runs, counts, resolved.accumulation)
     offloads = on_gpu and resolved.run.layout.tiers.parameters == "host"
     return {
@@ -95,6 +86,47 @@ def rehearse_rank(resolved: ResolvedRun, rank: int, *, on_gpu: bool, fp8: bool =
         ],
         "microbatches": {"in_a_step": resolved.accumulation, "rehearsed": sum(counts)},
         "checkpoint": {"pieces": len(plan.items), "bytes": _plan_bytes(plan)},
+        "seconds": time.perf_counter() - began,
+    }
+
+
+@contextmanager
+def _fake_trainer(
+    resolved: ResolvedRun, rank: int, *, on_gpu: bool, fp8: bool
+) -> Iterator[tuple[Trainer, dict[int, torch.Tensor]]]:
+    """A trainer without data, as rank `rank`; and the tensors that it keeps elsewhere (`UncountedTier`)."""
+    world_size, elsewhere = resolved.run.layout.world_size, dict[int, torch.Tensor]()
+    with fake_rank(rank, world_size):
+        meshes = build_meshes(resolved.run.layout, CPU.type) if has_group(resolved.run.layout) else None
+        passes = build_parallel_model(resolved, meshes)
+        with FakeTensors(), budgets_of_gpu() if on_gpu else nullcontext():
+            here = RankContext(Worker(rank=rank, world_size=world_size), CPU, meshes)
+            make_tier = partial(UncountedTier, tensors=elsewhere)
+            trainer = give_state(passes, resolved, here, weights=None, make_tier=make_tier)
+            fill_slots(trainer.model, resolved, on_gpu=on_gpu, fp8=fp8)
+            yield trainer, elsewhere
+
+
+def record_rank(resolved: ResolvedRun, rank: int, *, on_gpu: bool, fp8: bool = True) -> dict[str, Any]:
+    """What rank `rank` sends in two steps and an evaluation, and the process groups of all ranks, as JSON values.
+
+    See `rehearse_rank`, whose numbers of microbatches these steps have.
+    """
+    began, counts = time.perf_counter(), enough_microbatches(resolved)
+    with _fake_trainer(resolved, rank, on_gpu=on_gpu, fp8=fp8) as (trainer, _), record(trainer.meshes) as recorder:
+        for step, count in ((1, counts[0]), (2, counts[-1])):
+            set_microbatches(trainer.train_step.passes, resolved, count)
+            trainer.train_step(step, _microbatches(trainer, count))
+            recorder.synchronize()
+        trainer.train_step.finish(step)
+        held_out = _microbatches(trainer, count)
+        evaluate(trainer.train_step.passes, held_out, trainer.device, repeats_loss=trainer.train_step.repeats_loss)
+    groups = group_ranks(trainer.meshes, resolved.run.layout.world_size)
+    return {
+        "rank": rank,
+        "events": [asdict(event) for event in recorder.record.events],
+        "groups": {name: groups[name] for name in recorder.record.groups},
+        "microbatches": {"in_a_step": resolved.accumulation, "rehearsed": list(counts)},
         "seconds": time.perf_counter() - began,
     }
 
@@ -174,11 +206,16 @@ def main() -> int:
     parser.add_argument("--rank", type=int, required=True)
     parser.add_argument("--on-gpu", action="store_true")
     parser.add_argument("--without-fp8", action="store_true")
+    parser.add_argument("--record", action="store_true")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     kind = {"on_gpu": arguments.on_gpu, "fp8": not arguments.without_fp8}
-    report = rehearse_rank(read_resolved(arguments.resolved), arguments.rank, **kind)
-    json.dump(report, sys.stdout)
+    function = record_rank if arguments.record else rehearse_rank
+    try:
+        json.dump(function(read_resolved(arguments.resolved), arguments.rank, **kind), sys.stdout)
+    except UserError as error:
+        print(error, file=sys.stderr)
+        return 2
     return 0
 
 

@@ -48,25 +48,29 @@ def typical_ranks(layout: LayoutSpec) -> list[int]:
     return [stage * per_stage for stage in stages]
 
 
-def rehearse(resolved: ResolvedRun, ranks: Sequence[int], *, on_gpu: bool, fp8: bool = True) -> list[dict[str, Any]]:
-    """The reports of `ranks` (see `rehearse.rank.rehearse_rank`), as many at a time as this machine has cores.
+def rehearse(
+    resolved: ResolvedRun, ranks: Sequence[int], *, on_gpu: bool, fp8: bool = True, records: bool = False
+) -> list[dict[str, Any]]:
+    """The reports of `ranks` (see `rehearse.rank.rehearse_rank`, with `records` `record_rank`), as many at a time as
+    this machine has cores.
 
     Raises `UserError` with the program's output if a rank failed, as the whole run would.
     """
     world_size = resolved.run.layout.world_size
     if outside := [rank for rank in ranks if not 0 <= rank < world_size]:
         raise UserError(f"--ranks: {outside[0]} is not a rank; ranks are 0 to {world_size - 1}")
+    options = [("--on-gpu", on_gpu), ("--without-fp8", not fp8), ("--record", records)]
+    words = [word for word, given in options if given]
     with scratch_folder("rehearse") as folder, ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
         path = folder / "resolved.json"
         path.write_text(resolved.model_dump_json())
-        return list(pool.map(lambda rank: _rehearse_apart(path, rank, on_gpu=on_gpu, fp8=fp8), ranks))
+        return list(pool.map(lambda rank: _rehearse_apart(path, rank, words), ranks))
 
 
-def _rehearse_apart(resolved: Path, rank: int, *, on_gpu: bool, fp8: bool) -> dict[str, Any]:
+def _rehearse_apart(resolved: Path, rank: int, words: Sequence[str]) -> dict[str, Any]:
     """One rank in its own process: a process can be only one rank."""
-    kind = [*(["--on-gpu"] if on_gpu else []), *([] if fp8 else ["--without-fp8"])]
-    words = ["--resolved", str(resolved), "--rank", str(rank), *kind]
-    command = [sys.executable, "-P", "-u", "-m", "meshwright.rehearse.rank", *words]
+    module = [sys.executable, "-P", "-u", "-m", "meshwright.rehearse.rank"]
+    command = [*module, "--resolved", str(resolved), "--rank", str(rank), *words]
     report, errors = (resolved.with_name(f"{rank}.{kind}") for kind in ("json", "err"))
     with report.open("wb") as out, errors.open("wb") as err:
         process = forkserver.start(command, stdout=out.fileno(), stderr=err.fileno())

@@ -26,9 +26,9 @@ from meshwright.checkpoint.dcp import load_tensors, local_part
 from meshwright.checkpoint.manifest import list_checkpoints, step_of
 from meshwright.checkpoint.verify import newest_good_checkpoint
 from meshwright.checkpoint.writer import CheckpointWriter
+from meshwright.comm.objects import largest
 from meshwright.spec.checkpoint import CheckpointSpec
 from meshwright.testing.faults import slow_storage
-from meshwright.trainer.agreement import largest
 
 EVERY = 3
 STEP_SECONDS, STORAGE_SECONDS = 0.004, 0.003

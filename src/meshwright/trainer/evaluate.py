@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from meshwright.comm import collectives
+from meshwright.comm.objects import largest
 from meshwright.data.loader import BatchShare, HostBatch, evaluation_batches
 from meshwright.data.mixture import held_out_samples
 from meshwright.data.packing import Samples
@@ -17,7 +18,6 @@ from meshwright.models.batch import TensorBatch, to_device
 from meshwright.parallel import Passes
 from meshwright.parallel.data import release_gathered
 from meshwright.spec.errors import UserError
-from meshwright.trainer.agreement import largest
 from meshwright.trainer.display import short
 from meshwright.trainer.setup import Trainer
 

@@ -10,14 +10,13 @@ import torch
 
 from meshwright.callbacks import Callback, Training
 from meshwright.callbacks.callback import Record
-from meshwright.comm.objects import gather_everywhere
+from meshwright.comm.objects import gather_everywhere, largest
 from meshwright.data.loader import Loader
 from meshwright.data.prepare import Corpus
 from meshwright.launch.launcher import watch_store
 from meshwright.launch.signals import StopRequest
 from meshwright.launch.watchdog import Watchdog
 from meshwright.spec.errors import UserError
-from meshwright.trainer.agreement import largest
 from meshwright.trainer.display import Display
 from meshwright.trainer.evaluate import Evaluation, evaluate_held_out, evaluation_fields, evaluation_line
 from meshwright.trainer.metrics import MetricsJournal, new_record

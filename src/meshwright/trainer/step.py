@@ -7,6 +7,7 @@ import numpy as np
 import torch
 
 from meshwright.comm import collectives
+from meshwright.comm.objects import total
 from meshwright.data.loader import HostBatch
 from meshwright.families import low_precision_state
 from meshwright.models.batch import to_device
@@ -159,8 +160,8 @@ class TrainStep:
         """`gradients`, whose loss is still on the device: its sum over terms, 0-dim in fp64."""
         terms = sum(self.passes.count(microbatch) for microbatch in microbatches)
         tokens = sum(microbatch.tokens.size for microbatch in microbatches)
-        counts = self._sum_over_ranks(torch.tensor((terms, tokens))).tolist()  # over gloo: no device is waited for
-        trained, self.tokens = max(1, counts[0]), counts[1]
+        terms, self.tokens = total(*((0, 0) if self.repeats_loss else (terms, tokens)))
+        trained = max(1, terms)
         sequences = sum(len(microbatch.tokens) for microbatch in microbatches) * self.run.layout.data_parallel
         self.balance.begin(self._scale / sequences)
         self.scaling.begin()
