@@ -8,7 +8,7 @@ import pytest
 from meshwright.accept import families, kernels, run, settings
 from meshwright.accept.check import Check, Place, read_checks, within, write_check
 from meshwright.accept.report import as_page, as_text, summary, write_report
-from meshwright.accept.run import Outcome, run_steps
+from meshwright.accept.run import StepOutcome, run_steps
 from meshwright.accept.steps import STEPS, Step, named
 from meshwright.cli.main import main
 
@@ -103,7 +103,7 @@ def test_the_report(tmp_path: Path) -> None:
         Check("bad", passed=False, detail="3\n4"),
         Check("c", None, "5"),
     ]
-    outcomes = [Outcome(STEPS[0], "failed", 2.0, checks), Outcome(STEPS[1], "not run", note="no time was left")]
+    outcomes = [StepOutcome(STEPS[0], "failed", 2.0, checks), StepOutcome(STEPS[1], "not run", note="no time was left")]
     write_report(outcomes, {"devices": "1 x <GPU>"}, tmp_path)
     text, page = (tmp_path / "report.txt").read_text(), (tmp_path / "report.html").read_text()
     assert "machine     failed       2 s  1 of 2 checks passed" in text

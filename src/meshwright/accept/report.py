@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import meshwright
-from meshwright.accept.run import Outcome
+from meshwright.accept.run import StepOutcome
 from meshwright.plan.machine import find_machine, run_program
 from meshwright.storage.durable import write_durably
 
@@ -44,14 +44,14 @@ def machine_facts(device: str) -> dict[str, str]:
     return {name: value for name, value in facts.items() if value}
 
 
-def write_report(outcomes: Sequence[Outcome], facts: Mapping[str, str], out: Path) -> None:
+def write_report(outcomes: Sequence[StepOutcome], facts: Mapping[str, str], out: Path) -> None:
     """Write report.txt, report.json and report.html."""
     write_durably(out / "report.json", json.dumps(as_data(outcomes, facts), indent=1) + "\n")
     write_durably(out / "report.txt", as_text(outcomes, facts, details=True) + "\n")
     write_durably(out / "report.html", as_page(outcomes, facts))
 
 
-def as_text(outcomes: Sequence[Outcome], facts: Mapping[str, str], *, details: bool) -> str:
+def as_text(outcomes: Sequence[StepOutcome], facts: Mapping[str, str], *, details: bool) -> str:
     """A line for each step; `details`: with all its checks, else with those that failed."""
     lines = [f"{name:<11}{value}" for name, value in facts.items()] + [""]
     for outcome in outcomes:
@@ -59,7 +59,7 @@ def as_text(outcomes: Sequence[Outcome], facts: Mapping[str, str], *, details: b
     return "\n".join([*lines, "", summary(outcomes)])
 
 
-def step_lines(outcome: Outcome, *, details: bool = False) -> list[str]:
+def step_lines(outcome: StepOutcome, *, details: bool = False) -> list[str]:
     """A step's line, and those of its checks."""
     good = sum(check.passed is True for check in outcome.checks)
     tried = sum(check.passed is not None for check in outcome.checks)
@@ -71,7 +71,7 @@ def step_lines(outcome: Outcome, *, details: bool = False) -> list[str]:
     return lines
 
 
-def summary(outcomes: Sequence[Outcome]) -> str:
+def summary(outcomes: Sequence[StepOutcome]) -> str:
     """The verdict."""
     failed = [outcome.step.name for outcome in outcomes if outcome.state == "failed"]
     missing = [outcome.step.name for outcome in outcomes if outcome.state == "not run"]
@@ -79,7 +79,7 @@ def summary(outcomes: Sequence[Outcome]) -> str:
     return "; ".join([*parts, *([f"not run: {', '.join(missing)}"] if missing else [])])
 
 
-def as_page(outcomes: Sequence[Outcome], facts: Mapping[str, str]) -> str:
+def as_page(outcomes: Sequence[StepOutcome], facts: Mapping[str, str]) -> str:
     """The report as a page."""
     parts = [HEAD, "<h1>Meshwright on this machine</h1><table>"]
     parts += [f"<tr><td>{escape(name)}</td><td>{escape(value)}</td></tr>" for name, value in facts.items()]
@@ -102,6 +102,6 @@ def _row(passed: bool | None, name: str, detail: str) -> str:
     return f"<tr><td{kind}>{MARKS[passed]}</td><td>{escape(name)}</td><td><pre>{escape(detail)}</pre></td></tr>"
 
 
-def as_data(outcomes: Sequence[Outcome], facts: Mapping[str, str]) -> dict[str, Any]:
+def as_data(outcomes: Sequence[StepOutcome], facts: Mapping[str, str]) -> dict[str, Any]:
     """What `--json` prints."""
     return {"machine": dict(facts), "steps": [asdict(outcome) for outcome in outcomes]}

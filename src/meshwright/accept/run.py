@@ -20,7 +20,7 @@ RESULTS, WORK = "steps", "work"
 
 
 @dataclass(frozen=True)
-class Outcome:
+class StepOutcome:
     """What became of a step."""
 
     step: Step
@@ -33,22 +33,22 @@ class Outcome:
 
 
 def run_steps(
-    steps: Sequence[Step], place: Place, out: Path, seconds: float, tell: Callable[[Sequence[Outcome]], None]
-) -> list[Outcome]:
+    steps: Sequence[Step], place: Place, out: Path, seconds: float, tell: Callable[[Sequence[StepOutcome]], None]
+) -> list[StepOutcome]:
     """Run steps one after another, at most `seconds` in all; `tell` gets the outcomes so far after each."""
-    outcomes, ends = list[Outcome](), time.monotonic() + seconds
+    outcomes, ends = list[StepOutcome](), time.monotonic() + seconds
     (out / RESULTS).mkdir(parents=True, exist_ok=True)
     for step in steps:
         left = ends - time.monotonic()
         if left < LEAST:
-            outcomes.append(Outcome(step, "not run", note="no time was left"))
+            outcomes.append(StepOutcome(step, "not run", note="no time was left"))
         else:
             outcomes.append(_run(step, place, out / RESULTS, min(left, step.seconds) if place.on_gpu else left))
         tell(outcomes)
     return outcomes
 
 
-def _run(step: Step, place: Place, folder: Path, limit: float) -> Outcome:
+def _run(step: Step, place: Place, folder: Path, limit: float) -> StepOutcome:
     results, log, began = folder / f"{step.name}.jsonl", folder / f"{step.name}.log", time.monotonic()
     results.unlink(missing_ok=True)
     words = [sys.executable, "-P", "-m", "meshwright.accept.step", step.name, *place.options()]
@@ -72,4 +72,4 @@ def _run(step: Step, place: Place, folder: Path, limit: float) -> Outcome:
             process.wait()
     checks = read_checks(results)
     failed = bool(note) or not checks or any(check.passed is False for check in checks)
-    return Outcome(step, "failed" if failed else "passed", time.monotonic() - began, checks, note)
+    return StepOutcome(step, "failed" if failed else "passed", time.monotonic() - began, checks, note)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from meshwright.accept.check import Place
 from meshwright.accept.report import as_data, machine_facts, step_lines, summary, write_report
-from meshwright.accept.run import WORK, Outcome, run_steps
+from meshwright.accept.run import WORK, StepOutcome, run_steps
 from meshwright.accept.steps import STEPS, named
 from meshwright.cli.common import positive, stoppable
 from meshwright.cli.output import add_json_argument, print_json
@@ -68,7 +68,7 @@ def run(arguments: argparse.Namespace) -> int:
         return _write_references(place, arguments.write_references)
     facts = machine_facts(arguments.device)
 
-    def tell(outcomes: Sequence[Outcome]) -> None:
+    def tell(outcomes: Sequence[StepOutcome]) -> None:
         write_report(outcomes, facts, arguments.out)
         if not arguments.json:
             print("\n".join(step_lines(outcomes[-1])), flush=True)
