@@ -155,9 +155,7 @@ class Engine(ABC):
         if refused:
             raise InexpressibleError("; ".join(f"{setting.path}={setting.shown}: {setting.why}" for setting in refused))
         program, files = self.files(resolved)
-        return Translation(
-            self.name, settings, program, files, self.notes(resolved), self.measure(resolved, program)
-        )
+        return Translation(self.name, settings, program, files, self.notes(resolved), self.measure(resolved, program))
 
     def settings(self, resolved: ResolvedRun) -> Iterable[Setting]:
         """Every setting of the run and its fate."""

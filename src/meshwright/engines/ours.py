@@ -20,7 +20,7 @@ HERE = Path(__file__).resolve().parent
 train(load_recipe(HERE / "recipe.yaml", [f"run_dir={{HERE / 'run'}}"]), base_dir="{base_dir}")
 '''
 
-MEASURE = '''"""Measures what Meshwright computes from the recipe beside this file in every step, and how long it takes."""
+MEASURE = '''"""Measures what Meshwright computes from the recipe beside this file in every step, and in what time."""
 
 import argparse
 from pathlib import Path

@@ -74,7 +74,8 @@ def _dataset(reading: Reading, given: Mapping[str, Any], where: str, default: st
         said = f"{where}.split={split}" if split else f"{default}: split=900,50,50"
         apply(FLAGS["split"], reading, (split or "900,50,50").replace(" ", ""), said)
         if found.get("splits_to_build") == "train":
-            reading.claim(f"{where}.splits_to_build={found.pop('splits_to_build')}", Always("the training share trains"))
+            reading.seen.append(f"{where}.splits_to_build={found.pop('splits_to_build')}")
+            reading.claim(reading.seen[-1], Always("the first share is trained"))
         for key in ("index_mapping_dir", "splits_to_build", "seed", "num_val_samples", "mmap_bin_files"):
             if key in found:
                 reading.give_up(f"{where}.{key}={found.pop(key)}", "training.seed shuffles; set data.held_out")

@@ -358,7 +358,11 @@ def _family(reading: Reading, given: Collection[str], file: str) -> None:
         kind = "qwen2"
     if kind == "mixtral" and "model.expert_ffn" in reading.settings:
         if "model.ffn" in reading.settings:
-            reading.give_up(reading.settings["model.ffn"][1], "mixtral has only experts")
+            width, where = reading.settings["model.ffn"]
+            if width == reading.value("model.expert_ffn"):
+                reading.claim(where, Has("model.ffn", width))
+            else:
+                reading.give_up(where, "mixtral has only experts")
         reading.settings["model.ffn"] = reading.settings.pop("model.expert_ffn")
     for name in ("qk norm", "qkv bias"):
         if name in reading.facts and FAMILY_OF[name] != kind:
