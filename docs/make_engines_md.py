@@ -121,18 +121,21 @@ overhead per step.
 
 Each engine's folder holds the program that ran, `run_ENGINE_standalone.py`. It contains the recipe's values, does not
 import Meshwright, and starts with `python` or `torchrun`. It writes `metrics.jsonl` with [our names](metrics.md):
-`step`, `loss`, `gnorm`, `lr`, `tokens`, `mem`, and the step's `seconds`. It disables trl's usage telemetry.
+`step`, `loss`, `gnorm`, `lr` and `tokens`. It disables trl's usage telemetry.
 
-After its first step, a program checks the layout it got: the wrappers around the model, the class of its parameters,
-and how many elements of the parameters and of AdamW's moments this rank holds. If this is not the requested layout, the
-engine's row shows an error instead of figures. It happens: on a machine without GPUs, Accelerate's FSDP and DeepSpeed
-plug-ins and the Trainer's `fsdp=` silently become `DistributedDataParallel`, and Accelerate without `cpu=True` trains
-separately in every process.
+Measuring is in `measure.py` beside it, which runs the program with another `Log`: it adds `mem` and the step's
+`seconds`, waits between turns, and writes gradients and weights for `verify --engine`.
 
-Under layouts that split more than the data, the program also counts this rank's share of the layers' matrices.
-Lightning's and transformers' programs report the mesh axes along which placements shard something; DeepSpeed's reports
-the state in host memory, the bytes on disk, the ranks per sample, and the rank's secondary shard under hpZ. Programs
-with adapters count the trainable parameters; a number other than the recipe's is an error.
+After the first step, `measure.py` checks the layout that the program got: the wrappers around the model, the class of
+its parameters, and how many elements of the parameters and of AdamW's moments this rank holds. If this is not the
+requested layout, the engine's row shows an error instead of figures. It happens: on a machine without GPUs,
+Accelerate's FSDP and DeepSpeed plug-ins and the Trainer's `fsdp=` silently become `DistributedDataParallel`, and
+Accelerate without `cpu=True` trains separately in every process.
+
+Under layouts that split more than the data, it also counts this rank's share of the layers' matrices. For Lightning
+and transformers it reports the mesh axes along which placements shard something; for DeepSpeed the state in host
+memory, the bytes on disk, the ranks per sample, and the rank's secondary shard under hpZ; for adapters the trainable
+parameters; a number other than the recipe's is an error.
 
 DeepSpeed compiles operators on first use. On a CPU it compiles the operator that reduces in shared memory, even for one
 process: about 90 s of CPU time, and 1109 s on a machine of 2 cores with a load of 30. This time does not count against
@@ -151,8 +154,8 @@ pipeline schedule (`torch.zeros([], dtype=torch.int, device="cuda")` in `pipelin
 stage's copy of tied embeddings, and the buffers a stage receives into. The program redirects the first two to its
 device with a `TorchFunctionMode`, and passes the schedule a `p2p_communicator` that receives there; it patches nothing
 in Megatron-core. So it runs Megatron's own `forward_backward_pipelining_without_interleaving` (`layout.pp`) and
-`..._with_interleaving` (`layout.schedule=interleaved-1f1b`), also with tensor parallelism. It reports the schedule,
-each stage's layers and the tensors sent; a mismatch with the layout is an error.
+`..._with_interleaving` (`layout.schedule=interleaved-1f1b`), also with tensor parallelism. `measure.py` reports the
+schedule, each stage's layers and the tensors sent; a mismatch with the layout is an error.
 
 Under DeepSpeed's Ulysses, several ranks share each sample. Version 0.19.8 sums the gradients of these ranks under
 ZeRO-1 and -2, but averages them under ZeRO-3, where the default `reduce_scatter` divides by all ranks. The program
@@ -160,8 +163,35 @@ scales the loss to compensate; a script that moves from stage 2 to stage 3 must 
 shows the difference, because Adam is invariant to the gradient's scale; the gradient norm and clipping do
 ([reproducer](findings.md#gradients-of-a-shared-sample-in-deepspeed)).
 
-`meshwright export run.yaml --engine deepspeed --program handed-over` writes the program for a whole run, with
-configuration, initial weights and the order of all samples.
+## A whole run
+
+`meshwright export run.yaml --engine deepspeed --program handed-over` writes the same program, without `measure.py`, for
+a whole run: with configuration, initial weights, tokenizer, tokens and the order of all samples. The folder can be
+moved. `--output DIR` names another folder for what the program writes:
+
+| | |
+|---|---|
+| `metrics.jsonl` | a line a step; a step that is trained again after a stop has two |
+| `checkpoints/` | every `checkpoint.every` steps (`--save-every N`) and after the last; `keep_last` stay |
+| `model/` | the trained model as a Hugging Face directory, or peft's adapters, with the tokenizer |
+
+Started again, a program goes on from its last complete checkpoint. It then computes bit by bit what an uninterrupted
+run does; tests compare them for every engine above except nanoGPT and LitGPT, and not for programs that need GPUs.
+Each saves in its engine's way:
+
+| engine | checkpoints |
+|---|---|
+| `bare`, `transformers` | `torch.distributed.checkpoint` where parameters are sharded, else `torch.save` |
+| `nanogpt`, `megatron` | `torch.save`, a file a rank |
+| `hf_trainer`, `peft`, `trl` | `save_strategy` and `resume_from_checkpoint` of the Trainer |
+| `accelerate` | `save_state`, `load_state`, `skip_first_batches` |
+| `fabric`, `litgpt` | `fabric.save`, `fabric.load` |
+| `lightning` | `ModelCheckpoint`, `ckpt_path`; a sampler skips what is trained, as the Trainer does not |
+| `deepspeed` | `save_checkpoint`, `load_checkpoint` |
+
+The Trainer cannot resume a model that transformers has sharded (`hf_trainer` under ZeRO-3): that program saves only the
+trained model, and `left-out.md` says so. A checkpoint is for the number of ranks that wrote it, except
+`torch.distributed.checkpoint`'s. `checkpoint.keep_every` and `keep_best` are left out.
 
 ## Written, not run here
 

@@ -112,6 +112,26 @@ def open_whole(directory: Path) -> torch.nn.Module:
     )
 
 
+class _Norm(torch.nn.Module):
+    """An RMS norm in the dtype of its input; transformers computes norms in fp32, whatever the model's dtype."""
+
+    def __init__(self, norm: Any) -> None:
+        super().__init__()
+        self.weight, self.eps = norm.weight, norm.variance_epsilon
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.rms_norm(hidden, hidden.shape[-1:], self.weight, self.eps)
+
+
+def with_norms_in_float64(whole: torch.nn.Module) -> torch.nn.Module:
+    """The model with the norms of Llama's kind in float64, like everything else in it."""
+    for part in list(whole.modules()):
+        for name, norm in list(part.named_children()):
+            if hasattr(norm, "variance_epsilon"):
+                setattr(part, name, _Norm(norm))
+    return whole
+
+
 @torch.no_grad()
 def logits_of_text(whole: Any, tokens_BT: torch.Tensor) -> torch.Tensor:
     """Logits of the whole model for text alone; Llama 4's cannot compute them, but the model in it can."""

@@ -177,9 +177,9 @@ def test_the_trainer_takes_the_arguments(tmp_path, number):
     transformers = pytest.importorskip("transformers")
     run = resolved(*VARIANTS["hf_trainer_fsdp"][number])
     text = WRITTEN["hf_trainer_fsdp"].translate(run).files["run_hf_trainer_fsdp_standalone.py"]
-    options = SimpleNamespace(journal=tmp_path / "metrics.jsonl")
     numbers = {"STEPS": 10, "MICRO_BATCH": 2, "ACCUMULATION": 4, "CLIP": 1.0}
-    known = {"TrainingArguments": transformers.TrainingArguments, "options": options, **numbers}
+    known = {"TrainingArguments": transformers.TrainingArguments, "CHECKPOINTS": tmp_path, **numbers}
+    known["options"] = SimpleNamespace(save_every=0)
     arguments = call(text, "TrainingArguments", DEVICE=torch.device("cpu"), **known)
     plugin = arguments.fsdp_plugin_args
     assert plugin["fsdp_version"] == 2

@@ -128,3 +128,32 @@ def test_a_model_that_declares_our_class_is_ours(tmp_path: Path) -> None:
     config = json.loads(path.read_text())
     path.write_text(json.dumps(config | {"model_type": "another"}))
     assert read_hf_directory(tmp_path / "fp8").family == "llama"
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::UserWarning:peft")
+@pytest.mark.parametrize("change", [FORMS["blocks"], None])
+def test_adapters_are_proved_on_a_base_that_transformers_does_not_open(tmp_path: Path, change: Any) -> None:
+    """Its release cannot read the fp8 matrices, or the directory has code of its own, as kimi_k2's has: peft's logits
+    come from the same base in fp32."""
+    plain = save_both(tmp_path, "blocks")
+    path, code = tmp_path / "fp8/config.json", {"AutoModelForCausalLM": "modeling_other.Other"}
+    if change is None:
+        save_file(plain, tmp_path / "fp8/model.safetensors", {"format": "pt"})
+        config = {key: value for key, value in json.loads(path.read_text()).items() if key != "quantization_config"}
+        path.write_text(json.dumps(config | {"model_type": "another", "auto_map": code}))
+    (tmp_path / "text.txt").write_text("one two three " * 400)
+    train_tokenizer(["one two three"], 260).save(tmp_path / "fp8")
+    recipe = {
+        "model": {"name": str(tmp_path / "fp8"), "weights": "pretrained"},
+        "finetune": {"method": "lora", "rank": 4},
+        "data": {"sources": [str(tmp_path / "text.txt")], "sequence_length": 16, "cache_dir": str(tmp_path / "cache")},
+        "training": {"steps": 1, "global_batch": 2, "precision": "fp32"},
+        "run_dir": str(tmp_path / "run"),
+        "device": "cpu",
+    }
+    (tmp_path / "run.yaml").write_text(json.dumps(recipe))
+    assert main(["train", str(tmp_path / "run.yaml")]) == 0
+    assert main(["export", str(tmp_path / "run"), "--adapter", str(tmp_path / "adapter")]) == 0
+    receipt = json.loads((tmp_path / "adapter/receipt.json").read_text())
+    assert {reading["program"] for reading in receipt["readings"]} == {"meshwright", "peft"}

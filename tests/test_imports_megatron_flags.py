@@ -408,7 +408,7 @@ def test_other_edits_are_named_with_their_lines(tmp_path: Path, program: str) ->
     lines = text.split("\n")
     assert recipe == yaml.safe_load(RECIPE)
     named = [origin for origin, why in reading.without if why == "edited by hand, not imported"]
-    removed = next(number for number, line in enumerate(lines, 1) if "if step == 1:" in line)
+    removed = next(number for number, line in enumerate(lines, 1) if "log.step(" in line)
     assert named == [
         f"p.py:{lines.index('import random') + 1}: import random",
         f"p.py:{lines.index('        return step / 5') + 1}: return step / 5",

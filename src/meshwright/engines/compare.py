@@ -164,9 +164,9 @@ class _Running:
         """Start the program and let it warm up."""
         resolved, engine = self.contestant.resolved, self.contestant.engine
         self.row.translation = translation = engine.translate(resolved)
-        path = translation.write(self.folder)
+        path = translation.write_measured(self.folder)
         check_installed(engine, self.contestant.python, self.contestant.checkout)
-        options = ["--inputs", str(inputs), "--journal", str(self.folder / JOURNAL)]
+        options = ["--inputs", str(inputs), "--journal", str(self.folder / JOURNAL), "--save-every", "0"]
         options += ["--checkout", str(self.contestant.checkout)] if engine.checkout else []
         pauses = ["--pause", *map(str, self.pace.pauses)]
         command = [str(self.contestant.python), "-P", str(path), *options, *pauses]

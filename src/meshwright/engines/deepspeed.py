@@ -34,7 +34,6 @@ class DeepSpeedEngine(TemplateEngine):
     packages: ClassVar = {"transformers": "deepspeed", "deepspeed": "deepspeed"}
     strategies = ("ddp", "zero1", "zero2", "zero3", "hybrid")
     axes = ("tp", "pp", "cp")
-    numel = 'getattr(parameter, "ds_numel", parameter.numel())'
     rules: ClassVar[Mapping[str, Rule]] = {
         "layout.quantized_weights": only("none", "int8", why="DeepSpeed's qwZ gathers int8"),
         "layout.quantized_gradients": only("none", "int4", why="DeepSpeed's qgZ reduces int4"),

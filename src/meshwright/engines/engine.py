@@ -59,6 +59,8 @@ class Translation:
     """Text of the program and of its configuration files, by name."""
     notes: tuple[str, ...] = ()
     """The engine's own behaviour that no setting of a recipe describes."""
+    measure: str = ""
+    """Text of the program that runs `program` and measures it; empty if it cannot run here."""
 
     @property
     def left_out(self) -> list[Setting]:
@@ -77,6 +79,13 @@ class Translation:
         for name, text in self.files.items():
             (folder / name).write_text(text, encoding="utf-8")
         return folder / self.program
+
+    def write_measured(self, folder: Path) -> Path:
+        """Write the files and `measure` beside them; returns its path."""
+        self.write(folder)
+        path = folder / "measure.py"
+        path.write_text(self.measure, encoding="utf-8")
+        return path
 
 
 def reads_rows(data: DataSpec) -> bool:
@@ -146,7 +155,7 @@ class Engine(ABC):
         if refused:
             raise InexpressibleError("; ".join(f"{setting.path}={setting.shown}: {setting.why}" for setting in refused))
         program, files = self.files(resolved)
-        return Translation(self.name, settings, program, files, self.notes(resolved))
+        return Translation(self.name, settings, program, files, self.notes(resolved), self.measure(resolved, program))
 
     def settings(self, resolved: ResolvedRun) -> Iterable[Setting]:
         """Every setting of the run and its fate."""
@@ -172,6 +181,10 @@ class Engine(ABC):
     def leaves_out(self, resolved: ResolvedRun) -> Mapping[str, str]:
         """Settings of this run that its program lacks and that change no loss, each with the reason."""
         return {}
+
+    def measure(self, resolved: ResolvedRun, program: str) -> str:
+        """A program that runs `program`, beside it, and measures it; empty if the engine cannot run here."""
+        return ""
 
     @abstractmethod
     def files(self, resolved: ResolvedRun) -> tuple[str, dict[str, str]]:
@@ -206,8 +219,6 @@ class TemplateEngine(Engine):
     """Whether its program can recompute activations."""
     more_transformers: ClassVar[str] = ""
     """Further names that the program imports from transformers."""
-    numel: ClassVar[str] = "parameter.numel()"
-    """How the program counts a parameter's elements, including elements on other ranks."""
 
     def cannot(self, resolved: ResolvedRun) -> Mapping[str, str]:
         """Layouts that are not in `strategies`, and precisions that are not in `precisions`."""
@@ -249,6 +260,12 @@ class TemplateEngine(Engine):
         text = with_recipe(text, dump_recipe(resolved.run))
         return name, {name: text, **self.more_files(resolved)}
 
+    def measure(self, resolved: ResolvedRun, program: str) -> str:
+        """The template, rendered."""
+        if self.needs_gpu(resolved):
+            return ""
+        return TEMPLATES.get_template("measure.py.jinja").render(**self.words(resolved, program))
+
     def more_files(self, resolved: ResolvedRun) -> dict[str, str]:
         """Configuration files."""
         return {}
@@ -261,6 +278,8 @@ class TemplateEngine(Engine):
         warmup = schedule.warmup_steps(training.steps)
         falls = max(warmup, training.steps - schedule.decay_steps(training.steps))
         return {
+            "name": self.name,
+            "program": program,
             "resolved": resolved,
             "run": run,
             "training": training,
@@ -271,9 +290,7 @@ class TemplateEngine(Engine):
             "about": self.about,
             "command": f"{start} {program}",
             "more_transformers": self.more_transformers,
-            "numel": self.numel,
             "gpu_only": self.needs_gpu(resolved),
-            "cannot_dump": self.cannot_dump(resolved),
             "warmup": warmup,
             "decay_begin": falls if schedule.name == "wsd" else warmup,
             "recompute": set(resolved.recompute) == {"full"},

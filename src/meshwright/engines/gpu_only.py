@@ -38,13 +38,8 @@ class DeepSpeedPlugIn(GpuOnly):
     """A package's plug-in for DeepSpeed, with a ds_config.json."""
 
     strategies = ("zero1", "zero2", "zero3")
-    numel = 'getattr(parameter, "ds_numel", parameter.numel())'
     counts: ClassVar[bool] = False
     """Whether the package itself tells DeepSpeed the number of microbatches of a step."""
-
-    def cannot_dump(self, resolved: ResolvedRun) -> str:
-        """A plug-in steps within `backward`, or right after it."""
-        return "DeepSpeed's plug-in frees the gradients before the program can read them"
 
     def cannot_offload(self, layout: LayoutSpec) -> str:
         """As DeepSpeed: the optimizer's state and parameters to host memory."""
@@ -97,10 +92,6 @@ class FsdpStrategy(GpuOnly):
 
     strategies = ("zero2", "zero3", "hybrid")
 
-    def cannot_dump(self, resolved: ResolvedRun) -> str:
-        """FSDP1 gives a rank flat parts of tensors."""
-        return "FSDP1 gives each rank flat shards of the gradients"
-
 
 class FabricFsdp(FsdpStrategy):
     """Fabric's `FSDPStrategy`."""
@@ -126,6 +117,7 @@ class HfTrainerFsdp(GpuOnly, HfTrainer):
     name = "hf_trainer_fsdp"
     about = "the Trainer of Hugging Face transformers with fsdp_config"
     gpu_only = "on a CPU the Trainer ignores fsdp and trains with DDP"
+    resumes = True
     strategies = ("zero2", "zero3")
 
     def cannot(self, resolved: ResolvedRun) -> Mapping[str, str]:

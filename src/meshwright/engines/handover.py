@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from meshwright.engines.engine import Engine, Translation
-from meshwright.engines.materials import DATA, START, TOKENS, write_materials
+from meshwright.engines.materials import DATA, TOKENS, write_materials
 from meshwright.engines.ours import Ours
 from meshwright.spec.errors import UserError
 from meshwright.spec.recipe import load_recipe
@@ -18,12 +18,6 @@ from meshwright.trainer.start import RESOLVED, check_start, check_vocabulary, re
 
 LEFT_OUT = "left-out.md"
 """The file that lists what the program leaves out."""
-
-UNSAVED = (
-    "`checkpoint`: the program saves neither checkpoints nor the trained model, and cannot resume; it writes "
-    "metrics.jsonl alone"
-)
-"""What every program leaves out."""
 
 
 def run_at(path: Path, overrides: Sequence[str] = ()) -> ResolvedRun:
@@ -58,12 +52,10 @@ def hand_over(resolved: ResolvedRun, engine: Engine, folder: Path) -> Translatio
         translation.write(staging)
         if corpus is not None and engine.name != Ours.name:
             write_materials(resolved, corpus, staging, steps=resolved.run.training.steps)
-            corpus.tokenizer.save(staging / START)
             _bring_tokens(staging / DATA)
         lines = [f"- `{setting.path}={setting.shown}`: {setting.why}" for setting in translation.left_out]
         about = f"# Settings that {translation.program} leaves out\n\n"
         own = ["", f"# Differences in {engine.name}", "", *(f"- {note}" for note in translation.notes)]
-        lines += [f"- {UNSAVED}"] if corpus is not None and engine.name != Ours.name else []
         lines = [*(lines or ["Nothing."]), *(own if translation.notes else [])]
         (staging / LEFT_OUT).write_text(about + "\n".join(lines) + "\n", encoding="utf-8")
     return translation

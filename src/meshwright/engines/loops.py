@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import ClassVar
 
-from meshwright.engines.engine import TemplateEngine, refused_data
+from meshwright.engines.engine import TemplateEngine, refused_data, strategy_of
 from meshwright.engines.settings import Rule, said
 from meshwright.spec.precision import BF16, FP32
 from meshwright.spec.run import ResolvedRun
@@ -56,6 +56,14 @@ class HfTrainer(TemplateEngine):
     strategies = ("ddp", "zero3", "hybrid")
     more_transformers = ", Trainer, TrainerCallback, TrainingArguments"
     rules: ClassVar[Mapping[str, Rule]] = {"data.packing": said, "data.separate_documents": said}
+    resumes: ClassVar[bool] = False
+    """Whether the Trainer can resume a sharded model."""
+
+    def notes(self, resolved: ResolvedRun) -> tuple[str, ...]:
+        """The Trainer checkpoints no optimizer of a model that transformers has sharded."""
+        if self.resumes or strategy_of(resolved.run.layout) not in ("zero3", "hybrid"):
+            return ()
+        return ("the Trainer cannot resume a model that transformers has sharded, so the trained model alone is saved",)
 
 
 class AccelerateEngine(TemplateEngine):

@@ -28,11 +28,12 @@ ROWS, LABELS, PLACES, PAIRS = "rows.npy", "labels.npy", "places.npy", "pairs.jso
 
 
 def write_materials(resolved: ResolvedRun, corpus: Corpus, folder: Path, *, steps: int) -> None:
-    """Write the inputs of the first `steps` steps: `folder`/start, a Hugging Face directory in fp32, `folder`/adapter
-    where adapters train, and `folder`/data: pieces of the token files where samples are cut from a stream, else rows
-    of tokens and labels, or pairs of answers.
+    """Write the inputs of the first `steps` steps: `folder`/start, a Hugging Face directory in fp32 with the tokenizer,
+    `folder`/adapter where adapters train, and `folder`/data: pieces of the token files where samples are cut from a
+    stream, else rows of tokens and labels, or pairs of answers.
     """
     write_start(resolved, run_weights(resolved), folder)
+    corpus.tokenizer.save(folder / START)
     files, samples = [stream.train for stream in corpus.streams], training_samples(corpus, resolved.run.data)
     count, seed = steps * resolved.global_batch, resolved.run.training.seed
     if resolved.run.training.preference is not None:

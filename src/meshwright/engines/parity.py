@@ -105,8 +105,9 @@ def verify_engine(
         samples = _write_inputs(resolved, folder, steps)
         journal, ranks = folder / "metrics.jsonl", resolved.run.layout.world_size
         options = ["--inputs", str(folder), "--journal", str(journal), "--dump", str(folder), "--pause", str(steps)]
+        options += ["--save-every", "0"]
         options += ["--checkout", str(checkout)] if engine.checkout else []
-        command = [str(python), "-P", str(translation.write(folder / "program")), *options]
+        command = [str(python), "-P", str(translation.write_measured(folder / "program")), *options]
         made, path = tempfile.mkstemp(prefix="meshwright-verify-", suffix=".log")
         os.close(made)
         log = Path(path)  # stays, for whoever reads why it failed

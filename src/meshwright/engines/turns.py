@@ -1,4 +1,4 @@
-"""The callback `TakeTurns`: Meshwright's trainer reports its steps to a comparison and waits for its next turn."""
+"""Meshwright's trainer in a comparison: the callback `TakeTurns` reports its steps and waits for its next turn."""
 
 import json
 import os
@@ -12,9 +12,22 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from meshwright.callbacks import Callback, Training
+from meshwright.spec.checkpoint import CheckpointSpec
+from meshwright.spec.run import Run
+from meshwright.spec.training import EvaluationSpec
 
 KEPT = ("step", "loss", "gnorm", "lr", "tokens", "mem")
 """Figures of a step that every engine's journal has."""
+
+
+def only_training(run: Run) -> Run:
+    """The recipe with only training: no evaluation, no intermediate checkpoints, no trackers; and no hang guard, which
+    would report a rank that waits for its turn."""
+    training = run.training.model_copy(update={"evaluation": EvaluationSpec(batches=0), "samples": None})
+    guards = run.guards.model_copy(update={"stuck_after": 0.0, "verify_every": 0})
+    checkpoint = CheckpointSpec(start_from=run.checkpoint.start_from)
+    update = {"training": training, "guards": guards, "checkpoint": checkpoint, "trackers": (), "callbacks": ()}
+    return run.model_copy(update=update)
 
 
 class TakeTurns(Callback):

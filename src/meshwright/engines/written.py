@@ -35,6 +35,7 @@ def _whole(value: Any, resolved: ResolvedRun) -> tuple[Fate, str]:
 
 ARRANGED: Mapping[str, Rule] = {
     "finetune": _whole,
+    "checkpoint": without("it saves in its own way"),
     "layout.stage_layers": without("it splits the layers into stages itself: the same losses"),
     "layout.cp_method": without("it exchanges keys and values differently: the same losses"),
     "training.compile": without("no compilation: the same losses, slower steps"),

@@ -73,6 +73,9 @@ def _dataset(reading: Reading, given: Mapping[str, Any], where: str, default: st
         split = found.pop("split", None)
         said = f"{where}.split={split}" if split else f"{default}: split=900,50,50"
         apply(FLAGS["split"], reading, (split or "900,50,50").replace(" ", ""), said)
+        if found.get("splits_to_build") == "train":
+            reading.seen.append(f"{where}.splits_to_build={found.pop('splits_to_build')}")
+            reading.claim(reading.seen[-1], Always("the first share is trained"))
         for key in ("index_mapping_dir", "splits_to_build", "seed", "num_val_samples", "mmap_bin_files"):
             if key in found:
                 reading.give_up(f"{where}.{key}={found.pop(key)}", "training.seed shuffles; set data.held_out")
@@ -162,6 +165,9 @@ def _dtypes(reading: Reading, default: str) -> None:
     if origin and storage != "bf16":
         reading.no_effect.append((origin, NoEffect.OVERRULED))
     if compute[0] != "bf16":
+        for name in ("storage", "reduced"):
+            if name in reading.facts:
+                reading.claim(reading.facts[name][1], Has("training.precision", reading.known(name)))
         return
     reading.set("training.reduce_dtype", *reading.facts.get("reduced", ("fp32", default)))
     if storage == "bf16" and masters is not True:

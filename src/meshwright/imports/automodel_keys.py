@@ -142,6 +142,7 @@ def _overrides(reading: Reading, value: Any, origin: str) -> None:
         undecayed = group.get("wd_mult") == 0 and "norm" in str(group.get("pattern"))
         if undecayed and group.get("lr_mult", 1) == 1:
             reading.fact("undecayed", True, origin)
+            reading.claim(origin, Always("norms and biases never decay"))
         else:
             why = "weight decay never applies to norms and biases, and all parameters have one learning rate"
             reading.give_up(f"{origin.split('=')[0]}: {group}", why)
@@ -258,7 +259,7 @@ RULES: Mapping[str, Rule] = {
     "checkpoint.restore_from": without("`meshwright train --resume` continues from the newest checkpoint"),
     "dataloader.shuffle": choice("data.order", {True: "shuffled", False: "given"}, "true, false"),
     "dataloader.drop_last": only(True, "batches are always whole"),
-    "dataloader.dataloader_type": without("data.order tells the order of samples"),
+    "dataloader.dataloader_type": only("single", "data.order tells the order of samples"),
     **dict.fromkeys(
         ("dataloader.collate_fn", "dataloader.collate_fn._target_"), _known(COLLATES, "rows are padded and joined")
     ),

@@ -136,6 +136,7 @@ def _groups(reading: Reading, value: Any, origin: str) -> None:
         named = set(group) == {"param_str_match", "weight_decay"} and "norm" in group["param_str_match"]
         if named and group["weight_decay"] == 0:
             reading.fact("undecayed", True, origin)
+            reading.claim(origin, Always("norms and biases never decay"))
         else:
             why = "weight decay never applies to norms and biases, and all parameters have one learning rate"
             reading.give_up(f"{origin.split('=')[0]}: {group}", why)
@@ -299,6 +300,8 @@ def read_foundry(reading: Reading, values: Mapping[str, Any], file: str) -> None
         reading.fact("zero", 3, f"{file}: fsdp_config (Composer's default: FULL_SHARD)")
     if "shard degree" in reading.facts:
         reading.fact("shard", *reading.facts["shard degree"])
+        copies, where = reading.facts.get("replicate", (1, ""))
+        reading.claim(where, Has("layout.dp_replicate", copies))
     else:
         reading.replicate(*reading.facts.get("replicate", (1, "")))
     defaults = {"training.precision": "bf16", "training.clip": None, "training.lr_schedule.final": 0.0}
@@ -324,7 +327,9 @@ def _sources(reading: Reading, values: Mapping[str, Any], file: str) -> None:
     kind, said = reading.facts.get("loader", ("text", ""))
     if kind == "text":
         reading.claim(said, Has("data.packing", "concatenated"))
-    elif kind != "finetuning":
+    elif kind == "finetuning":
+        reading.claim(said, HasNot("data.packing", "concatenated"))
+    else:
         reading.give_up(said, "supported: text, finetuning")
     if not isinstance(loader, Mapping) or loader.get("name") != "finetuning":
         return

@@ -4,7 +4,7 @@ import re
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from meshwright.imports.claims import Has, NoEffect
+from meshwright.imports.claims import Has, HasNot, NoEffect
 from meshwright.imports.megatron_combined import LISTS, SWITCHES, MegatronForm, combine, model_defaults
 from meshwright.imports.megatron_combined import RULES as COMBINED_RULES
 from meshwright.imports.names import Names
@@ -83,6 +83,17 @@ OF_OTHER_MODELS = (
 OTHER = "it trains another model than GPT; only the flags are imported"
 STAGES = {"no_shard": 0, "optim": 1, "optim_grads": 2, "optim_grads_params": 3}
 """What Megatron-FSDP shards."""
+
+
+TOKENIZER = "set data.tokenizer to the tokenizer's folder"
+
+
+def _tokenizer_type(reading: Reading, value: Any, origin: str) -> None:
+    """Hugging Face's is what data.tokenizer names."""
+    if value == "HuggingFaceTokenizer":
+        reading.claim(origin, HasNot("data.tokenizer", "auto"))
+    else:
+        reading.give_up(origin, TOKENIZER)
 
 
 def _data(reading: Reading, value: Any, origin: str) -> None:
@@ -241,9 +252,8 @@ RULES: Mapping[str, Rule] = {
     "rotary-percent": only(1, "rope always rotates the whole head"),
     "calculate-per-token-loss": only(True, "the loss is always a mean over all tokens of a batch"),
     "attention-softmax-in-fp32": only(True, "the softmax of attention is always in fp32"),
-    **dict.fromkeys(
-        ("tokenizer-type", "vocab-file", "merge-file"), without("set data.tokenizer to the tokenizer's folder")
-    ),
+    "tokenizer-type": _tokenizer_type,
+    **dict.fromkeys(("vocab-file", "merge-file"), without(TOKENIZER)),
     **dict.fromkeys(("exit-interval", "exit-duration-in-mins"), without("a run ends after training.steps")),
     "dataloader-type": only("single", "every sample is seen once in an epoch, in one shuffled order"),
     "make-vocab-size-divisible-by": without("set model.vocab to the padded number of rows"),
@@ -306,9 +316,10 @@ def settle(reading: Reading, given: Collection[str], file: str, form: MegatronFo
     if form.defaults:
         model_defaults(reading, given, file, form)
     if reading.known("rope scaled"):
-        factor, where = reading.facts.get("rope factor", (8.0, reading.facts["rope scaled"][1]))
+        scaled = reading.facts["rope scaled"][1]
+        factor, where = reading.facts.get("rope factor", (8.0, scaled))
         check_number(factor, where)
-        reading.set("model.rope_scaling", {"factor": float(factor)}, where)
+        reading.set("model.rope_scaling", {"factor": float(factor)}, "; ".join(dict.fromkeys((scaled, where))))
     if ranks := reading.known("ranks of a node"):
         nodes, where = reading.facts.get("nodes", (1, "one node"))
         reading.fact("ranks", ranks * nodes, f"{reading.facts['ranks of a node'][1]}; {where}")
@@ -347,7 +358,11 @@ def _family(reading: Reading, given: Collection[str], file: str) -> None:
         kind = "qwen2"
     if kind == "mixtral" and "model.expert_ffn" in reading.settings:
         if "model.ffn" in reading.settings:
-            reading.give_up(reading.settings["model.ffn"][1], "mixtral has only experts")
+            width, where = reading.settings["model.ffn"]
+            if width == reading.value("model.expert_ffn"):
+                reading.claim(where, Has("model.ffn", width))
+            else:
+                reading.give_up(where, "mixtral has only experts")
         reading.settings["model.ffn"] = reading.settings.pop("model.expert_ffn")
     for name in ("qk norm", "qkv bias"):
         if name in reading.facts and FAMILY_OF[name] != kind:

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from meshwright.imports.claims import Always, NoEffect
+from meshwright.imports.claims import Always, Has, NoEffect
 from meshwright.imports.megatron import settle
 from meshwright.imports.megatron_combined import MegatronForm
 from meshwright.imports.nemo_adapters import settle_adapters
@@ -63,7 +63,10 @@ def _settle_sharding(reading: Reading) -> None:
         else:
             reading.no_effect.append((where, NoEffect.OFF))
     if stages:
-        reading.fact("zero", *max(stages, key=lambda found: found[0]))
+        stage, where = max(stages, key=lambda found: found[0])
+        reading.fact("zero", stage, where)
+        for _, origin in stages:
+            reading.claim(origin, Has("layout.zero", stage))
 
 
 def _settle_gelu(reading: Reading) -> None:
@@ -134,3 +137,5 @@ def _check_activation(reading: Reading, keys: Mapping[str, Any], file: str) -> N
         reading.give_up(where, "gated layers are SwiGLU, not GEGLU")
     elif function == "silu" and not gated:
         reading.give_up(where, "without model.gated_linear_unit=true it is no SwiGLU; ungated layers have GELU")
+    else:
+        reading.claim(where, Always("gated layers have SiLU, ungated ones GELU"))

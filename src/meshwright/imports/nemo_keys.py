@@ -6,7 +6,7 @@ from typing import Any
 from meshwright.imports.claims import Has, HasNot, NoEffect
 from meshwright.imports.megatron import RULES as FLAGS
 from meshwright.imports.nemo_adapters import RULES as ADAPTERS
-from meshwright.imports.nemo_precision import DTYPES, SECTION, named, reduced
+from meshwright.imports.nemo_precision import SECTION, dtypes_of, named, reduced
 from meshwright.imports.reading import Reading, Rule
 from meshwright.imports.rules import (
     above_zero,
@@ -282,9 +282,7 @@ RULES: Mapping[str, Rule] = {
     "model.fp16_lm_head": unsupported("the head computes in training.precision"),
     "model.attention_softmax_in_fp32": FLAGS["attention-softmax-in-fp32"],
     "model.bias_gelu_fusion": fact("fused GELU"),
-    **dict.fromkeys(
-        [f"model.{dtype}{kind}" for dtype in DTYPES for kind in ("", ".*")], without("training.precision decides it")
-    ),
+    **dtypes_of("model"),
     "tokenizer.tokenizer_type": FLAGS["tokenizer-type"],
     **ADAPTERS,
     **no_effects(NO_EFFECT),

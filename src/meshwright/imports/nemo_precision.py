@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from meshwright.imports.claims import Always, NoEffect
+from meshwright.imports.claims import Always, Has, NoEffect
 from meshwright.imports.reading import Reading, Rule
 from meshwright.imports.rules import apply, fact, no_effect, only, unsupported, when, without
 from meshwright.spec.errors import UserError
@@ -68,6 +68,7 @@ BOTH = {
     "fp4_param_gather": "weights stay in bf16, and are rounded to fp4 for each product",
 }
 OLD_KINDS = ("e4m3", "hybrid")
+DECIDED = "training.precision decides it"
 DTYPES = ("params_dtype", "pipeline_dtype", "autocast_dtype")
 LOSS_SCALE = ("loss_scale", "initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis")
 
@@ -145,6 +146,23 @@ def _old_format(reading: Reading, value: Any, origin: str) -> None:
         apply(_stated("fp8 format", None), reading, value, origin)
 
 
+def _same_dtype(reading: Reading, value: Any, origin: str) -> None:
+    """A dtype that a recipe's precision implies."""
+    precision = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}.get(str(value).rpartition(".")[2])
+    if precision:
+        reading.claim(origin, Has(PATH, precision))
+    else:
+        reading.give_up(origin, DECIDED)
+
+
+def dtypes_of(section: str) -> dict[str, Rule]:
+    """The rules of a section's dtypes."""
+    keys = [f"{section}.{dtype}" for dtype in DTYPES]
+    plain: dict[str, Rule] = dict.fromkeys([*keys, *(f"{key}._target_" for key in keys)], _same_dtype)
+    calls: dict[str, Rule] = dict.fromkeys([f"{key}._call_" for key in keys], no_effect(NoEffect.CLASS))
+    return plain | calls | dict.fromkeys([f"{key}.*" for key in keys], without(DECIDED))
+
+
 SECTION_RULES: Mapping[str, Rule] = {
     **{f"{SECTION}.{key}": _stated(name, usual) for key, (name, usual) in PRODUCTS.items()},
     f"{SECTION}.fp8_recipe": _stated("fp8 recipe", "tensorwise"),
@@ -155,11 +173,8 @@ SECTION_RULES: Mapping[str, Rule] = {
     f"{SECTION}.grad_reduce_in_fp32": reduced,
     **{f"{SECTION}.{key}": unsupported(why) for key, why in BOTH.items()},
     f"{SECTION}.fp8_interval": only(1, "scales are computed at every step"),
-    f"{SECTION}.autocast_enabled": unsupported("training.precision decides it"),
-    **dict.fromkeys(
-        [f"{SECTION}.{dtype}{kind}" for dtype in DTYPES for kind in ("", ".*")],
-        without("training.precision decides it"),
-    ),
+    f"{SECTION}.autocast_enabled": unsupported(DECIDED),
+    **dtypes_of(SECTION),
     f"{SECTION}._target_": no_effect(NoEffect.CLASS),
     f"{SECTION}.reuse_grad_buf_for_mxfp8_param_ag": no_effect(NoEffect.MEMORY),
 }

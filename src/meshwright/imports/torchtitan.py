@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from meshwright.imports.claims import Has, HasNot, NoEffect
+from meshwright.imports.claims import Always, Has, HasNot, NoEffect
 from meshwright.imports.reading import Reading, check_count, flat
 from meshwright.imports.titan_python import read_titan_python
 from meshwright.imports.torchtitan_keys import (
@@ -186,22 +186,23 @@ def _model(reading: Reading) -> None:
 
 def _decay(reading: Reading) -> None:
     """The rate is flat between warm-up and a last part that is `decay_ratio` of all steps."""
-    if reading.settings.get("training.lr_schedule.final", (0, ""))[0] == 1:
-        _, origin = reading.settings.pop("training.lr_schedule.final")
-        reading.settings["training.lr_schedule.name"] = "constant", origin
-        return
     steps = reading.settings.get("training.steps", (DEFAULTS["training.steps"], ""))[0]
     end, where = reading.facts.get("decay end", (steps, ""))
     check_count(end, where)
-    if not steps - 1 <= end <= steps:
+    if steps - 1 <= end <= steps:
+        reading.claim(where, Always("schedules end at the last step"))
+    else:
         reading.give_up(where, "schedules always end at the last step")
+    kind, said = reading.settings.get("training.lr_schedule.name", ("linear", ""))
+    if reading.settings.get("training.lr_schedule.final", (0, ""))[0] == 1:
+        _, origin = reading.settings.pop("training.lr_schedule.final")
+        reading.settings["training.lr_schedule.name"] = "constant", "; ".join(filter(None, (origin, said)))
+        return
     if "decay_ratio" not in reading.facts:
         return
     ratio, origin = reading.facts["decay_ratio"]
-    kind = reading.settings.get("training.lr_schedule.name", ("linear", ""))[0]
     if kind == "linear":
-        reading.settings.pop("training.lr_schedule.name", None)
-        reading.set("training.lr_schedule.name", "wsd", origin)
+        reading.settings["training.lr_schedule.name"] = "wsd", "; ".join(filter(None, (origin, said)))
         reading.set("training.lr_schedule.decay", max(1, round(float(ratio) * end)), origin)
     else:
         reading.give_up(origin, "a cosine always decays from the end of warm-up")
@@ -223,4 +224,4 @@ def _ranks(reading: Reading, file: str) -> None:
     elif shard == 1 and "layout.cp" in reading.settings:  # FSDP is over the ranks that share a sequence, too
         reading.facts.setdefault("zero", (3, reading.settings["layout.cp"][1]))
     elif shard == 1 and "zero" in reading.facts:
-        del reading.facts["zero"]  # nothing is sharded that could be gathered
+        reading.claim(reading.facts.pop("zero")[1], Always("nothing is sharded that could be gathered"))

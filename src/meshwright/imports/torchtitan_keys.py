@@ -113,7 +113,7 @@ def _data(reading: Reading, value: Any, origin: str) -> None:
 def _table(reading: Reading, value: Any, origin: str) -> None:
     name, where = reading.facts.get("data set", (next(iter(value)), origin))
     if name in value:
-        reading.set("data.sources", [value[name]], f"{where.partition(': ')[0]}: DATASETS['{name}']")
+        reading.set("data.sources", [value[name]], "; ".join(dict.fromkeys((where, origin))))
     else:
         _data(reading, name, where)
 

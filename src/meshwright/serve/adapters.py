@@ -1,6 +1,7 @@
 """Export of a trained model's adapters in peft's format, checked by comparing logits."""
 
 import itertools
+import json
 import tempfile
 from collections.abc import Mapping
 from functools import cache
@@ -14,6 +15,7 @@ from meshwright.checkpoint.peft import Base, read_adapter, write_adapter
 from meshwright.checkpoint.peft_config import unread_by_vllm
 from meshwright.devices import CPU
 from meshwright.families import parameter_table, state_table
+from meshwright.families.fp8_files import QUANTIZATION
 from meshwright.families.hub import hub_id
 from meshwright.finetune import apply_finetune
 from meshwright.models import Decoder, build_model, named_state
@@ -96,10 +98,13 @@ def _on_plain_base(trained: TrainedModel, run: ResolvedRun, kept: Mapping[str, t
 
 
 def _base_directory(trained: TrainedModel, run: ResolvedRun, folder: Path) -> Path:
-    """The base as a Hugging Face directory: the one that the run began with, or one written into `folder`."""
+    """The base as a Hugging Face directory: the one that the run began with, or one written into `folder`, which every
+    transformers opens: without quantized matrices, and without code of its own."""
     started = directory_of(trained) if run.run.model.weights == "pretrained" else None
     if started is not None and not run.run.checkpoint.start_from:
-        return started
+        config = json.loads((started / "config.json").read_text(encoding="utf-8"))
+        if not {QUANTIZATION, "auto_map"} & config.keys():
+            return started
     rows = base_weights(run)
     whole = ((row.name, rows(row, 0, row.shape[0])) for row in parameter_table(trained.spec))
     export_hf(
