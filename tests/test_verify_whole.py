@@ -182,7 +182,7 @@ def gradients_left_by_a_skipped_step() -> Any:
         (means_of_ranks_averaged, LayoutSpec(dp_shard=2), {}, "whole", r"evaluation: loss"),
         (backward_with_the_newest_weights, PIPEDREAM, RECOMPUTED, "whole", r"step 3: norm"),
         (last_batch_never_applied, PIPEDREAM, {"num_layers": 4}, "whole", r"last update: "),
-        (gradients_left_by_a_skipped_step, LayoutSpec(dp_shard=2), {}, "whole", r"step 5: tok_embeddings\.weight"),
+        (gradients_left_by_a_skipped_step, LayoutSpec(dp_shard=2), {}, "whole", r"step 6: tok_embeddings\.weight"),
         (copies_not_refreshed, LayoutSpec(), {}, "formats", r"the copy of .* is not its master"),
         (
             gradients_reduced_in_bf16,
