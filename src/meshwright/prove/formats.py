@@ -1,8 +1,10 @@
 """Number formats of a step in the recipe's own precision: facts that float64 hides and rounding covers.
 
 1. Gradients are summed over microbatches and ranks in `training.reduce_dtype`. A sum of two bf16 numbers in fp32 has
-   bits that bf16 lacks, so a tensor whose every number is a bf16 number was summed in bf16.
-2. After an update, the low-precision copies that the model computes with are the masters, rounded.
+   bits that bf16 lacks, so a tensor whose every number is a bf16 number was summed in bf16. And a step's gradient is
+   the sum of its microbatches' gradients, each reduced by itself.
+2. Routers choose in fp32.
+3. After an update, the low-precision copies that the model computes with are the masters, rounded.
 """
 
 from collections.abc import Iterator, Sequence
@@ -83,7 +85,7 @@ def _not_summed(trainer: Trainer, microbatches: Sequence[HostBatch], scale: floa
     one's. The allowance is between the two.
     """
     step, dtypes = trainer.train_step, trainer.resolved.run.training.dtypes
-    together = {name: shards.local(gradient).double() for name, gradient in gradients_of(trainer)}
+    together = {name: shards.local(gradient).clone() for name, gradient in gradients_of(trainer)}
     sums, largest, wrong = dict.fromkeys(together, 0.0), dict.fromkeys(together, 0.0), None
     for index, microbatch in enumerate(microbatches):
         step.store.zero_grad()
@@ -91,7 +93,7 @@ def _not_summed(trainer: Trainer, microbatches: Sequence[HostBatch], scale: floa
         if not index and trainer.resolved.run.layout.data_parallel > 1:
             wrong = _rounded(trainer)
         for name, gradient in gradients_of(trainer):
-            alone = shards.local(gradient).double()
+            alone = shards.local(gradient)
             sums[name], largest[name] = sums[name] + alone, max(largest[name], largest_entry(alone))
     share = sqrt(dtypes.reduce.epsilon * dtypes.compute.epsilon)
     names = [name for name in together if largest_entry(together[name] - sums[name]) > share * largest[name]]
