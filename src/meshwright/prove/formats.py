@@ -86,15 +86,16 @@ def _not_summed(trainer: Trainer, microbatches: Sequence[HostBatch], scale: floa
     """
     step, dtypes = trainer.train_step, trainer.resolved.run.training.dtypes
     together = {name: shards.local(gradient).clone() for name, gradient in gradients_of(trainer)}
-    sums, largest, wrong = dict.fromkeys(together, 0.0), dict.fromkeys(together, 0.0), None
+    sums = {name: torch.zeros_like(gradient) for name, gradient in together.items()}
+    largest, wrong = dict.fromkeys(together, 0.0), None
     for index, microbatch in enumerate(microbatches):
         step.store.zero_grad()
         step.passes.train([to_device(microbatch, trainer.device)], scale)
         if not index and trainer.resolved.run.layout.data_parallel > 1:
             wrong = _rounded(trainer)
         for name, gradient in gradients_of(trainer):
-            alone = shards.local(gradient)
-            sums[name], largest[name] = sums[name] + alone, max(largest[name], largest_entry(alone))
+            sums[name] += shards.local(gradient)
+            largest[name] = max(largest[name], largest_entry(shards.local(gradient)))
     share = sqrt(dtypes.reduce.epsilon * dtypes.compute.epsilon)
     names = [name for name in together if largest_entry(together[name] - sums[name]) > share * largest[name]]
     return wrong or _first(f"the gradient of {{}} is not the sum of its microbatches' in {dtypes.reduce}", names)
