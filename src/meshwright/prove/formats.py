@@ -3,7 +3,7 @@
 1. Gradients are summed over microbatches and ranks in `training.reduce_dtype`. A sum of two bf16 numbers in fp32 has
    bits that bf16 lacks, so a tensor whose every number is a bf16 number was summed in bf16. And a step's gradient is
    the sum of its microbatches' gradients, each reduced by itself.
-2. Routers choose in fp32.
+2. Routers choose in fp32, and masters are in `training.master_dtype`.
 3. After an update, the low-precision copies that the model computes with are the masters, rounded.
 """
 
@@ -39,10 +39,13 @@ def compare_formats(trainer: Trainer) -> Location | None:
     if not dtypes.narrow:
         return None
     step, layout = trainer.train_step, trainer.resolved.run.layout
+    narrow = [name for name, master in trainer.parameters.items() if master.dtype != torch_dtype(dtypes.master)]
+    if wrong := _first(f"the master of {{}} is not in {dtypes.master}", narrow):
+        return wrong
     with loader_for(trainer) as loader, _routed(trainer) as routers:
         if step.passes.late:  # the first step has no gradient
             step(1, loader.microbatches(0))
-        wrong, microbatches = None, loader.microbatches(1)
+        microbatches = loader.microbatches(1)
         _, trained = step.gradients(microbatches)
         sums_wide = dtypes.reduce.bytes > dtypes.compute.bytes and layout.quantized_gradients == "none"
         if sums_wide and layout.data_parallel * len(microbatches) > 1:
