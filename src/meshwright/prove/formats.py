@@ -106,21 +106,24 @@ def _not_summed(trainer: Trainer, microbatches: Sequence[HostBatch], scale: floa
 
 def _rounded(trainer: Trainer) -> Location | None:
     """The first gradient whose every number fits the compute dtype, although it is a sum of several."""
-    run, rank = trainer.resolved.run, trainer.worker.rank
+    run, own_rank = trainer.resolved.run, trainer.worker.rank
     narrow = torch_dtype(run.training.dtypes.compute)
-    here: dict[str, tuple[int, int]] = {}
+    here: dict[str, tuple[int, int, float]] = {}
     # Expert parallelism brings rows of several ranks to one, whose product is their sum.
     alone = {row.name for row in trainer.table if is_experts(row)} if run.layout.ep > 1 else set[str]()
     for name, gradient in gradients_of(trainer):
         if name in alone:
             continue
         local = shards.local(gradient)
-        here[name] = int((local != 0).sum()), int((local.to(narrow).to(local.dtype) != local).sum())
+        wide = int((local.to(narrow).to(local.dtype) != local).sum())
+        here[name] = int((local != 0).sum()), wide, largest_entry(local)
     ranks = gather_everywhere(here)
+    largest = max((size for rank in ranks for *_, size in rank.values()), default=0.0)
+    least = run.training.dtypes.compute.epsilon * largest  # a smaller gradient is all rounding, as a key bias's
     for name in dict.fromkeys(name for rank in ranks for name in rank):
-        counts = [rank[name] for rank in ranks if name in rank]
-        if sum(count for count, _ in counts) >= FEWEST and not any(wide for _, wide in counts):
-            return Location("formats", f"the gradient of {name} was summed in {narrow}", Difference(inf, 0.0, rank))
+        counts, wide, sizes = zip(*(rank[name] for rank in ranks if name in rank), strict=True)
+        if sum(counts) >= FEWEST and max(sizes) > least and not any(wide):
+            return Location("formats", f"the gradient of {name} was summed in {narrow}", Difference(inf, 0.0, own_rank))
     return None
 
 
