@@ -23,7 +23,8 @@ INTRODUCTION = """\
 
 **Caught**: `verify` reports a difference. **Named**: it reports the first tensor that the fault affects in order of
 computation, as predicted in the table of mutants. Seconds are wall time of one process with its ranks on a busy machine
-with two cores.
+with two cores. Every row was measured at the commit that it names: a fault is tried again when its patch or the proof
+that sees it has changed.
 
 | | tried | |
 |---|---:|---|
@@ -64,19 +65,21 @@ def page() -> str:
             equal=sum(row["result"] == "equal" for row in layouts),
         ),
         "## Faults\n",
-        "| fault | in | case | reported | named | s |",
-        "|---|---|---|---|---|---:|",
+        "| fault | in | case | reported | named | s | at |",
+        "|---|---|---|---|---|---:|---|",
     ]
     for row in mutants:
         reported = row["text"] if row["result"] == "different" else f"**{row['result']}**"
         named_ = "yes" if row["named"] else "**no**"
         lines.append(
-            f"| {row['fault']} | `{row['file']}` | {row['case']} | {reported} | {named_} | {row['seconds']:.0f} |"
+            f"| {row['fault']} | `{row['file']}` | {row['case']} | {reported} | {named_} | {row['seconds']:.0f} "
+            f"| {row['commit']} |"
         )
-    lines += ["", "## Random layouts\n", "| seed | layout | beside | found | s |", "|---:|---|---|---|---:|"]
+    lines += ["", "## Random layouts\n", "| seed | layout | beside | found | s | at |", "|---:|---|---|---|---:|---|"]
     for row in layouts:
         found = row["result"] if row["result"] == "equal" else f"**{row['result']}**: {row['text'].splitlines()[-1]}"
-        lines.append(f"| {row['seed']} | {row['layout']} | `{row['beside']}` | {found} | {row['seconds']:.0f} |")
+        measured = f"{row['seconds']:.0f} | {row['commit']}"
+        lines.append(f"| {row['seed']} | {row['layout']} | `{row['beside']}` | {found} | {measured} |")
     return "\n".join(lines) + "\n"
 
 

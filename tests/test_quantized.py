@@ -7,18 +7,19 @@ from unittest import mock
 import pytest
 import torch
 
-from meshwright.comm.quantize import Coded, quantized
+from meshwright.comm.quantize import Coded
 from meshwright.plan.blueprint import blueprint
 from meshwright.plan.engine import engine_job
 from meshwright.plan.machine import Machine
 from meshwright.plan.memory import predict_memory
 from meshwright.plan.traffic import predict_traffic
+from meshwright.prove.gathered import round_blocks
 from meshwright.rehearse.rank import rehearse_rank
 from meshwright.spec.finetune import LoraSpec
 from meshwright.spec.fit import quantized_misfits
 from meshwright.spec.layout import LayoutSpec
 from meshwright.spec.pieces import PieceSizes
-from meshwright.spec.quantized import levels, num_blocks, sent_bytes
+from meshwright.spec.quantized import SCALE_BYTES, code_bytes, levels, num_blocks, sent_bytes
 from meshwright.spec.run import ResolvedRun, Run
 from meshwright.testing.equivalence import build_here, loader_for, whole_of_all
 from meshwright.testing.proof import prove
@@ -29,6 +30,17 @@ from test_traffic import counted_and_predicted
 from tiny import tiny_run
 
 BLOCK = PieceSizes().block
+
+
+def quantized(values: torch.Tensor, sent: Any, row: int | None = None) -> torch.Tensor:
+    """A flat tensor as the receiver decodes it, if it is sent as one part; `row`: see `Coded`."""
+    result = values.clone().view(1, -1)
+    size = num_blocks(values.numel(), row) * SCALE_BYTES + code_bytes(values.numel(), sent)
+    coded = Coded(torch.empty(1, size, dtype=torch.uint8), values.numel(), sent, row)
+    coded.write(result)
+    coded.read(result)
+    return result.view(-1)
+
 
 INT8 = {"quantized_weights": "int8", "quantized_gradients": "int8"}
 INT4 = {"quantized_weights": "int8", "quantized_gradients": "int4"}
@@ -57,6 +69,17 @@ def test_codes_and_zeros_come_back_as_they_are(sent: Any) -> None:
     values[-1] = most
     assert torch.equal(quantized(values, sent), values)
     assert not quantized(torch.zeros(300), sent).any()
+
+
+@pytest.mark.parametrize("sent", ["int8", "int4"])
+@pytest.mark.parametrize("row", [7, 256, 601])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_definition_that_proofs_use_is_what_ranks_receive(sent: Any, row: int, dtype: torch.dtype) -> None:
+    values = torch.randn(3, row, generator=torch.Generator().manual_seed(row), dtype=dtype)
+    values[1, : BLOCK + 1] = 0
+    received, defined = quantized(values.flatten(), sent, row), values.clone()
+    round_blocks(defined, sent)
+    assert torch.equal(defined.flatten(), received)
 
 
 @pytest.mark.parametrize("bad", [torch.inf, -torch.inf, torch.nan])

@@ -14,6 +14,9 @@ import torch
 from meshwright.cli.main import main
 from meshwright.comm import collectives
 from meshwright.comm.quantize import Coded
+from meshwright.models.moe import Router
+from meshwright.optim.balance import ExpertBalance
+from meshwright.optim.loss_scale import LossScaler
 from meshwright.parallel import data as data_parallel
 from meshwright.parallel.error_feedback import ErrorFeedback
 from meshwright.parallel.pipedream import _StreamPass
@@ -31,11 +34,19 @@ FEEDBACK = LayoutSpec(dp_shard=2, quantized_gradients="int4", gradient_error_fee
 QUANTIZED = LayoutSpec(dp_shard=2, quantized_weights="int8", quantized_gradients="int8")
 OFFLOADED = LayoutSpec.model_validate({"dp_shard": 2, "offload": {"optimizer": "host"}})
 RECOMPUTED = {"num_layers": 4, "recompute": "full"}
+FALLING = {"lr_schedule": {"name": "linear", "warmup": 0}, "steps": 12}
+EXPERTS = {"family": "deepseek_v3"}
+DROPOUT = {"finetune": {"method": "lora", "rank": 3, "dropout": 0.5}}
 PIPEDREAM = LayoutSpec(pp=2, schedule="pipedream-2bw")
 
 
 def run_of(layout: LayoutSpec, shrunk: bool = False, **options: Any) -> ResolvedRun:
     return tiny_run(layout, accumulation=3, **options).model_copy(update={"shrunk": shrunk})
+
+
+def both_of(layout: LayoutSpec, own: str = "bf16", **options: Any) -> tuple[ResolvedRun, ResolvedRun]:
+    """The run in float64, and in the recipe's precision."""
+    return run_of(layout, precision="fp64", **options), run_of(layout, precision=own, **options)
 
 
 @pytest.mark.every(4)
@@ -55,10 +66,14 @@ def run_of(layout: LayoutSpec, shrunk: bool = False, **options: Any) -> Resolved
         (LayoutSpec(dp_shard=2), {"optimizer": {"name": "muon", "eps": 0.1}}),
         (LayoutSpec(), {}),
         (LayoutSpec.model_validate({"offload": {"optimizer": "host"}}), {"shrunk": True}),
+        (LayoutSpec(tp=2), {"own": "fp16", "finetune": {"method": "lora", "rank": 3, "dropout": 0.5}}),
+        (LayoutSpec(dp_shard=2, ep=2), {"own": "fp16", "family": "deepseek_v3"}),
+        (LayoutSpec(dp_shard=2), {"own": "nvfp4", "width": 64}),
+        (LayoutSpec(tp=2), {"reduce_dtype": "bf16"}),
     ],
 )
 def test_right_ones_are_equal(ranks: RankPool, tmp_path: Path, layout: LayoutSpec, options: dict[str, Any]) -> None:
-    run, own = (run_of(layout, precision=precision, **options) for precision in ("fp64", "bf16"))
+    run, own = both_of(layout, **options)
     proof = prove(ranks, tmp_path, run, own=own)
     assert proof.equal, proof.location
     names = [comparison.name for comparison in proof.whole]
@@ -172,6 +187,88 @@ def gradients_left_by_a_skipped_step() -> Any:
     return mock.patch.multiple(TrainStep, update=leave, __call__=noticed)
 
 
+def gradients_left_scaled() -> Any:
+    """The optimizer gets gradients times the loss scale, on one process too."""
+    factor = TrainStep.gradient_factor
+    return patch(TrainStep, "gradient_factor", lambda self, gnorm: factor(self, gnorm) * self._scale)
+
+
+def scale_adapted_on_one_rank() -> Any:
+    update = LossScaler.update
+
+    def on_the_first(self: LossScaler, *, finite: bool) -> None:
+        if not torch.distributed.get_rank():
+            update(self, finite=finite)
+
+    return patch(LossScaler, "update", on_the_first)
+
+
+def schedule_counts_updates() -> Any:
+    """Every update counts as a step of the schedule; a skipped step does not."""
+    update = TrainStep.update
+
+    def counting(self: TrainStep, step: int, gnorm: float, lr: float | None = None) -> None:
+        self.updates = getattr(self, "updates", 0) + 1  # type: ignore[attr-defined]
+        update(self, step, gnorm, self.lr_factor(self.updates) if lr is None else lr)  # type: ignore[attr-defined]
+
+    return patch(TrainStep, "update", counting)
+
+
+def load_kept_over_a_skipped_step() -> Any:
+    begin = ExpertBalance.begin
+
+    def keeping(self: ExpertBalance, sequence_weight: float) -> None:
+        kept = [router.load_E for router in self.routers]
+        begin(self, sequence_weight)
+        for router, load_E in zip(self.routers, kept, strict=True):
+            router.load_E = load_E
+
+    return patch(ExpertBalance, "begin", keeping)
+
+
+def routers_in_the_compute_dtype() -> Any:
+    forward = Router.forward
+
+    def narrow(self: Router, x_BTD: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        weights_BTK, *chosen = forward(self, x_BTD)
+        return weights_BTK.to(x_BTD.dtype), *chosen
+
+    return patch(Router, "forward", narrow)
+
+
+def parts_of_sums_in_bf16() -> Any:
+    return patch(data_parallel.torch_internals, "sum_parts_in_reduce_dtype", lambda module: None)
+
+
+def last_microbatch_only() -> Any:
+    """One process keeps the gradient of the last microbatch, in fp32 and more than bf16 numbers."""
+    accumulate_into = MasterWeights._accumulate_into
+
+    def replaced(self: MasterWeights, master: torch.Tensor) -> Any:
+        accumulate = accumulate_into(self, master)
+
+        def forget(parameter: torch.Tensor) -> None:
+            master.grad = None
+            accumulate(parameter)
+            assert master.grad is not None
+            master.grad.mul_(1 + 2.0**-12)
+
+        return forget
+
+    return patch(MasterWeights, "_accumulate_into", replaced)
+
+
+def dropout_off_after_an_evaluation() -> Any:
+    evaluate = whole.evaluate
+
+    def ended(passes: Any, *arguments: Any, **options: Any) -> Any:
+        result = evaluate(passes, *arguments, **options)
+        passes.model.eval()
+        return result
+
+    return patch(whole, "evaluate", ended)
+
+
 @pytest.mark.parametrize(
     ("plant", "layout", "options", "phase", "name"),
     [
@@ -182,7 +279,7 @@ def gradients_left_by_a_skipped_step() -> Any:
         (means_of_ranks_averaged, LayoutSpec(dp_shard=2), {}, "whole", r"evaluation: loss"),
         (backward_with_the_newest_weights, PIPEDREAM, RECOMPUTED, "whole", r"step 3: norm"),
         (last_batch_never_applied, PIPEDREAM, {"num_layers": 4}, "whole", r"last update: "),
-        (gradients_left_by_a_skipped_step, LayoutSpec(dp_shard=2), {}, "whole", r"step 5: tok_embeddings\.weight"),
+        (gradients_left_by_a_skipped_step, LayoutSpec(dp_shard=2), {}, "whole", r"step 6: tok_embeddings\.weight"),
         (copies_not_refreshed, LayoutSpec(), {}, "formats", r"the copy of .* is not its master"),
         (
             gradients_reduced_in_bf16,
@@ -191,6 +288,26 @@ def gradients_left_by_a_skipped_step() -> Any:
             "formats",
             r"the gradient of .* was summed in torch\.bfl",
         ),
+        (gradients_left_scaled, LayoutSpec(dp_replicate=2), {"own": "fp16"}, "formats", r"step 1: .* in fp16"),
+        (scale_adapted_on_one_rank, LayoutSpec(tp=2), {"own": "fp16"}, "formats", r"skipped step: loss scale in fp16"),
+        (schedule_counts_updates, LayoutSpec(dp_shard=2), FALLING, "whole", r"step 6: "),
+        (load_kept_over_a_skipped_step, LayoutSpec(dp_shard=2), EXPERTS, "whole", r"step 6: load of experts"),
+        (
+            routers_in_the_compute_dtype,
+            LayoutSpec(dp_shard=2),
+            EXPERTS,
+            "formats",
+            r"the choice of .*router was computed",
+        ),
+        (
+            parts_of_sums_in_bf16,
+            LayoutSpec(tp=2),
+            {},
+            "formats",
+            r"the gradient of .*norm\.weight is not the sum of its",
+        ),
+        (last_microbatch_only, LayoutSpec(), {}, "formats", r"the gradient of .* is not the sum of its microbatches'"),
+        (dropout_off_after_an_evaluation, LayoutSpec(dp_shard=2), DROPOUT, "whole", r"step 3: loss"),
         (only_the_first_bucket_is_written, OFFLOADED, {"shrunk": True}, "update", r"layers\.0\..*"),
         (every_block_takes_the_first_scale, QUANTIZED, {"shrunk": True}, "forward", r"tok_embeddings"),
     ],
@@ -199,7 +316,7 @@ def gradients_left_by_a_skipped_step() -> Any:
 def test_faults_are_named(
     ranks: RankPool, tmp_path: Path, plant: Any, layout: LayoutSpec, options: dict[str, Any], phase: str, name: str
 ) -> None:
-    run, own = (run_of(layout, precision=precision, **options) for precision in ("fp64", "bf16"))
+    run, own = both_of(layout, **options)
     location = prove(ranks, tmp_path, run, plant, own=own).location
     assert location is not None
     assert location.phase == phase, location

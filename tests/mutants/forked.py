@@ -179,7 +179,7 @@ def _serve(rank: int, world_size: int, store: str, pipe: Connection) -> None:
     torch.set_num_threads(1)
     while True:
         function, args = pipe.recv()
-        if not dist.is_initialized():
+        if world_size > 1 and not dist.is_initialized():
             dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size)
         try:
             pipe.send((True, function(*args)))

@@ -11,6 +11,7 @@ import hashlib
 import importlib
 import json
 import re
+import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -127,11 +128,13 @@ def main() -> int:
     missing = [seed for seed in seeds if not arguments.only and tried.get(str(seed), 0) < LAYOUTS_AT_ONCE]
     sys.path.insert(0, str(SOURCE))
     import_others(answer_case, "tp", "fp64")
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True)
     for item, found in outcomes([*wanted, *missing], arguments.precision, arguments.jobs, arguments.seconds):
+        at = {"commit": commit.stdout.strip()}
         if isinstance(item, Mutant):
-            known[kind][key_of(item)] = found
+            known[kind][key_of(item)] = found | at
         else:
-            known["layouts"][str(item)] = found
+            known["layouts"][str(item)] = [row | at for row in found]
         RESULTS.write_text(json.dumps(known, indent=1, sort_keys=True) + "\n")
         for row in [found] if isinstance(item, Mutant) else found:
             what = row.get("fault", f"{row.get('seed')} {row.get('layout')}")

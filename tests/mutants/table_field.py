@@ -146,9 +146,12 @@ SHARDS = [
     ),
     Mutant(
         "Muon's update is cut at even shares where shards are uneven",
-        "optim/shards.py",
-        "global_tensor.narrow(dim, min(start, size), stop - start)",
-        "global_tensor.narrow(dim, size // mesh.size(axis) * mesh.get_local_rank(axis), stop - start)",
+        "optim/muon.py",
+        "        update = part_like(orthogonalise(whole(parameter, update), NEWTON_SCHULZ_STEPS), parameter)\n",
+        "        update = orthogonalise(whole(parameter, update), NEWTON_SCHULZ_STEPS)\n"
+        "        ranks = torch.distributed.group.WORLD if torch.distributed.is_initialized() else None\n"
+        "        first = update.shape[0] // ranks.size() * ranks.rank() if ranks else 0\n"
+        "        update = update[first : first + local(parameter).shape[0]]\n",
         "uneven zero-3 muon",
         r"update: layers\.\d\.feed_forward\.w[13]\.weight",
         "pith-train 58",
@@ -207,7 +210,7 @@ PIPELINE = [
         "            if replicas.size() > 1:\n",
         "            if False:\n",
         "pipedream ddp",
-        r"whole: step 3: .*",
+        r"whole: step 2: norm",
         "PaddlePaddle 30437",
     ),
 ]

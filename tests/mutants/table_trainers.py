@@ -21,7 +21,7 @@ STEP = [
         "            self.feedback.drop()\n        self.store.zero_grad()\n",
         "            self.feedback.drop()\n        if finite:\n            self.store.zero_grad()\n",
         "zero-3",
-        r"whole: step 5: .*",
+        r"whole: step 6: .*",
         "DeepSpeed 7839",
     ),
     Mutant(
@@ -40,7 +40,7 @@ STEP = [
         '        self.updates = getattr(self, "updates", 0) + 1\n'
         "        self.store.step(self.lr_factor(self.updates) if lr is None else lr, self.gradient_factor(gnorm))\n",
         "ddp falling",
-        r"whole: step 5: .*",
+        r"whole: step 6: .*",
         "transformers 34053",
     ),
     Mutant(
@@ -94,7 +94,7 @@ STEP = [
         "            router.sequence_weight = sequence_weight\n            router.take_load()\n",
         "            router.sequence_weight = sequence_weight\n",
         "dp experts",
-        r"whole: step 5: .*(load|bias).*",
+        r"whole: step 6: .*(load|bias).*",
         "prime-rl 2953",
     ),
     Mutant(
@@ -168,7 +168,7 @@ FORMATS = [
         "            torch_internals.sum_parts_in_reduce_dtype(module)\n",
         "            pass\n",
         "tp",
-        r"formats: the gradient of .* was summed in .*",
+        r"formats: the gradient of layers\.0\.attention_norm\.weight is not the sum of its microbatches' in fp32",
         "Megatron-LM 3067",
     ),
     Mutant(
@@ -177,7 +177,7 @@ FORMATS = [
         'device="meta", dtype=torch_dtype(dtypes.master))',
         'device="meta", dtype=torch_dtype(dtypes.store))',
         "zero-3",
-        r"formats: .*(master|weight|update).*",
+        r"formats: the master of .* is not in fp32",
         "apex 1731",
     ),
     Mutant(
@@ -198,7 +198,7 @@ DRAWS = [
         "replace(batch, numbers=_numbers(positions[rows], length, places))",
         "replace(batch, numbers=_numbers(range(self._per_rank)[rows], length, places))",
         "ddp dropout",
-        r"forward: layers\.0\.attention\.w[qkv]",
+        r"forward: layers\.0\.attention\.wq\.dropout",
         "spd 412",
     ),
     Mutant(
@@ -207,7 +207,7 @@ DRAWS = [
         "replace(batch, numbers=_numbers(positions[rows], length, places))",
         "replace(batch, numbers=_numbers(positions[microbatches[0]], length, places))",
         "ddp dropout",
-        r"forward: layers\.0\.attention\.w[qkv]",
+        r"forward: layers\.0\.attention\.wq\.dropout",
         "Megatron-DeepSpeed 276",
     ),
     Mutant(
@@ -216,7 +216,7 @@ DRAWS = [
         "                    adapter.dropout.part = sequence.rank\n",
         "                    adapter.dropout.part = 0\n",
         "tp dropout",
-        r"forward: layers\.0\.attention\.wo",
+        r"forward: layers\.0\.attention\.wo\.dropout",
         "PaddleFleetX 1005",
     ),
     Mutant(
@@ -225,7 +225,7 @@ DRAWS = [
         "self.key = hash_key(seed, name)",
         "self.key = hash_key(seed + (torch.distributed.get_rank() if torch.distributed.is_initialized() else 0), name)",
         "tp dropout",
-        r"forward: layers\.0\.attention\.w[qkv]",
+        r"forward: layers\.0\.attention\.wq\.dropout",
         "tt-metal 55947",
     ),
     Mutant(
@@ -239,12 +239,12 @@ DRAWS = [
         "OLMo-core 828",
     ),
     Mutant(
-        "dropout goes on during evaluations",
+        "after an evaluation dropout stays off",
         "parallel/passes.py",
-        "    model.eval()\n",
-        "",
+        "        model.train(was_training)\n",
+        "        pass\n",
         "ddp dropout",
-        EVALUATION,
+        r"whole: step 3: loss",
         "FlagPerf 492",
     ),
 ]

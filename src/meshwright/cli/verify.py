@@ -251,12 +251,13 @@ def _whole(proof: Any) -> list[str]:
 
 
 def _formats(recipe: Run, proof: Any) -> list[str]:
-    """The check of number formats."""
+    """The check of the recipe's own precision."""
     dtypes = recipe.training.dtypes
     if not proof.whole or not dtypes.narrow or not (proof.equal or proof.location.phase == "formats"):
         return []
-    wrong = "differs" if proof.location else f"gradients summed in {dtypes.reduce.name}, copies equal to their masters"
-    return [f"  in {dtypes.compute.name:<14}  {wrong}"]
+    facts = f"gradients summed in {dtypes.reduce.name}, copies equal to their masters"
+    steps = "" if recipe.training.product_recipe or proof.measured else "steps within its rounding, "
+    return [f"  in {dtypes.compute.name:<14}  {'differs' if proof.location else steps + facts}"]
 
 
 def _is_rounded(proof: Any) -> bool:
@@ -322,7 +323,7 @@ def _place(location: Any) -> str:
         "update": f"the update of the weight {location.name}, although every gradient and the norm are equal",
         "state": f"{location.name} after the step, although every weight is equal",
         "whole": f"whole steps, although single steps are equal: {location.name}",
-        "formats": f"the number formats of the recipe's precision: {location.name}",
+        "formats": f"the recipe's own precision: {location.name}",
     }[location.phase]
 
 

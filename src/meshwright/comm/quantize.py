@@ -10,7 +10,7 @@ from typing import assert_never
 import torch
 
 from meshwright.spec.pieces import PIECES
-from meshwright.spec.quantized import SCALE_BYTES, Sent, code_bytes, levels, num_blocks
+from meshwright.spec.quantized import SCALE_BYTES, Sent, levels, num_blocks
 
 
 @dataclass(frozen=True)
@@ -93,13 +93,3 @@ class Coded:
         if left:
             parts.append((scales[..., count:], values[..., count * block :].unsqueeze(2)))
         return parts
-
-
-def quantized(values: torch.Tensor, sent: Sent, row: int | None = None) -> torch.Tensor:
-    """A flat tensor as the receiver decodes it, if it is sent as one part; `row`: see `Coded`."""
-    result = values.clone().view(1, -1)
-    size = num_blocks(values.numel(), row) * SCALE_BYTES + code_bytes(values.numel(), sent)
-    coded = Coded(torch.empty(1, size, dtype=torch.uint8, device=values.device), values.numel(), sent, row)
-    coded.write(result)
-    coded.read(result)
-    return result.view(-1)

@@ -16,13 +16,13 @@ import torch
 from torch import nn
 
 from meshwright.comm.objects import gather_everywhere
-from meshwright.comm.quantize import quantized
 from meshwright.families.split import expert_shard_dim, is_experts, shard_dim, split_dim, split_range
 from meshwright.parallel.quantized import Rounding, reductions
 from meshwright.prove.tolerance import Facts
 from meshwright.spec.layout import LayoutSpec
 from meshwright.spec.model import ModelSpec, Parameter
-from meshwright.spec.quantized import BITS
+from meshwright.spec.pieces import PIECES
+from meshwright.spec.quantized import BITS, Sent, levels
 from meshwright.trainer.setup import Trainer
 
 
@@ -37,13 +37,20 @@ def as_gathered(trainer: Trainer, layout: LayoutSpec) -> Iterator[None]:
                 weight = parameters[row.name]
                 kept.append((weight, weight.detach().clone()))
                 for part in parts(weight.detach(), row, trainer.resolved.model, layout):
-                    part.copy_(quantized(part.reshape(-1), sent, part.shape[-1]).view_as(part))
+                    round_blocks(part, sent)
     try:
         yield
     finally:
         with torch.no_grad():
             for weight, before in kept:
                 weight.copy_(before)
+
+
+def round_blocks(part: torch.Tensor, sent: Sent) -> None:
+    """The definition of quantization, in place: the largest magnitude of each block of a row is the largest code."""
+    for block in part.split(PIECES.get().block, dim=-1):
+        scale = block.abs().amax(-1, keepdim=True).to(torch.float32) / levels(sent)
+        block.div_(scale.masked_fill(scale == 0, 1)).round_().mul_(scale)
 
 
 def parts(whole: torch.Tensor, row: Parameter, model: ModelSpec, layout: LayoutSpec) -> Iterable[torch.Tensor]:

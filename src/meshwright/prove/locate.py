@@ -26,7 +26,7 @@ class Location:
     phase: str
     """`start` (a weight before the first step), `data`, `forward`, `loss`, `backward`, `reduction` (a weight's
     gradient, though all activations' are right), `norm`, `update`, `state` (a buffer or moment after the step), `whole`
-    (a whole step, or an evaluation) or `formats` (a number format)."""
+    (a whole step, or an evaluation) or `formats` (a number format, or a whole step in the recipe's precision)."""
     name: str
     """Module, parameter or buffer; for data, which ranks read which samples."""
     difference: Difference | None

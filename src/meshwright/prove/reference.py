@@ -24,8 +24,8 @@ from meshwright.trainer.snapshot import moments, save
 
 PHASES = ("forward", "backward")
 
-MOST_STEPS = 67
-"""The number of steps with samples: single ones, and three whole ones after them."""
+MOST_STEPS = 68
+"""The number of steps with samples: single ones, and four whole ones after them."""
 
 
 class Reference:

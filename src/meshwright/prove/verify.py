@@ -27,7 +27,7 @@ from meshwright.prove.reference import (
 )
 from meshwright.prove.rounding import measure_rounding, trace_rounding
 from meshwright.prove.tolerance import CLIP, SMOOTHING, derive_tolerance
-from meshwright.prove.whole_results import WholeComparison, compare_whole, locate_whole, record_whole
+from meshwright.prove.whole_results import WholeComparison, compare_own, compare_whole, locate_whole, record_whole
 from meshwright.spec.errors import UserError
 from meshwright.spec.guards import GuardSpec
 from meshwright.spec.pieces import pieces_of
@@ -184,7 +184,8 @@ def prove_rank(trainer: Trainer, folder: Path, steps: int, trace: int, own: Reso
     if proof.equal:
         place = RankContext(trainer.worker, trainer.device, trainer.meshes)
         checked = trainer if own is None else build_trainer(own, place, proof_weights(own))
-        proof = replace(proof, location=compare_formats(checked))
+        wrong = None if own is None else compare_own(checked, reference, steps)
+        proof = replace(proof, location=compare_formats(checked) or wrong)
     return proof
 
 

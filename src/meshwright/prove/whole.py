@@ -7,7 +7,7 @@ run one fixed program: the layout by the functions that training calls, the refe
 1. An evaluation; with preferences, the reference model's margins.
 2. Two steps, without reloading.
 3. A step whose loss is finite and whose gradient overflows. It must be skipped, and change nothing.
-4. The same step with the weights as before. It must be as if the skipped step had not been.
+4. The next step, with the weights as before. It must be as if the skipped step had not been.
 
 An asynchronous pipeline's gradients are a step late by definition (`DefinedLate`). It makes four steps, then an
 evaluation while batches are in flight, then `finish`.
@@ -29,6 +29,7 @@ import torch
 from meshwright.data.loader import BatchShare, HostBatch, evaluation_batches
 from meshwright.models.init import named_state
 from meshwright.optim import shards
+from meshwright.optim.loss_scale import LossScaler
 from meshwright.prove.gathered import as_gathered
 from meshwright.prove.reference import facts_of, gradients_of, loader_for, samples_for
 from meshwright.prove.tolerance import Facts
@@ -41,6 +42,9 @@ from meshwright.trainer.snapshot import moments
 
 LATE_STEPS = 4
 """Steps of an asynchronous pipeline: the first has no update; two updates separate the weights of the last two."""
+
+SKIPPED = "skipped step"
+"""The event whose gradient overflows."""
 
 FINAL_NORM = pattern(r"(.*\.)?(norm|norm_f|ln_f|final_layer_?norm)\.weight")
 """The norm before the head: its scale passes to the logits, and back to every gradient before it."""
@@ -88,11 +92,14 @@ class Trained:
 
     def __init__(self, trainer: Trainer) -> None:
         self.step, self.late = trainer.train_step, trainer.train_step.passes.late
+        self.scale = None if self.step.scaler is None else self.step.scaler.scale
+        """The loss scale at the start."""
 
     def __call__(self, step: int, microbatches: Sequence[HostBatch]) -> dict[str, float]:
         """See `Stepper`."""
-        result = self.step(step, microbatches)
-        return _figures(result.loss, result.gnorm or 0.0, result.trained, result.tokens, result.skipped)
+        result, scaler = self.step(step, microbatches), self.step.scaler
+        figures = _figures(result.loss, result.gnorm or 0.0, result.trained, result.tokens, result.skipped)
+        return figures | _scale(scaler, self.scale) | _load(None if result.skipped else result.expert_load)
 
     def finish(self, step: int) -> None:
         """See `Stepper`."""
@@ -105,7 +112,7 @@ class Trained:
 
 class Defined:
     """The definition of a step, on one process: the gradient of the mean loss, and an update if both the loss and the
-    gradient's norm are finite."""
+    gradient's norm are finite. Nothing else is left of a step that is skipped, or of an evaluation."""
 
     late = False
 
@@ -113,28 +120,34 @@ class Defined:
         self.trainer, self.layout = trainer, layout
         self.facts: Facts | None = None
         """Of the last update."""
+        self.scaler = trainer.train_step.scaler or LossScaler()
+        """What a recipe in fp16 would scale its loss by."""
+        self.scale = self.scaler.scale
 
     def __call__(self, step: int, microbatches: Sequence[HostBatch]) -> dict[str, float]:
         """See `Stepper`."""
         loss, trained = self.gradients(microbatches)
-        gnorm, scaler = self.trainer.train_step.gradient_norm(), self.trainer.train_step.scaler
+        gnorm, balance = self.trainer.train_step.gradient_norm(), self.trainer.train_step.balance
         finite = isfinite(loss) and isfinite(gnorm)
         if finite:
             self.update(step, loss, gnorm)
         self.trainer.store.zero_grad()
-        if scaler is not None:
-            scaler.update(finite=finite)
-        return _figures(loss, gnorm, trained, self.trainer.train_step.tokens, not finite)
+        for router in balance.routers:
+            router.take_load()
+        self.scaler.update(finite=finite)
+        figures = _figures(loss, gnorm, trained, self.trainer.train_step.tokens, not finite)
+        return figures | _scale(self.scaler, self.scale) | _load(balance.load if finite else None)
 
     def gradients(self, microbatches: Sequence[HostBatch]) -> tuple[float, int]:
         """Loss and number of terms; the gradient is left in the store."""
+        self.trainer.model.train()
         with self.weights():
             return self.trainer.train_step.gradients(microbatches)
 
     def update(self, step: int, loss: float, gnorm: float) -> None:
         """Update with the gradient in the store."""
         self.facts = facts_of(self.trainer, loss, gnorm)
-        self.trainer.train_step.update(step, gnorm)
+        self.trainer.train_step.update(step, gnorm, self.trainer.train_step.lr_factor(step))
 
     def finish(self, step: int) -> None:
         """See `Stepper`: nothing is pending."""
@@ -181,6 +194,16 @@ def _figures(loss: float, gnorm: float, trained: int, tokens: int, skipped: bool
     return {"loss": loss, "norm": gnorm, "terms": trained, "tokens": tokens, "skipped": float(skipped)}
 
 
+def _scale(scaler: LossScaler | None, start: float | None) -> dict[str, float]:
+    """The loss scale after a step, as a share of that at the start; nothing without one."""
+    return {} if scaler is None or start is None else {"loss scale": scaler.scale / start}
+
+
+def _load(load: float | None) -> dict[str, float]:
+    """The load of an update; nothing without experts."""
+    return {} if load is None else {"load of experts": load}
+
+
 def program(trainer: Trainer, stepper: Stepper, done: int) -> Iterator[Event]:
     """The events of a proof after `done` compared steps. Collective."""
     if stepper.late:
@@ -189,13 +212,12 @@ def program(trainer: Trainer, stepper: Stepper, done: int) -> Iterator[Event]:
     yield _evaluation(trainer, stepper)
     if trainer.train_step.passes.objective.needs_reference:
         yield _margins(trainer, stepper)
-    first, second, third = range(done + 1, done + 4)
+    first, second, skipped, last = range(done + 1, done + 5)
     with loader_for(trainer) as loader:
         yield Event(f"step {first}", stepper(first, loader.microbatches(first - 1)), updates=1)
         yield Event(f"step {second}", stepper(second, loader.microbatches(second - 1)), updates=2, step=second)
-        microbatches = loader.microbatches(third - 1)
-        yield _skipped(trainer, stepper, third, microbatches)
-        yield Event(f"step {third}", stepper(third, microbatches), updates=3, step=third)
+        yield _skipped(trainer, stepper, skipped, loader.microbatches(skipped - 1))
+        yield Event(f"step {last}", stepper(last, loader.microbatches(last - 1)), updates=3, step=last)
 
 
 def _late_steps(trainer: Trainer, stepper: Stepper) -> Iterator[Event]:
@@ -236,7 +258,7 @@ def _skipped(trainer: Trainer, stepper: Stepper, step: int, microbatches: Sequen
     changed += tuple(
         name for name, errors in trainer.train_step.feedback.tensors(trainer.worker.rank).items() if errors.any()
     )
-    return Event("skipped step", numbers, updates=2, changed=changed)
+    return Event(SKIPPED, numbers, updates=2, changed=changed)
 
 
 @contextmanager

@@ -6,20 +6,22 @@ far.
 """
 
 import json
-from dataclasses import dataclass, field
-from math import inf, isfinite, log
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from math import inf, isfinite, log, log2
 from typing import TypedDict
 
 import torch
 
+from meshwright.models.init import named_state
 from meshwright.optim import shards
 from meshwright.prove.compare import compare_moments, worst_over_ranks
 from meshwright.prove.difference import Difference, largest_entry, measure
 from meshwright.prove.gathered import room_of, rounding_told
 from meshwright.prove.locate import Location
 from meshwright.prove.reference import Reference, facts_of, gradients_of, load_weights, loader_for, save_state
-from meshwright.prove.tolerance import Facts, Tolerance
-from meshwright.prove.whole import LATE_STEPS, Defined, DefinedLate, Event, Trained, program
+from meshwright.prove.tolerance import Facts, Tolerance, derive_tolerance
+from meshwright.prove.whole import LATE_STEPS, SKIPPED, Defined, DefinedLate, Event, Trained, program
 from meshwright.spec.layout import LayoutSpec
 from meshwright.trainer.setup import Trainer
 
@@ -29,8 +31,14 @@ SWAY = 4.0
 REPEATS = 4
 """Reductions of one batch under error feedback: without it, their errors add up."""
 
-EXACT = ("terms", "tokens", "skipped")
+EXACT = ("terms", "tokens", "skipped", "loss scale")
 """Figures without rounding."""
+
+SMOOTH = ("loss", "norm")
+"""Figures that rounding moves little; others count choices."""
+
+LARGEST = 2.0**8
+"""The largest gradient in a proof in fp16, as scaled: it does not overflow, and an enlarged one does."""
 
 
 class Record(TypedDict):
@@ -114,27 +122,74 @@ def _merged(facts: Facts, other: Facts | None) -> Facts:
 
 def compare_whole(trainer: Trainer, reference: Reference, done: int, tolerance: Tolerance) -> list[WholeComparison]:
     """Run the program under the layout and compare; the last comparison is the first that differs. Collective."""
-    record: Record = json.loads((reference.folder / "whole.json").read_text())
+    record = _read_record(reference)
     judge = _Judge(trainer, reference, tolerance, record)
-    comparisons = []
-    for number, event in enumerate(program(trainer, Trained(trainer), done)):
-        comparisons.append(judge.compare(event, *record["events"][number]))
-        if comparisons[-1].wrong:
-            return comparisons
-    if trainer.resolved.run.layout.gradient_error_feedback:
+    comparisons = judge.compare_all(program(trainer, Trained(trainer), done), record["events"])
+    if not comparisons[-1].wrong and trainer.resolved.run.layout.gradient_error_feedback:
         comparisons.append(judge.repeated(done))
     return comparisons
 
 
-class _Judge:
-    """Compares events with the reference's."""
+def compare_own(trainer: Trainer, reference: Reference, done: int) -> Location | None:
+    """Make the single and the whole steps in the recipe's own precision; the first that differs from the reference, in
+    float64, by more than the bound on a single number. Collective.
 
-    def __init__(self, trainer: Trainer, reference: Reference, tolerance: Tolerance, record: Record) -> None:
+    None for low-precision products, whose rounding is about as large as their results.
+    """
+    if trainer.resolved.run.training.product_recipe is not None:
+        return None
+    record, scaler = _read_record(reference), trainer.train_step.scaler
+    if scaler is not None:
+        scaler.scale = 2.0 ** int(log2(LARGEST / record["facts"]["largest"]))
+    tolerance = replace(derive_tolerance(trainer.resolved), statistical=False)
+    judge = _Judge(trainer, reference, tolerance, {**record, "sway": dict.fromkeys(record["sway"], 0.0)}, own=True)
+    single = [(f"step {step}", _single_figures(reference.facts(step))) for step in range(1, done + 1)]
+    comparisons = judge.compare_all(_own_program(trainer, reference, done), [*single, *record["events"]])
+    wrong = locate_whole(comparisons)
+    compute = trainer.resolved.run.training.dtypes.compute
+    return wrong and replace(wrong, phase="formats", name=f"{wrong.name} in {compute}")
+
+
+def _own_program(trainer: Trainer, reference: Reference, done: int) -> Iterator[Event]:
+    stepper = Trained(trainer)
+    with loader_for(trainer) as loader:
+        for step in range(1, done + 1):
+            load_weights(trainer, reference, step - 1)
+            yield Event(f"step {step}", stepper(step, loader.microbatches(step - 1)), updates=1, step=step)
+    load_weights(trainer, reference, done)
+    yield from program(trainer, stepper, done)
+
+
+def _single_figures(facts: Facts) -> dict[str, float]:
+    return {"loss": facts["loss"], "norm": facts["gnorm"], "skipped": 0.0}
+
+
+def _read_record(reference: Reference) -> Record:
+    return json.loads((reference.folder / "whole.json").read_text())
+
+
+class _Judge:
+    """Compares events with the reference's. `own`: in the recipe's own precision, with a reference in float64."""
+
+    def __init__(
+        self, trainer: Trainer, reference: Reference, tolerance: Tolerance, record: Record, *, own: bool = False
+    ) -> None:
         self.trainer, self.reference, self.tolerance, self.rank = trainer, reference, tolerance, trainer.worker.rank
-        self.facts, self.sway = record["facts"], record["sway"]
+        self.facts, self.sway, self.own = record["facts"], record["sway"], own
         layout = trainer.resolved.run.layout
         self.rounds = layout.quantized_gradients != "none"
         """Whether an update differs by more than summation order explains."""
+
+    def compare_all(
+        self, events: Iterable[Event], expected: Sequence[tuple[str, dict[str, float]]]
+    ) -> list[WholeComparison]:
+        """Events up to the first that differs."""
+        comparisons = []
+        for event, of_reference in zip(events, expected, strict=True):
+            comparisons.append(self.compare(event, *of_reference))
+            if comparisons[-1].wrong:
+                break
+        return comparisons
 
     def compare(self, event: Event, name: str, expected: dict[str, float]) -> WholeComparison:
         """One event."""
@@ -148,6 +203,10 @@ class _Judge:
         return WholeComparison(name, worst_over_ranks(numbers), worst_over_ranks(tensors))
 
     def _is_comparable(self, event: Event, key: str) -> bool:
+        if key not in event.numbers:
+            return False
+        if self.own and key not in EXACT and (key not in SMOOTH or event.name == SKIPPED):
+            return False
         return key in EXACT or not self.rounds or (event.updates <= 1 and key != "norm")
 
     def _number(self, event: Event, key: str, expected: float) -> Difference:
@@ -170,7 +229,8 @@ class _Judge:
             allowed = event.updates * self.tolerance.of_update(self.facts, largest_entry(expected), more)
             result[name] = measure(shards.local(parameter), expected, allowed, self.rank)
         state = compare_moments(self.trainer, self.reference, event.step, self.tolerance, self.facts, lambda _: more)
-        return result | state
+        choices = named_state(self.trainer.model) if self.own else ()
+        return result | {name: difference for name, difference in state.items() if name not in choices}
 
     def _forgotten(self) -> dict[str, Difference]:
         """Errors of quantized gradients that are zero after a step: rounding leaves none of them without any."""
