@@ -203,6 +203,14 @@ def rehearsed_peaks(runs: list[ResolvedRun]) -> list[int]:
     return [rehearse_rank(run, 0, on_gpu=False)["peak"] for run in runs]
 
 
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_experts_in_every_precision(precision: str) -> None:
+    """Widths of whole 16 bytes, for which a real run uses torch's grouped kernel."""
+    run = tiny_run(LayoutSpec(), family="mixtral", width=32, precision=precision)
+    memory, _ = rehearsed(run, 0)
+    assert memory["weights"] > 0
+
+
 def test_findings() -> None:
     report = {"rank": 3, "peak": 3 * GIB, "host": 0, "peak_by_kind": {"weights": GIB, "activations": 2 * GIB}}
     layout = LayoutSpec(dp_shard=2, tp=16)

@@ -199,6 +199,13 @@ def grouped_matmul(
     if grouped and (into * x_MI.itemsize) % 16 == (out * x_MI.itemsize) % 16 == 0:
         ends_E = counts_E.cumsum(0, dtype=torch.int32)
         return F.grouped_mm(x_MI, weight_EOI.mT, offs=ends_E)
+    return matmul_by_expert(x_MI, weight_EOI, counts_E, read)
+
+
+def matmul_by_expert(
+    x_MI: torch.Tensor, weight_EOI: torch.Tensor, counts_E: torch.Tensor, read: Callable = read_counts
+) -> torch.Tensor:
+    """`grouped_matmul`, a product for each expert."""
     (counts,) = read(counts_E)
     groups = x_MI.split(counts)
     return torch.cat([F.linear(rows, weight_OI) for rows, weight_OI in zip(groups, weight_EOI.unbind(), strict=True)])
