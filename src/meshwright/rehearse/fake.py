@@ -1,7 +1,7 @@
 """A fake process group and tensors without data: one process acts as one rank of many."""
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -69,6 +69,7 @@ def fill_slots(model: nn.Module, resolved: ResolvedRun, *, on_gpu: bool, fp8: bo
     for module in model.modules():
         if isinstance(module, moe.ExpertLinear):
             module.read_counts = EvenCounts(rows)
+            module.product = module.product or grouped_product
         if isinstance(module, moe.MoE) and isinstance(module.dispatch, Exchange):
             module.dispatch.read_counts = EvenCounts(rows)
         for wrapper in module.wrappers if isinstance(module, Wrapped) else ():
@@ -79,6 +80,14 @@ def fill_slots(model: nn.Module, resolved: ResolvedRun, *, on_gpu: bool, fp8: bo
         if on_gpu and fp8:
             for product in _low_precision(module):
                 product.kernel = product.recipe.name in KERNELS
+
+
+def grouped_product(
+    x_MI: torch.Tensor, weight_EOI: torch.Tensor, rows: moe.Rows, read: Callable[..., list[list[int]]]
+) -> torch.Tensor:
+    """See `moe.GroupedProduct`: torch knows the shapes of its grouped kernel in bf16 alone."""
+    matmul = moe.grouped_matmul if x_MI.dtype == torch.bfloat16 else moe.matmul_by_expert
+    return matmul(x_MI, weight_EOI, rows.counts.sum(1), read)
 
 
 def _low_precision(module: nn.Module) -> Sequence[LowPrecision]:
