@@ -239,6 +239,7 @@ NAMES_DEVICES = {
     "plan/machine.py": "the recipe's word, and names of the driver's programs",
     "cli/common.py": "the option with the recipe's words",
     "cli/accept.py": "the option with the recipe's words",
+    "cli/verify.py": "the option with the recipe's words",
     "cli/doctor.py": "the line on NCCL",
 }
 """Files that name a kind of device -> why."""

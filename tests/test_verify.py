@@ -12,10 +12,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from meshwright.cli import verify as verb
 from meshwright.cli.main import main
 from meshwright.families import resolve_model
 from meshwright.launch.status import STOPPED
 from meshwright.models.norm import RMSNorm
+from meshwright.plan.machine import Machine
 from meshwright.prove import verify as verify_module
 from meshwright.prove.rounding import PartSums, judge
 from meshwright.prove.shrink import shrink
@@ -306,6 +308,21 @@ def test_the_verb(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatc
     monkeypatch.setattr(verify_module, "start_workers", lambda *_, **__: STOPPED)
     assert main(["verify", str(recipe), "--steps", "1"]) == STOPPED
     assert capsys.readouterr().err == "stopped before the proof was complete\n"
+
+
+@pytest.mark.parametrize(("gpus", "device"), [(1, "cuda_shared"), (2, "cuda")])
+def test_the_layout_runs_on_the_gpus_that_are_there(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, gpus: int, device: str
+) -> None:
+    """One process computes on the CPU either way."""
+    recipe, started = tmp_path / "run.yaml", []
+    recipe.write_text("model: llama-3-8b\nlayout: {dp_replicate: 2}\ntraining: {steps: 9, lr_schedule: {warmup: 0}}")
+    monkeypatch.setattr(verb, "find_machine", lambda device: Machine("gpu", "NVIDIA H100", gpus, 80 * 2**30))
+    monkeypatch.setattr(verify_module, "start_workers", lambda run, *_, **__: started.append(run.device) or 1)
+    assert main(["verify", str(recipe), "--steps", "1", "--device", "cuda"]) == 70
+    assert started == [device]
+    shared = "; ranks share them, messages go through host memory" if gpus == 1 else ""
+    assert f"layout     DDP x 2; processes: 2 on {gpus} x NVIDIA H100{shared}\n" in capsys.readouterr().out
 
 
 def test_the_last_bit_of_stored_weights_is_rounding() -> None:

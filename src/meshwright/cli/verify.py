@@ -9,6 +9,7 @@ from typing import Any, get_args
 from meshwright.cli.common import add_recipe_arguments, positive, read_recipe, stoppable
 from meshwright.cli.output import add_json_argument, print_json, progress_on_stderr
 from meshwright.launch.status import CRASH_LOOP, TrainingStopped
+from meshwright.plan.machine import find_machine
 from meshwright.prove.pairs import MOST_RANKS, pair_layouts
 from meshwright.prove.shrink import shrink
 from meshwright.spec.errors import UserError
@@ -39,6 +40,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="fp64 (default) separates rounding from faults; recipe uses the recipe's precision",
     )
     parser.add_argument(
+        "--device",
+        choices=["cpu", "cuda"],
+        default="cpu",
+        help="where the layout runs (default cpu); cuda: on this machine's GPUs, which ranks share if they are too few",
+    )
+    parser.add_argument(
         "--full",
         action="store_true",
         help=f"prove a layout of more than {MOST_RANKS} ranks as a whole instead of by pairs of its axes",
@@ -56,7 +63,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--checkout", metavar="DIR", type=Path, help="with --engine nanogpt: the folder of its code")
     add_json_argument(parser)
     parser.epilog = (
-        "Runs on this machine's CPUs, one process per rank, on random tokens.\n"
+        "Runs one process per rank, on random tokens.\n"
         "exit status: 0 equal, 1 different, 2 invalid command line, 70 the layout's processes failed,\n"
         "75 stopped by a signal\n\n"
         "examples:\n"
@@ -121,7 +128,8 @@ def _prove(recipe: Run, resolved: ResolvedRun, arguments: argparse.Namespace) ->
         print(_what(resolved, arguments), flush=True)
     try:
         with progress_on_stderr(arguments.json):
-            proof = verify(resolved, steps=arguments.steps, own=_in_own_precision(recipe, resolved, arguments))
+            own, device = _in_own_precision(recipe, resolved, arguments), _device(resolved, arguments)
+            proof = verify(resolved, steps=arguments.steps, own=own, device=device)
     except LayoutFailed:
         print("error: the layout's processes failed, so there is nothing to compare", file=sys.stderr)
         return CRASH_LOOP, None
@@ -142,8 +150,8 @@ def _prove_engine(recipe: Run, arguments: argparse.Namespace) -> int:
     from meshwright.engines.parity import PATIENCE, verify_engine
     from meshwright.engines.registry import find_engine
 
-    if arguments.precision or arguments.full:
-        option = "--precision" if arguments.precision else "--full"
+    if arguments.precision or arguments.full or arguments.device != "cpu":
+        option = "--precision" if arguments.precision else "--full" if arguments.full else "--device"
         raise UserError(f"--engine compares the whole layout in fp32; leave {option} out")
     engine = find_engine(arguments.engine)
     training = recipe.training.computing_in(FP32.name)
@@ -177,6 +185,12 @@ def _engine_conclusion(proof: Any) -> str:
     return f"\ndifferent; first in step {first.step}, the {first.what}{name}\n           by {_amount(first.difference)}"
 
 
+def _device(resolved: ResolvedRun, arguments: argparse.Namespace) -> str:
+    """The recipe's word for the devices of the layout. Raises `UserError` for a GPU if there is none."""
+    shared = find_machine(arguments.device).devices < resolved.run.layout.world_size
+    return f"{arguments.device}_shared" if shared and arguments.device != "cpu" else arguments.device
+
+
 def _prepare(recipe: Run, arguments: argparse.Namespace) -> ResolvedRun:
     if arguments.precision != "recipe":
         recipe = recipe.model_copy(update={"training": recipe.training.computing_in(FP64.name)})
@@ -201,7 +215,7 @@ def _what(resolved: ResolvedRun, arguments: argparse.Namespace) -> str:
     plugged = "" if optimizer in get_args(OptimizerName) else f"optimizer  adamw instead of {optimizer}\n"
     return (
         f"{plugged}"
-        f"layout     {run.layout.strategy}; processes: {run.layout.world_size}\n"
+        f"layout     {run.layout.strategy}; processes: {run.layout.world_size}{_where(resolved, arguments)}\n"
         f"against    {against}, {run.training.arithmetic}\n"
         f"model      {how}{model.family}, {model.num_layers} layers, width {model.hidden}, {model.num_heads} heads, "
         f"{model.num_kv_heads} key/value heads, vocabulary {model.vocab}\n"
@@ -209,6 +223,14 @@ def _what(resolved: ResolvedRun, arguments: argparse.Namespace) -> str:
         f"{counted(run.layout.data_parallel, 'data-parallel rank')} x {counted(resolved.accumulation, 'microbatch')} x "
         f"{resolved.micro_batch}"
     )
+
+
+def _where(resolved: ResolvedRun, arguments: argparse.Namespace) -> str:
+    if arguments.device == "cpu" or arguments.engine:
+        return ""
+    machine = find_machine(arguments.device)
+    shared = "; ranks share them, messages go through host memory" if _device(resolved, arguments) != "cuda" else ""
+    return f" on {machine.devices} x {machine.name}{shared}"
 
 
 def _step(comparison: Any) -> list[str]:

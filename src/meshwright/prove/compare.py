@@ -149,7 +149,7 @@ class _Step:
         for name, gradient in gradients_of(self.trainer):
             whole = self.reference.gradient(self.step, name)
             expected = shards.part_like(whole, self.trainer.parameters[name]).double()
-            moved += float((shards.local(gradient) - expected).square().sum())
+            moved += float((shards.local(gradient).to(expected) - expected).square().sum())
             length += float(expected.square().sum())
         sums = gather_everywhere((moved, length))
         moved, length = (sum(of_ranks) for of_ranks in zip(*sums, strict=True))

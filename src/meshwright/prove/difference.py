@@ -37,7 +37,7 @@ def measure(ours: torch.Tensor, reference: torch.Tensor, allowed: float, rank: i
     """The largest absolute difference; NaN counts as infinite."""
     if not ours.numel():
         return Difference(0.0, allowed, rank)
-    ours = ours.detach().to(reference.dtype)
+    ours = ours.detach().to(reference)
     by = (ours - reference).abs().max().nan_to_num(torch.inf).item()
     factor = None
     if by > allowed:

@@ -223,7 +223,7 @@ class PartSums:
     ) -> "PartSums":
         """The sums for a rank's part, from the reference and the mean square of rounding's effect; `base`: the origin
         of a factor (default zero; given for weights)."""
-        moved = ours.detach().double() - expected
+        moved = ours.detach().to(expected.device, torch.float64) - expected
         change = (expected if base is None else expected - base).double()
         last_bits = expected.double() * (0.0 if base is None else FP32.epsilon)
         sums = (moved.square(), square, moved * change, change.square(), last_bits.square())

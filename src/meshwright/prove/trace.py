@@ -70,7 +70,7 @@ class Tracer:
 
 
 def _plain(tensor: torch.Tensor) -> torch.Tensor:
-    return waited_for(tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
+    return waited_for(tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach().cpu()
 
 
 class Recorded(Objective):

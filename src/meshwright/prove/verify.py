@@ -87,16 +87,16 @@ class Proof:
         return {"equal": self.equal, **asdict(self)}
 
 
-def verify(resolved: ResolvedRun, *, steps: int, own: ResolvedRun | None = None) -> Proof:
+def verify(resolved: ResolvedRun, *, steps: int, own: ResolvedRun | None = None, device: str = "cpu") -> Proof:
     """Train `steps` steps on one process and under the layout, from the same weights on the same data, and compare.
 
-    Both run on this machine's CPUs. `own`: the run in the recipe's own precision, whose number formats are checked; by
-    default `resolved`. Raises `LayoutFailed` if the layout's processes fail, and `TrainingStopped`, a
-    `KeyboardInterrupt`, if a signal ended it.
+    The process runs on this machine's CPUs, the layout on `device`, a word of the recipe's. `own`: the run in the
+    recipe's own precision, whose number formats are checked; by default `resolved`. Raises `LayoutFailed` if the
+    layout's processes fail, and `TrainingStopped`, a `KeyboardInterrupt`, if a signal ended it.
     """
     if find_worker() is not None:
         raise UserError("verify starts the layout's processes; run it without torchrun or srun")
-    resolved, own = for_proof(resolved), None if own is None else for_proof(own)
+    resolved, own = for_proof(resolved, device), None if own is None else for_proof(own, device)
     with scratch_folder("verify") as folder:
         for name, run in ((RESOLVED, resolved), (OWN, own)):
             if run is not None:
@@ -130,17 +130,17 @@ def single_steps(resolved: ResolvedRun, steps: int) -> int:
     return 0 if resolved.run.layout.asynchronous else steps
 
 
-def for_proof(resolved: ResolvedRun) -> ResolvedRun:
-    """The run in the form that is proved: on CPUs, its optimizer a smooth function of the gradient, every step clipped
-    if the recipe clips at all. AdamW replaces a user's own optimizer, whose smoothness is unknown. bf16 weights and
-    moments become fp32: their rounding is not smooth either, and is the same on every layout. A step that is not finite
-    is skipped."""
+def for_proof(resolved: ResolvedRun, device: str = "cpu") -> ResolvedRun:
+    """The run in the form that is proved: on `device`, its optimizer a smooth function of the gradient, every step
+    clipped if the recipe clips at all. AdamW replaces a user's own optimizer, whose smoothness is unknown. bf16 weights
+    and moments become fp32: their rounding is not smooth either, and is the same on every layout. A step that is not
+    finite is skipped."""
     training = resolved.run.training.with_wide_state()
     ours = training.optimizer if training.optimizer.name in OPTIMIZERS else OptimizerSpec(lr=training.optimizer.lr)
     optimizer = ours.model_copy(update={"eps": max(SMOOTHING, ours.eps)})
     clip = None if training.clip is None else min(CLIP, training.clip)
     training = training.model_copy(update={"optimizer": optimizer, "clip": clip, "non_finite": "skip"})
-    update = {"device": "cpu", "training": training, "guards": GuardSpec()}
+    update = {"device": device, "training": training, "guards": GuardSpec()}
     return resolved.model_copy(update={"run": resolved.run.model_copy(update=update)})
 
 
