@@ -242,7 +242,7 @@ BAD_VALUES = {
     ),
     "gpu is not cpu": (
         "device: gpu",
-        "run.yaml:2: device: 'gpu' is not allowed: must be 'auto', 'cpu' or 'cuda'",
+        "run.yaml:2: device: 'gpu' is not allowed: must be 'auto', 'cpu', 'cuda' or",
     ),
     "neither of two kinds": (
         "training: {micro_batch: big}",

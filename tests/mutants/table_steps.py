@@ -201,8 +201,8 @@ STEP = [
     Mutant(
         "the loss is divided by this rank's own token count",
         "trainer/step.py",
-        "trained, self.tokens = max(1, counts[0]), counts[1]",
-        "trained, self.tokens = max(1, terms), counts[1]",
+        "terms, self.tokens = total(",
+        "_, self.tokens = total(",
         "ddp",
         r"loss: loss",
     ),

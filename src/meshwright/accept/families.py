@@ -7,9 +7,10 @@ import torch
 
 from meshwright.accept.check import Check, Place, within
 from meshwright.accept.runs import device_of, families_of, tiny_run
+from meshwright.spec.precision import FP32, FP64
 from meshwright.testing.equivalence import largest_difference, one_step
 
-ALLOWED = {"fp64": 1e-9, "fp32": 1e-4}
+ALLOWED = {FP64.name: 1e-9, FP32.name: 1e-4}
 """Largest difference of a gradient, relative to the largest entry of all."""
 
 WAYS: dict[str, dict[str, Any]] = {
@@ -43,6 +44,6 @@ def _compared(place: Place, name: str, family: str, *, documents: bool = False, 
     largest = max(gradient.abs().max().item() for gradient in expected.gradients.values())
     difference, where = largest_difference(ours.gradients, expected.gradients)
     loss = abs(ours.loss / expected.loss - 1)
-    allowed = ALLOWED[training.get("precision", "fp64")]
+    allowed = ALLOWED[training.get("precision", FP64.name)]
     what = f"loss off by {loss:.1e}; largest difference of a gradient ({where}), relative,"
     return within(name, max(loss, difference / largest), allowed, what)

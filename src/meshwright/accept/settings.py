@@ -9,10 +9,12 @@ from meshwright.accept.check import Check, Place, within
 from meshwright.accept.runs import SMALL, device_of, run_of, train_here
 from meshwright.devices import CPU
 from meshwright.spec.errors import UserError
+from meshwright.spec.precision import Precision
+from meshwright.spec.training import TrainingSpec
 
 STEPS = 3
-RELATIVE = {"fp32": 1e-4, "bf16": 0.01, "fp16": 0.01, "fp8": 0.03, "mxfp8": 0.03, "nvfp4": 0.08}
-"""Largest relative difference of a loss from the CPU's, by precision: some roundings of a format."""
+WIDE, NARROW, QUANTIZED = 1e-4, 0.01, 0.08
+"""Largest relative difference of a loss from the CPU's: in fp32, in bf16 or fp16, and with quantized products."""
 
 EXPERTS = {**SMALL, "family": "mixtral", "num_experts": 4, "experts_per_token": 2}
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -65,6 +67,12 @@ def _compared(place: Place, name: str, training: dict[str, Any], fields: dict[st
     except UserError as error:
         return Check(name, passed=False, detail=f"refused: {error}")
     apart = max(abs(a / b - 1) for a, b in zip(ours.losses, expected.losses, strict=True))
-    check = within(name, apart, RELATIVE[base["precision"]], "largest relative difference of a loss")
+    check = within(
+        name, apart, _allowed(TrainingSpec(precision=base["precision"]).dtypes), "largest relative difference of a loss"
+    )
     check.figures.update(losses=ours.losses, seconds=ours.seconds)
     return check
+
+
+def _allowed(dtypes: Precision) -> float:
+    return QUANTIZED if dtypes.recipe else NARROW if dtypes.narrow else WIDE
