@@ -105,7 +105,7 @@ def test_recorded_ranks_are_compared_with_their_class() -> None:
     ]
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_thousand_ranks() -> None:
     """Of four stages, whose embedding's two copies have shards of 4 and of 2 rows."""
     many = tiny_run(LayoutSpec(pp=4), num_layers=4, accumulation=4, tied=True, width=128)
@@ -193,6 +193,7 @@ FOUND = {
 
 
 @pytest.mark.slow
+@pytest.mark.every(3)
 @pytest.mark.parametrize("fault", FOUND)
 def test_the_verb_finds_planted_faults(folder: Path, capsys: pytest.CaptureFixture[str], fault: str) -> None:
     """With the ranks and the lines of the user's own code."""
@@ -208,7 +209,7 @@ def shown(finding: str, folder: Path) -> str:
     return re.sub(r"\.py:\d+", ".py:LINE", finding)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_group_outside_the_layout_is_refused(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (folder / "run.yaml").write_text(RECIPE.replace("FAULT", "own group"))
     assert main(["rehearse", str(folder / "run.yaml"), "--deadlocks", "--cluster", "8xh100"]) == 2

@@ -18,7 +18,7 @@ WIDE, NARROW, QUANTIZED = 1e-4, 0.01, 0.08
 
 EXPERTS = {**SMALL, "family": "mixtral", "num_experts": 4, "experts_per_token": 2}
 SETTINGS: dict[str, dict[str, Any]] = {
-    "bf16": {"precision": "bf16"},
+    "plain bf16": {"precision": "bf16"},
     "fp16 with a loss scale": {"precision": "fp16"},
     "fp8": {"precision": "fp8"},
     "fp8 rowwise": {"precision": "fp8", "low_precision": {"recipe": "rowwise"}},
