@@ -281,7 +281,7 @@ def test_a_large_layout_is_proved_by_pairs_of_axes(
     recipe.write_text(
         "model: llama-3-8b\ntraining: {steps: 9, global_batch: 64}\nlayout: {dp_shard: 8, cp: 2, tp: 2}\n"
     )
-    monkeypatch.setattr("meshwright.prove.verify.verify", lambda resolved, steps, own: Proof([], 1e-13))
+    monkeypatch.setattr("meshwright.prove.verify.verify", lambda resolved, **_: Proof([], 1e-13))
     assert main(["verify", str(recipe)]) == 0
     said = capsys.readouterr().out
     assert "proof 3 of 3: tensor parallel x 2 + context parallel x 2; about" in said
