@@ -5,10 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from meshwright.accept import families, kernels, run, settings
+from meshwright.accept import families, generate, kernels, run, settings
 from meshwright.accept.check import Check, Place, read_checks, within, write_check
 from meshwright.accept.report import as_page, as_text, summary, write_report
 from meshwright.accept.run import StepOutcome, run_steps
+from meshwright.accept.runs import write_recipe
 from meshwright.accept.steps import STEPS, Step, named
 from meshwright.cli.main import main
 
@@ -16,7 +17,7 @@ ROOT = Path(__file__).parents[1]
 
 
 def place_in(folder: Path) -> Place:
-    return Place("cpu", tiny=True, work=folder)
+    return Place("cpu", work=folder)
 
 
 @pytest.mark.parametrize("step", [kernels, families, pytest.param(settings, marks=pytest.mark.exhaustive)])
@@ -29,7 +30,7 @@ def test_steps_pass_on_a_cpu(step, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_one_step_as_a_user_runs_it(tmp_path: Path, capsys) -> None:
-    words = ["accept", "--device", "cpu", "--tiny", "--steps", "profile", "--json"]
+    words = ["accept", "--device", "cpu", "--steps", "profile", "--json"]
     assert main([*words, "--out", str(tmp_path / "report")]) == 0
     report = json.loads(capsys.readouterr().out)
     assert report == json.loads((tmp_path / "report" / "report.json").read_text())
@@ -44,9 +45,7 @@ def test_one_step_as_a_user_runs_it(tmp_path: Path, capsys) -> None:
 def test_all_steps_on_a_cpu(tmp_path: Path, capsys) -> None:
     """As `make gpu` runs them: in processes of their own."""
     out = tmp_path / "report"
-    assert main(["accept", "--device", "cpu", "--tiny", "--seconds", "1800", "--out", str(out)]) == 0, (
-        capsys.readouterr()
-    )
+    assert main(["accept", "--device", "cpu", "--seconds", "1800", "--out", str(out)]) == 0, capsys.readouterr()
     report = json.loads((out / "report.json").read_text())
     assert [step["step"]["name"] for step in report["steps"]] == [step.name for step in STEPS]
     assert {step["state"] for step in report["steps"]} == {"passed"}
@@ -97,6 +96,33 @@ def test_checks_survive_the_process(tmp_path: Path) -> None:
     assert read_checks(tmp_path / "none") == []
 
 
+def test_an_exception_fails_its_check_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def breaks(*_: object) -> None:
+        raise RuntimeError("no kernel image is available")
+
+    monkeypatch.setattr(kernels, "grouped_matmul", breaks)
+    checks = list(kernels.checks(place_in(tmp_path)))
+    (failed,) = [check for check in checks if check.passed is False]
+    assert failed.name == "experts without rows"
+    assert "RuntimeError: no kernel image is available" in failed.detail
+    assert checks[-1].name == "fused AdamW"
+
+
+def test_a_second_acceptance_begins_anew(tmp_path: Path) -> None:
+    """Runs refuse a folder that holds one already."""
+    place = place_in(tmp_path)
+    write_recipe(place, "train", {})
+    (tmp_path / "train").mkdir()
+    write_recipe(place, "train", {})
+    assert not (tmp_path / "train").exists()
+
+
+def test_generation_needs_the_run(tmp_path: Path) -> None:
+    assert [(check.passed, check.detail) for check in generate.checks(place_in(tmp_path))] == [
+        (False, "step train has left none; run it first")
+    ]
+
+
 def test_the_report(tmp_path: Path) -> None:
     checks = [
         Check("<good>", passed=True, detail="1 & 2"),
@@ -119,7 +145,7 @@ def test_the_report(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "problem"),
     [
-        (["--steps", "kernels,tain"], "--steps: no step is called tain; there are machine, train, kernels"),
+        (["--steps", "kernels,tain"], "--steps: no step is called 'tain'; there are machine, train, kernels"),
         (["--nanogpt", "no/such/folder"], "no/such/folder does not exist"),
         (["--references", "no.json"], "no.json does not exist"),
         (["--device", "cuda"], "device=cuda, but this machine has no GPU"),

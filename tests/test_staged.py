@@ -23,3 +23,11 @@ def staged() -> Iterator[RankPool]:
 def test_staged_messages_change_nothing(staged: RankPool, strategy: str) -> None:
     """Every strategy's loss, gradients and weights after a step equal one process's, in float64."""
     check(staged, strategy, accumulation=3)
+
+
+@pytest.mark.slow
+def test_ranks_that_are_no_forks(request: pytest.FixtureRequest) -> None:
+    """As on a machine with a GPU."""
+    pool = RankPool(STAGED, fresh=True)
+    request.addfinalizer(pool.close)
+    check(pool, "zero-2-tp")

@@ -5,6 +5,8 @@ import math
 import subprocess
 import sys
 import time
+import traceback
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -28,8 +30,6 @@ class Place:
 
     device: str
     """The recipe's `device`: cuda or cpu."""
-    tiny: bool
-    """Whether shapes are tiny, for a rehearsal on a CPU."""
     work: Path
     """Folder of recipes and runs, which steps share."""
     references: Path | None = None
@@ -39,12 +39,12 @@ class Place:
 
     @property
     def on_gpu(self) -> bool:
-        """Whether the device is a GPU."""
+        """Whether the device is a GPU. On a CPU, steps rehearse themselves with tiny shapes."""
         return self.device != "cpu"
 
     def options(self) -> list[str]:
         """The command line that gives a step's process this place."""
-        words = ["--device", self.device, "--work", str(self.work), *(["--tiny"] if self.tiny else [])]
+        words = ["--device", self.device, "--work", str(self.work)]
         for option, path in (("--references", self.references), ("--nanogpt", self.nanogpt)):
             words += [option, str(path)] if path is not None else []
         return words
@@ -83,6 +83,14 @@ def meshwright(*words: object) -> Ended:
 def command(*words: object) -> list[str]:
     """The command line of a verb."""
     return [sys.executable, "-P", "-m", "meshwright", *map(str, words)]
+
+
+def tried(make: Callable[..., Check], name: str, *arguments: Any, **options: Any) -> Check:
+    """`make(name, ...)`; an exception fails this check alone."""
+    try:
+        return make(name, *arguments, **options)
+    except Exception:
+        return Check(name, passed=False, detail=traceback.format_exc()[-2000:])
 
 
 def within(name: str, difference: float, allowed: float, what: str = "largest difference") -> Check:

@@ -14,9 +14,12 @@ TOKENS = 24
 
 
 def checks(place: Place) -> Iterator[Check]:
-    """Greedy tokens on the device and on the CPU, one prompt and a batch; the loss of a text; a file for others."""
+    """Greedy tokens on the device and on the CPU, of one prompt and of a batch; an evaluation."""
     run_dir = place.work / RUN
-    lines = text_of(place).read_text().splitlines()[: PROMPTS if not place.tiny else 3]
+    lines = text_of(place).read_text().splitlines()[: PROMPTS if place.on_gpu else 3]
+    if not run_dir.is_dir():
+        yield Check("the run to use", passed=False, detail=f"step {RUN} has left none; run it first")
+        return
     expected = _continued(run_dir, lines, "cpu")
     for prompts in (lines[:1], lines):
         ours = _continued(run_dir, prompts, place.device)

@@ -9,7 +9,7 @@ from typing import Any, get_args
 
 import torch
 
-from meshwright.accept.check import Check, Place, within
+from meshwright.accept.check import Check, Place, tried, within
 from meshwright.accept.runs import device_of
 from meshwright.devices import CPU
 from meshwright.models.attention_kernels import Asked, NamedCore, serves
@@ -39,13 +39,13 @@ MASKS = {
 def checks(place: Place) -> Iterator[Check]:
     """Attention, loss, experts, fp8, codes, optimizer."""
     yield from _attention(place)
-    yield _ring(place)
-    for vocab in (1000,) if place.tiny else (50257, 128256):
-        yield _loss(place, vocab)
-    yield _experts(place)
+    yield tried(_ring, "two parts of ring attention", place)
+    for vocab in (1000,) if not place.on_gpu else (50257, 128256):
+        yield tried(_loss, f"loss, vocabulary {vocab}", place, vocab)
+    yield tried(_experts, "experts without rows", place)
     yield from _fp8(place)
     yield from _bits(place)
-    yield _adamw(place)
+    yield tried(_adamw, "fused AdamW", place)
 
 
 def _attention(place: Place) -> Iterator[Check]:
@@ -56,7 +56,9 @@ def _attention(place: Place) -> Iterator[Check]:
             for mask, (documents, window) in MASKS.items():
                 asked = Asked(device_of(place), torch.bfloat16, head_dim, documents, window)
                 if serves(name, asked):
-                    yield _attends(f"{name}, heads of {head_dim}, {mask}", name, asked, 64 if place.tiny else 512)
+                    yield tried(
+                        _attends, f"{name}, heads of {head_dim}, {mask}", name, asked, 64 if not place.on_gpu else 512
+                    )
                 else:
                     lacking.append(f"heads of {head_dim}, {mask}")
         if lacking:
@@ -97,9 +99,9 @@ def _no_worse(name: str, ours: Tensors, plain: Tensors, exact: Tensors) -> Check
     return within(name, worst, FACTOR, "largest error, in errors of the plain computation,")
 
 
-def _ring(place: Place) -> Check:
+def _ring(name: str, place: Place) -> Check:
     """Two parts of ring attention beside the whole."""
-    device, length = device_of(place), 64 if place.tiny else 512
+    device, length = device_of(place), 64 if not place.on_gpu else 512
     half = length // 2
 
     def parts(device: torch.device, dtype: torch.dtype) -> Tensors:
@@ -114,11 +116,11 @@ def _ring(place: Place) -> Check:
 
     exact = parts(CPU, torch.float64)
     plain = parts(CPU, torch.bfloat16)
-    return _no_worse("two parts of ring attention", parts(device, torch.bfloat16), plain, exact)
+    return _no_worse(name, parts(device, torch.bfloat16), plain, exact)
 
 
-def _loss(place: Place, vocab: int) -> Check:
-    tokens, hidden = (64, 32) if place.tiny else (1024, 256)
+def _loss(name: str, place: Place, vocab: int) -> Check:
+    tokens, hidden = (64, 32) if not place.on_gpu else (1024, 256)
     labels = torch.randint(0, vocab, (tokens,), generator=torch.Generator().manual_seed(1))
     labels[::7] = -100
 
@@ -134,12 +136,10 @@ def _loss(place: Place, vocab: int) -> Check:
         return value.detach(), x.grad, head.grad
 
     exact = loss(CPU, torch.float64)
-    return _no_worse(
-        f"loss, vocabulary {vocab}", loss(device_of(place), torch.bfloat16), loss(CPU, torch.bfloat16), exact
-    )
+    return _no_worse(name, loss(device_of(place), torch.bfloat16), loss(CPU, torch.bfloat16), exact)
 
 
-def _experts(place: Place) -> Check:
+def _experts(name: str, place: Place) -> Check:
     """Products of experts, of which two get no rows."""
     counts = torch.tensor([0, 40, 3, 0, 85])
 
@@ -152,9 +152,7 @@ def _experts(place: Place) -> Check:
         return y.detach(), x.grad, weight.grad
 
     exact = product(CPU, torch.float64)
-    return _no_worse(
-        "experts without rows", product(device_of(place), torch.bfloat16), product(CPU, torch.bfloat16), exact
-    )
+    return _no_worse(name, product(device_of(place), torch.bfloat16), product(CPU, torch.bfloat16), exact)
 
 
 def _fp8(place: Place) -> Iterator[Check]:
@@ -194,7 +192,7 @@ def _bits(place: Place) -> Iterator[Check]:
         yield Check(f"bits of {name}", wrong == 0, f"{wrong} of {ours.numel()} differ from the CPU's")
 
 
-def _adamw(place: Place) -> Check:
+def _adamw(name: str, place: Place) -> Check:
     """Three steps of the fused optimizer beside the CPU's in fp64."""
 
     def weights(device: torch.device, dtype: torch.dtype) -> torch.Tensor:
@@ -206,4 +204,4 @@ def _adamw(place: Place) -> Check:
         return weight.detach().double().cpu()
 
     apart = weights(device_of(place), torch.float32) - weights(CPU, torch.float64)
-    return within("fused AdamW", apart.abs().max().item(), 1e-6)
+    return within(name, apart.abs().max().item(), 1e-6)

@@ -34,7 +34,7 @@ def checks(place: Place) -> Iterator[Check]:
 
 
 def _product(place: Place) -> Check:
-    device, size = device_of(place), 256 if place.tiny else 8192
+    device, size = device_of(place), 256 if not place.on_gpu else 8192
     a = torch.ones(size, size, device=device, dtype=torch.bfloat16)
     best = float("inf")
     for _ in range(8):

@@ -24,9 +24,9 @@ Case = tuple[str, dict[str, Any], int, dict[str, Any], dict[str, Any]]
 """Name, model, length, training, layout."""
 
 
-def cases(*, tiny: bool) -> Iterator[Case]:
+def cases(*, on_gpu: bool) -> Iterator[Case]:
     """Sizes, recomputation, formats and offloading."""
-    if tiny:
+    if not on_gpu:
         yield "small", SMALL, 128, {"global_batch": 8, "micro_batch": 4}, {}
         return
     gpt2, llama = {"name": "gpt2"}, {"name": "llama-3.2-1b"}
@@ -54,7 +54,7 @@ def checks(place: Place) -> Iterator[Check]:
     cluster = calibrate(machine, ranks=1, seconds=0.3)
     yield Check("calibration", None, cluster.model_dump_json(exclude_defaults=True), cluster.model_dump(mode="json"))
     memory, seconds = list[float](), list[float]()
-    for name, model, length, training, layout in cases(tiny=place.tiny):
+    for name, model, length, training, layout in cases(on_gpu=place.on_gpu):
         batch = training["micro_batch"]
         training = {"precision": "bf16", "global_batch": batch, **training}
         resolved = run_of(model, training, length, layout=layout, device=place.device)
@@ -70,7 +70,7 @@ def checks(place: Place) -> Iterator[Check]:
             detail += f"; {measured.reserved / 2**30:.2f} GiB, predicted {need / 2**30:.2f}"
         yield Check(name, None, detail, figures)
     yield within(
-        "seconds, median error", statistics.median(seconds), math.inf if place.tiny else SECONDS, "relative error"
+        "seconds, median error", statistics.median(seconds), math.inf if not place.on_gpu else SECONDS, "relative error"
     )
     if memory:
         yield within("memory, median error", statistics.median(memory), MEDIAN, "relative error")

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 
+from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from meshwright.accept.check import Check, Place
@@ -17,7 +18,7 @@ LAUNCHES = ("cudaLaunchKernel", "cudaLaunchKernelExC", "cuLaunchKernel", "hipLau
 
 def checks(place: Place) -> Iterator[Check]:
     """Profile some steps after two others."""
-    model, length = ({"name": "gpt2"}, 1024) if not place.tiny else (SMALL, 64)
+    model, length = ({"name": "gpt2"}, 1024) if place.on_gpu else (SMALL, 64)
     training = {"global_batch": 8, "micro_batch": 8, "precision": "bf16"}
     trainer = build_trainer(run_of(model, training, length, device=place.device), RankContext(device=device_of(place)))
     kinds = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if place.on_gpu else [])]
@@ -34,7 +35,8 @@ def checks(place: Place) -> Iterator[Check]:
     here = sum(waits.values()) - 1  # one is the measurement's own
     detail = f"{max(here, 0):g} a step, at most {MOST_WAITS}: {waits or 'none'}"
     yield Check("waits of the host", here <= MOST_WAITS if place.on_gpu else None, detail)
-    busy = sum(event.self_device_time_total for event in profiler.key_averages()) / 1e6 if place.on_gpu else 0.0
+    kernels = [event for event in profiler.key_averages() if event.device_type != DeviceType.CPU]  # not their callers
+    busy = sum(event.self_device_time_total for event in kernels if not event.is_user_annotation) / 1e6
     idle = 1 - busy / sum(seconds)
     figures = {"launches": launches, "idle": idle, "seconds": sum(seconds) / STEPS}
     detail = f"{launches:.0f} kernels a step; the device is idle for {idle:.1%} of {sum(seconds) / STEPS:.4g} s"

@@ -2,6 +2,7 @@
 
 import json
 import random
+import shutil
 import statistics
 import time
 from collections.abc import Iterator, Mapping
@@ -11,10 +12,10 @@ from typing import Any
 
 import torch
 
-from meshwright.accept.check import Place
+from meshwright.accept.check import Check, Place, within
 from meshwright.devices import CPU, accelerator, peak_reserved_bytes, release_unused, reset_peak, synchronize
 from meshwright.spec.run import ResolvedRun, Run
-from meshwright.testing.equivalence import loader_for
+from meshwright.testing.equivalence import Outcome, largest_difference, loader_for
 from meshwright.trainer.resolve import resolve_run
 from meshwright.trainer.setup import RankContext, Trainer, build_trainer
 
@@ -78,7 +79,7 @@ def run_of(model: Mapping[str, Any], training: Mapping[str, Any], length: int = 
 
 def families_of(place: Place) -> list[str]:
     """The families that a step tries: all, or in a rehearsal a dense one and one with experts."""
-    return ["llama", "mixtral"] if place.tiny else list(FAMILIES)
+    return ["llama", "mixtral"] if not place.on_gpu else list(FAMILIES)
 
 
 def tiny_run(family: str = "llama", *, batch: int = BATCH, layout: Any = None, **training: Any) -> ResolvedRun:
@@ -90,6 +91,7 @@ def tiny_run(family: str = "llama", *, batch: int = BATCH, layout: Any = None, *
 
 def write_recipe(place: Place, name: str, fields: Mapping[str, Any]) -> Path:
     """A recipe on the place's text, in its work folder; the run's folder has the recipe's name."""
+    shutil.rmtree(place.work / name, ignore_errors=True)  # of an earlier acceptance
     data = {"sources": str(text_of(place)), "tokenizer_vocab": 257, "cache_dir": str(place.work / "cache")}
     training = {"lr_schedule": {"name": "constant", "warmup": 0}, "evaluation": {"batches": 0}}
     file = place.work / f"{name}.yaml"
@@ -115,6 +117,17 @@ def losses_in(run_dir: Path) -> list[float]:
     """The losses of a run's steps."""
     records = map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines())
     return [record["loss"] for record in records if "loss" in record and "step" in record]
+
+
+def beside(name: str, ours: Outcome | None, expected: Outcome | None, allowed: float) -> Check:
+    """The loss and every gradient of a step beside another's, relative to the largest entry of all gradients."""
+    assert ours is not None
+    assert expected is not None
+    largest = max(gradient.abs().max().item() for gradient in expected.gradients.values())
+    difference, where = largest_difference(ours.gradients, expected.gradients)
+    loss = abs(ours.loss / expected.loss - 1)
+    what = f"loss off by {loss:.1e}; largest relative difference, in the gradient of {where},"
+    return within(name, max(loss, difference / largest), allowed, what)
 
 
 @dataclass(frozen=True)

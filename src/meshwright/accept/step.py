@@ -15,11 +15,10 @@ def main() -> None:
     parser.add_argument("--device", required=True, help="cuda or cpu")
     parser.add_argument("--work", type=Path, required=True, help="folder of recipes and runs")
     parser.add_argument("--results", type=Path, required=True, help="file for the checks")
-    parser.add_argument("--tiny", action="store_true", help="tiny shapes")
     parser.add_argument("--references", type=Path, help="figures of a CPU")
     parser.add_argument("--nanogpt", type=Path, help="folder of nanoGPT's code")
     options = parser.parse_args()
-    place = Place(options.device, options.tiny, options.work, options.references, options.nanogpt)
+    place = Place(options.device, options.work, options.references, options.nanogpt)
     step = importlib.import_module(f"meshwright.accept.{options.name}")
     try:
         for check in step.checks(place):

@@ -6,6 +6,8 @@ none stops the next.
 
 from dataclasses import dataclass
 
+from meshwright.spec.errors import UserError
+
 
 @dataclass(frozen=True)
 class Step:
@@ -35,8 +37,9 @@ STEPS = (
 
 
 def named(names: list[str] | None) -> tuple[Step, ...]:
-    """The steps of these names, in their order; all of them for None. Raises `KeyError` for a name that is none."""
-    steps = {step.name: step for step in STEPS}
+    """The steps of these names, in the order of `STEPS`; all for None. Raises `UserError` for an unknown name."""
+    known = [step.name for step in STEPS]
     for name in names or []:
-        steps[name]
+        if name not in known:
+            raise UserError(f"--steps: no step is called {name!r}; there are {', '.join(known)}")
     return tuple(step for step in STEPS if names is None or step.name in names)

@@ -57,9 +57,11 @@ class RankPool:
     So processes with too many threads are replaced.
     """
 
-    def __init__(self, backend: str = "gloo") -> None:
+    def __init__(self, backend: str = "gloo", *, fresh: bool = False) -> None:
+        """`fresh`: ranks are new processes instead of forks, which a GPU's libraries do not survive. A group of one
+        rank exists only over another backend than gloo."""
         self._groups: dict[int, _Group] = {}
-        self._backend = backend
+        self._backend, self._fresh = backend, fresh
         atexit.register(self.close)  # else multiprocessing would wait for stopped processes to end
 
     def run(self, world_size: int, function: Callable[..., Any], *args: Any, timeout: float = 120) -> list[Any]:
@@ -69,7 +71,7 @@ class RankPool:
         failed; their group is ended, because the others may hang, and the next call starts a new one.
         """
         if world_size not in self._groups:
-            self._groups[world_size] = _Group(world_size, self._backend)
+            self._groups[world_size] = _Group(world_size, self._backend, fresh=self._fresh)
         group = self._groups[world_size]
         answers = group.ask(function, args, timeout)
         failures = [f"rank {rank} of {world_size}:\n{value}" for rank, (ok, value) in enumerate(answers) if not ok]
@@ -89,8 +91,8 @@ class RankPool:
 class _Group:
     """The processes of one world size."""
 
-    def __init__(self, world_size: int, backend: str) -> None:
-        context = multiprocessing.get_context("forkserver")
+    def __init__(self, world_size: int, backend: str, *, fresh: bool) -> None:
+        context: Any = multiprocessing.get_context("spawn" if fresh else "forkserver")
         context.set_forkserver_preload([*LOADED])
         self._folder = tempfile.TemporaryDirectory()
         self._pipes: list[Connection] = []
@@ -98,7 +100,7 @@ class _Group:
         for rank in range(world_size):
             here, there = context.Pipe()
             store = str(Path(self._folder.name) / "store")
-            process = context.Process(target=_serve, args=(rank, world_size, backend, store, there), daemon=True)
+            process = context.Process(target=_serve, args=(rank, world_size, backend, store, there, fresh), daemon=True)
             process.start()
             there.close()
             self._pipes.append(here)
@@ -150,16 +152,17 @@ class _Group:
         self._folder.cleanup()
 
 
-def _serve(rank: int, world_size: int, backend: str, store: str, pipe: Connection) -> None:
+def _serve(rank: int, world_size: int, backend: str, store: str, pipe: Connection, fresh: bool) -> None:
     if STOPS:
         # A stopped process does not notice that its pipe has closed. So it is killed when the fork server ends, which
         # exits with its parent unless one of its children keeps it alive.
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-        os.close(forkserver._forkserver._forkserver_alive_fd)  # type: ignore[attr-defined]
+        if not fresh:
+            os.close(forkserver._forkserver._forkserver_alive_fd)  # type: ignore[attr-defined]
     gc.freeze()  # a collection would copy the memory that all ranks share
     torch.set_num_threads(1)
     fill_uninitialized_memory()
-    if world_size > 1:
+    if world_size > 1 or backend != "gloo":
         dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=world_size)
     while True:
         try:
