@@ -21,9 +21,11 @@ from meshwright.parallel import data as data_parallel
 from meshwright.parallel.error_feedback import ErrorFeedback
 from meshwright.parallel.pipedream import _StreamPass
 from meshwright.prove import whole
+from meshwright.prove.formats import narrow_sum
 from meshwright.spec.layout import LayoutSpec
 from meshwright.spec.run import ResolvedRun
 from meshwright.state import MasterWeights, TieredStore
+from meshwright.testing.equivalence import build_here
 from meshwright.testing.proof import prove
 from meshwright.testing.ranks import RankPool
 from meshwright.trainer.step import TrainStep
@@ -332,3 +334,17 @@ def test_the_verb_proves_a_late_pipeline_by_its_definition(tmp_path: Path, capsy
     assert "against    its definition on one process: 4 steps with the gradient of the batch before, fp64" in report
     assert "last update" in report
     assert "gradients summed in fp32, copies equal to their masters" in report
+
+
+@pytest.mark.parametrize(("size", "wrong"), [(1.0, True), (2.0**-13, False)])
+def test_a_gradient_that_is_all_rounding_is_not_judged_by_its_bits(size: float, wrong: bool) -> None:
+    """Its numbers fit bf16 in both cases. Small ones may be rounding alone, as those of a key's bias."""
+    trainer = build_here(tiny_run(LayoutSpec(), precision="bf16"))
+    generator = torch.Generator().manual_seed(0)
+    for name, parameter in trainer.parameters.items():
+        drawn = torch.randn(parameter.shape, generator=generator)
+        parameter.grad = size * drawn.bfloat16().float() if name == "output.weight" else drawn
+    location = narrow_sum(trainer)
+    assert (None if location is None else location.name) == (
+        "the gradient of output.weight was summed in torch.bfloat16" if wrong else None
+    )

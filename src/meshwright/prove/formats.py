@@ -49,7 +49,7 @@ def compare_formats(trainer: Trainer) -> Location | None:
         _, trained = step.gradients(microbatches)
         sums_wide = dtypes.reduce.bytes > dtypes.compute.bytes and layout.quantized_gradients == "none"
         if sums_wide and layout.data_parallel * len(microbatches) > 1:
-            wrong = _rounded(trainer)
+            wrong = narrow_sum(trainer)
         if sums_wide and layout.pp == 1:
             wrong = wrong or _not_summed(trainer, microbatches, _scale(trainer) / trained)
     step.update(1, step.gradient_norm(), LARGE)
@@ -95,7 +95,7 @@ def _not_summed(trainer: Trainer, microbatches: Sequence[HostBatch], scale: floa
         step.store.zero_grad()
         step.passes.train([to_device(microbatch, trainer.device)], scale)
         if not index and trainer.resolved.run.layout.data_parallel > 1:
-            wrong = _rounded(trainer)
+            wrong = narrow_sum(trainer)
         for name, gradient in gradients_of(trainer):
             sums[name] += shards.local(gradient)
             largest[name] = max(largest[name], largest_entry(shards.local(gradient)))
@@ -104,7 +104,7 @@ def _not_summed(trainer: Trainer, microbatches: Sequence[HostBatch], scale: floa
     return wrong or _first(f"the gradient of {{}} is not the sum of its microbatches' in {dtypes.reduce}", names)
 
 
-def _rounded(trainer: Trainer) -> Location | None:
+def narrow_sum(trainer: Trainer) -> Location | None:
     """The first gradient whose every number fits the compute dtype, although it is a sum of several."""
     run, own_rank = trainer.resolved.run, trainer.worker.rank
     narrow = torch_dtype(run.training.dtypes.compute)
