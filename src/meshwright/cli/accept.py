@@ -25,7 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--device", choices=["auto", "cpu", "cuda"], default="auto", help="default: a GPU if there is one"
     )
     parser.add_argument("--seconds", type=positive, default=400, metavar="N", help="limit of all steps (default 400)")
-    parser.add_argument("--steps", metavar="A,B", help=f"some steps only: {','.join(step.name for step in STEPS)}")
+    parser.add_argument("--steps", metavar="A,B", help="some of the steps below only")
     parser.add_argument(
         "--references",
         metavar="FILE",
@@ -38,11 +38,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--nanogpt", metavar="DIR", type=Path, help="nanoGPT's code, to compare speed with")
     add_json_argument(parser)
     parser.epilog = (
-        "Needs no network. On a CPU the steps rehearse themselves with tiny shapes. On a GPU each has a time limit.\n"
-        "None stops the next. After each, DIR/report.txt, report.json and report.html are written anew.\n"
+        "Needs no network. On a CPU the steps rehearse themselves with tiny shapes; on a GPU each has a\n"
+        "time limit. A step that fails does not stop the next. After each step, DIR/report.txt, report.json\n"
+        "and report.html are written anew.\n"
         "exit status: 0 every step that ran has passed, 1 one failed, 2 invalid command line,\n"
         "75 stopped by a signal\n\n"
-        "steps:\n" + "".join(f"  {step.name:<12}{step.about}\n" for step in STEPS) + "\nexamples:\n"
+        "steps:\n" + "".join(f"  {step.name:<13}{step.about}\n" for step in STEPS) + "\nexamples:\n"
         "  meshwright accept\n"
         "  meshwright accept --steps layouts,kernels --seconds 120\n"
         "  meshwright accept --device cpu --seconds 1200"
