@@ -9,18 +9,23 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
+from transformers import AutoConfig
 
 from losses import logits_of
 from meshwright import Run, train
 from meshwright.checkpoint.hf import HfForm, HfWeights, export_hf
 from meshwright.cli.main import main
+from meshwright.engines.engine import InexpressibleError
+from meshwright.engines.tuning import TrlEngine
 from meshwright.families import parameter_table, read_hf_directory, state_table
 from meshwright.models import build_model, named_tensors
 from meshwright.serve.trained import open_trained
 from meshwright.spec.layout import LayoutSpec
+from meshwright.spec.run import ResolvedRun
 from meshwright.testing.equivalence import one_step
 from meshwright.testing.layouts import LAYOUTS
 from meshwright.testing.ranks import RankPool
+from meshwright.trainer.resolve import resolve_run
 from multimodal import MODELS, PROCESSOR, logits_of_text, open_whole, save_multimodal, with_norms_in_float64
 from test_equivalence import assert_equal
 from test_foreign import foreign_run, recipe
@@ -209,6 +214,23 @@ def test_adapters_fit_the_whole_model(directories: Path, tmp_path: Path, name: s
     found = logits_of_text(open_whole(tmp_path / "out"), TOKENS_BT)
     assert (tuned - found).abs().max() < 1e-5
     assert (found - logits_of_text(open_whole(directories / name), TOKENS_BT)).abs().max() > 1e-3
+
+
+def test_trl_is_refused_where_its_loss_finds_no_model_without_head(directories: Path, tmp_path: Path) -> None:
+    def run(name: str) -> ResolvedRun:
+        return resolve_run(Run.model_validate(recipe(tmp_path, directories / name)), base_dir=tmp_path)
+
+    def foreign(name: str) -> transformers.PreTrainedModel:
+        config = AutoConfig.for_model(**json.loads(run(name).model.foreign.config))  # pyright: ignore[reportOptionalMemberAccess]
+        with torch.device("meta"):
+            return transformers.AutoModelForCausalLM.from_config(config)
+
+    with pytest.raises(InexpressibleError, match=r"model.name=.*does not find in Llama 4's"):
+        TrlEngine().translate(run("llama4"))
+    assert TrlEngine().translate(run("gemma3"))
+    for name, lacks in (("llama4", True), ("gemma3", False)):
+        model = foreign(name)
+        assert (model.base_model is model) == lacks, "what trl's loss asks"
 
 
 def test_what_cannot_be_trained_is_refused_by_name(directories: Path, tmp_path: Path) -> None:

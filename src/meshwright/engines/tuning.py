@@ -1,5 +1,6 @@
 """Engines of Hugging Face's fine-tuning: peft under the Trainer of transformers; trl, for records and preferences."""
 
+import json
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
@@ -91,6 +92,13 @@ class TrlEngine(HfTrainer):
         "training.preference": said,
         "training.preference.reference": only("start", why="trl always uses a reference model; set it to start"),
     }
+
+    def cannot(self, resolved: ResolvedRun) -> Mapping[str, str]:
+        """As `TemplateEngine`; also Llama 4's text model, whose class names a part that it does not have."""
+        refused, foreign = dict(super().cannot(resolved)), resolved.model.foreign
+        if foreign is not None and json.loads(foreign.config).get("model_type") == "llama4_text":
+            refused["model.name"] = "trl's loss needs the model without its head, which it does not find in Llama 4's"
+        return refused
 
     def cannot_dump(self, resolved: ResolvedRun) -> str:
         """The proof's random tokens are not preference pairs."""
