@@ -7,6 +7,7 @@ import pytest
 
 from meshwright.families import PRESETS, resolve_model
 from meshwright.plan.blueprint import blueprint
+from meshwright.plan.constants import FITTED
 from meshwright.plan.hardware import device_cluster
 from meshwright.plan.interval import NOMINAL, PredictionInterval, time_sigma
 from meshwright.plan.job import Job, Stack
@@ -114,12 +115,36 @@ def test_experts_cost_their_dispatch() -> None:
     assert predict_step_time(job.with_layout(ep=1), H100).expert == 0
 
 
+def test_experts_cost_less_where_loads_are_equal_and_their_exchange_is_hidden() -> None:
+    model = blueprint(resolve_model(PRESETS["qwen3-30b-a3b"], base_dir=Path()))
+    job = replace(JOB.with_layout(ep=8, zero=1, dp_shard=64), model=model)
+    plain, equal, hidden = (
+        predict_step_time(replace(job, stack=replace(JOB.stack, **changes)), H100)
+        for changes in ({}, {"balanced_experts": True}, {"overlap_experts": True})
+    )
+    assert equal.expert == pytest.approx(plain.expert / FITTED.imbalance)
+    assert FITTED.contention * plain.expert == pytest.approx(hidden.expert), "computation hides all of it"
+    assert equal.compute < plain.compute == hidden.compute
+
+
+def test_graphs_cost_the_host_nothing_and_documents_shorten_attention() -> None:
+    short = replace(JOB, sequence=128, global_batch=64, stack=replace(JOB.stack, python=5))
+    eager = predict_step_time(short, H100)
+    graphs = predict_step_time(replace(short, stack=replace(short.stack, graphs=True)), H100)
+    assert graphs.host == 0 < eager.host
+    assert graphs.total < eager.total
+    packed = seconds(replace(JOB, document=512))
+    attention = seconds(JOB) - seconds(replace(JOB, document=1))
+    assert seconds(JOB) - packed == pytest.approx(attention * (1 - 511 / (JOB.sequence - 1)), rel=0.05)
+    assert seconds(replace(JOB, document=10 * JOB.sequence)) == seconds(JOB)
+
+
 def test_adapters_read_and_write_beside_their_matrices() -> None:
     whole = replace(JOB.with_layout(dp_shard=1, zero=0), recompute="none", global_batch=8)
-    few, none = (replace(whole, adapters=1e7, stack=replace(JOB.stack, adapts_all=all_)) for all_ in (False, True))
+    few, none = (replace(whole, adapters=1e7, stack=replace(JOB.stack, adapts=which)) for which in ("attention", "all"))
     bare = replace(whole, adapters=1e7, model=replace(MODEL, kinds=tuple(
         replace(kind, matrices=tuple(replace(m, name=f"x.{m.name}") for m in kind.matrices)) for kind in MODEL.kinds
-    )), stack=replace(JOB.stack, adapts_all=False))  # fmt: skip
+    )), stack=replace(JOB.stack, adapts="attention"))  # fmt: skip
     one = H100.model_copy(update={"devices": 1})
     times = [seconds(job, one) for job in (bare, few, none)]
     assert times == sorted(times)

@@ -184,7 +184,7 @@ def _beside(job: Job, block: LayerParameters, policy: Policy) -> float:
     are saved; scaled B and the dropped-out x with its mask, if everything is saved."""
     if not job.adapter_rank:
         return 0.0
-    matrices, rank = adapted(block, job.adapter_rank), job.adapter_rank
+    matrices, rank = adapted(block, job.adapter_rank, job.stack.adapts), job.adapter_rank
     inputs, outputs = (sum(getattr(matrix, side) for matrix in matrices) for side in ("into", "out"))
     saved = job.width * rank * inputs / job.layout.tp if job.alone else 0.0
     if policy != "full":

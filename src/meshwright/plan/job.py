@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
-from typing import Any, Literal
+from typing import Any, Literal, assert_never
 
 from meshwright.plan.blueprint import Blueprint, LayerParameters, Matrix
 from meshwright.plan.flops import finetuning_flops
@@ -21,6 +21,7 @@ Attention = Literal["unfused", "flash", "flash-bias", "hopper"]
 kernels written for Hopper and later (FlashAttention-3, cuDNN)."""
 
 
+Adapts = Literal["all", "attention", "experts"]
 Kinds = tuple[tuple[int, int], ...]
 """(kind of block, number of them)."""
 Groups = tuple[tuple[Policy, Kinds], ...]
@@ -59,12 +60,18 @@ class Stack:
     """Whether tensor-parallel collectives are split and hidden behind matrix products."""
     expert_relay: bool = False
     """Whether a token is sent to another node once for all of its experts there, and copied inside the node."""
+    overlap_experts: bool = False
+    """Whether experts' exchange of one microbatch is hidden behind the computation of another."""
+    balanced_experts: bool = False
+    """Whether every expert gets the same number of tokens."""
     logit_bytes: float = 10.0
     """Live bytes per logit of an unchunked loss: low precision, fp32 copy, and the gradient of both."""
     balanced: bool = False
     """Whether the pipeline's last stage gets fewer layers because it has the head."""
     chunked_loss: bool = False
     """Whether logits exist only for a chunk of tokens at a time."""
+    hidden_bytes: float = 0.0
+    """Live bytes per number of the hidden states in a loss that is fused with the head and stores no logits."""
     chunk_bytes: int = 2**30
     wide_bytes: int = 2**28
     """Size of a chunk of logits, and the part of it held in fp32 at a time; on a GPU."""
@@ -86,13 +93,15 @@ class Stack:
     """Buffers of the communicator of all ranks, and of each axis of more than one."""
     python: float = 1.0
     """Host time per operator, relative to an eager PyTorch program."""
+    graphs: bool = False
+    """Whether blocks are replayed as CUDA graphs, whose operators cost the host nothing."""
     coded_inputs: Literal["none", "inner", "all"] = "none"
     """Inputs of fp8 layers that are saved in one byte per number. inner: of feed-forward layers' last matrices; all:
     also the outputs of norms."""
     emulated: bool = False
     """Whether products in low precision are emulated: operands are quantized, decoded and multiplied in fp32."""
-    adapts_all: bool = True
-    """Whether all matrices have adapters, not only attention's."""
+    adapts: Adapts = "all"
+    """Matrices with adapters: all but experts', attention's alone, or experts' too."""
     spread: float = 0.0
     """Added standard deviation of the step time's logarithm, for programs with few published runs."""
 
@@ -123,6 +132,8 @@ class Job:
     """Not always legal: a search tries layouts before it checks them, and published runs used other programs."""
     sequence_parallel: bool = True
     """Whether tensor-parallel ranks split the sequence between matrix products."""
+    document: int | None = None
+    """Tokens of a document, outside which a token of a packed sequence does not attend; None: the sequence."""
     recompute: Policy | RecomputeSpec = "none"
     recompute_share: float = 1.0
     """Share of the blocks that recompute, spread over the model, if `recompute` is a word."""
@@ -268,14 +279,31 @@ class Job:
         return _cut_before_head(self.model.num_layers, stages, head / costs[0])
 
 
-def adapter_parameters(model: Blueprint, rank: int) -> int:
-    """Parameters of adapters beside every matrix of attention and dense feed-forward layers (Hu et al., 2021)."""
-    return sum(rank * (matrix.out + matrix.into) for block in model.blocks for matrix in adapted(block, rank))
+def adapter_parameters(model: Blueprint, rank: int, adapts: Adapts = "all") -> int:
+    """Parameters of adapters beside matrices of attention, feed-forward layers and experts (Hu et al., 2021)."""
+    return sum(
+        rank * (matrix.out + matrix.into) * max(1, matrix.experts)
+        for block in model.blocks
+        for matrix in adapted(block, rank, adapts)
+    )
 
 
-def adapted(block: LayerParameters, rank: int) -> Sequence[Matrix]:
+def adapted(block: LayerParameters, rank: int, adapts: Adapts = "all") -> Sequence[Matrix]:
     """A block's matrices that have an adapter of a rank beside them."""
-    return [m for m in block.matrices if not m.experts and min(m.out, m.into) > rank]
+    return [m for m in block.matrices if has_adapter(m, adapts) and min(m.out, m.into) > rank]
+
+
+def has_adapter(matrix: Matrix, adapts: Adapts) -> bool:
+    """Whether a matrix has an adapter beside it, if its rank allows one."""
+    match adapts:
+        case "attention":
+            return matrix.name.startswith("attention")
+        case "all":
+            return not matrix.experts
+        case "experts":
+            return True
+        case _:
+            assert_never(adapts)
 
 
 def block_flops(model: Blueprint, kind: int, sequence: int) -> float:

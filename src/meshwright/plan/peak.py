@@ -66,6 +66,7 @@ def _all_logits(job: Job, stage: int, weights: float, gradients: float, groups: 
         transit += (job.stack.weight_bytes + job.stack.reduce_bytes) * layer
     # Logits of all tokens and their gradient, and the last norm's tensors.
     logits = 2 * job.stream_bytes + job.tokens * job.model.vocab / job.layout.tp * job.stack.logit_bytes
+    logits += job.tokens * job.model.hidden * job.stack.hidden_bytes
     return StepPoint(
         weights=weights,
         activations=saved,

@@ -10,7 +10,7 @@ from typing import assert_never
 
 from meshwright.plan.blueprint import LayerParameters, Matrix
 from meshwright.plan.constants import Constants
-from meshwright.plan.job import Job
+from meshwright.plan.job import Job, has_adapter
 from meshwright.spec.cluster import ClusterSpec
 from meshwright.spec.errors import UserError
 from meshwright.spec.precision import BF16, FP16, FP32
@@ -66,10 +66,11 @@ class Device:
                 self.linear_rate = 1 / ((1 - KEPT_WIDE) / self.linear_rate + KEPT_WIDE / self.rate)
         self.quantized = job.stack.emulated or self.linear_rate > self.rate
         self.bandwidth = 1e9 * (measured.memory_gb_s or cluster.memory_gb_s * constants.memory)
-        self.host = 1e-6 * (measured.host_us or constants.host_us * job.stack.python)
+        self.host = 0.0 if job.stack.graphs else 1e-6 * (measured.host_us or constants.host_us * job.stack.python)
         self.start = 1e-6 * measured.matmul_half_us.get(low, 0.0)
         self.attention_rate = 1e12 * measured.attention_tflops if measured.attention_tflops else self._attention_rate()
         self.width = job.width
+        self.imbalance = 1.0 if job.stack.balanced_experts else constants.imbalance
         self.fusion = constants.fused_elementwise if job.stack.fused else constants.elementwise
 
     def _attention_rate(self) -> float:
@@ -136,8 +137,7 @@ class Device:
 
     def _adapted(self, matrix: Matrix) -> bool:
         """Whether a matrix has a low-rank adapter."""
-        everywhere = self.job.stack.adapts_all and not matrix.experts
-        return self.job.frozen and (everywhere or matrix.name.startswith("attention"))
+        return self.job.frozen and has_adapter(matrix, self.job.stack.adapts)
 
     def _adapter(self, rows: float, out: float, into: float) -> PassTime:
         """A low-rank adapter has little arithmetic, but reads its matrix's input, and its result is written and added;
@@ -149,7 +149,7 @@ class Device:
         """Grouped products over this rank's experts, the busiest rank's load."""
         job, constants = self.job, self.constants
         share = job.layout.tp if job.layout.ep == 1 else 1  # tensor parallelism splits experts that ep does not
-        routed = tokens * job.model.top_k * constants.imbalance / (1 if job.layout.ep == 1 else job.layout.tp)
+        routed = tokens * job.model.top_k * self.imbalance / (1 if job.layout.ep == 1 else job.layout.tp)
         rows = routed * job.layout.ep / matrix.experts
         rate = self.linear_rate * constants.expert_matmul
         one = self._product(rows, matrix.out / share, matrix.into, rate, quantized=self.quantized)
@@ -178,7 +178,8 @@ class Device:
         """Scores and weighted values of one layer."""
         job, model, constants = self.job, self.job.model, self.constants
         unfused = job.stack.attention == "unfused"
-        flops = tokens * model.attention_flops(job.sequence, causal=not unfused) / job.layout.tp
+        context = min(job.sequence, job.document or job.sequence)
+        flops = tokens * model.attention_flops(context, causal=not unfused) / job.layout.tp
         forward, backward = flops / self.attention_rate, constants.attention_backward * flops / self.attention_rate
         if unfused:
             span = min(job.sequence, model.window or job.sequence)

@@ -120,7 +120,7 @@ class StepModel:
     def _of_block(self, block: LayerParameters, context: PassTime) -> BlockParts:
         layout, busy = self.job.layout, self.device.busy(block)
         tensor = self._tensor(block, axis_group(self.cluster, layout.tp, 1))
-        expert = self._expert(block, axis_group(self.cluster, layout.ep, 1))
+        expert = self._expert(block, axis_group(self.cluster, layout.ep, 1), busy)
         waiting = self.device.waiting(block, busy + (tensor + expert))
         compute = busy + waiting
         forward = compute.forward + tensor.forward
@@ -242,7 +242,7 @@ class StepModel:
         hidden = min(wire, time)
         return wire - hidden + self.constants.contention * hidden
 
-    def _expert(self, block: LayerParameters, group: CommGroup) -> PassTime:
+    def _expert(self, block: LayerParameters, group: CommGroup, busy: PassTime) -> PassTime:
         """Tokens travel to their experts and back, in both passes."""
         job = self.job
         if not block.num_experts or job.layout.ep == 1:
@@ -250,7 +250,11 @@ class StepModel:
         payload = job.tokens / job.layout.tp * job.model.hidden * self.device.width
         copies = job.model.top_k if job.stack.expert_relay else min(job.model.top_k, job.layout.ep)
         trip = self.wires.all_to_all(group, copies, payload, relay=job.stack.expert_relay)
-        return PassTime(2 * trip * self.constants.imbalance, 2 * trip * self.constants.imbalance)
+        both = PassTime(2 * trip, 2 * trip).scaled(self.device.imbalance)
+        if not job.stack.overlap_experts:
+            return both
+        behind = busy.scaled(self.constants.overlap)
+        return PassTime(self._exposed(both.forward, behind.forward), self._exposed(both.backward, behind.backward))
 
     def _gathered_per_microbatch(self) -> tuple[float, float] | None:
         """Seconds per layer of ZeRO-3's weight gathering and of gradient reduction, which ZeRO-2 does too."""

@@ -10,7 +10,7 @@ from typing import Literal
 
 from meshwright.plan.blueprint import Blueprint
 from meshwright.plan.hardware import device_cluster, is_known, nearest_device
-from meshwright.plan.job import QUANTIZED, Job, Stack
+from meshwright.plan.job import QUANTIZED, Job, Stack, adapter_parameters
 from meshwright.plan.memory import predict_memory
 from meshwright.spec.cluster import ClusterSpec
 from meshwright.spec.layout import LayoutSpec
@@ -30,7 +30,11 @@ from meshwright.validate.words import (
 )
 
 ADAPTERS = 0.01
-"""Parameters of adapters of the usual ranks, relative to the model's."""
+"""Parameters of adapters of the usual ranks, relative to the model's, if the row states no rank."""
+EIGHT_BITS = 1.0
+"""Bytes of a weight of a base in int8; its scales, one a row, hardly count."""
+DOCUMENT = 1024
+"""Tokens of a document in packed sequences of which a row says no more."""
 
 MANY_SEQUENCES = 2**19
 """A batch of at least this size is in tokens."""
@@ -133,10 +137,25 @@ def _layout(read: Completion, model: Blueprint, precision: Precision, stack: Sta
         recompute_share=share,
         precision=precision,
         offload_activations=_alpha(read.text("offload")),
-        adapters=ADAPTERS * model.num_parameters if "lora" in words.replace("lora-required", "") else None,
-        frozen_bytes=QUANTIZED if "qlora" in words else None,
+        document=read.rule("document", DOCUMENT) if PACKED.search(words) else None,
+        adapters=_adapters(words, model, stack),
+        frozen_bytes=QUANTIZED if "qlora" in words else EIGHT_BITS if "base in int8" in words else None,
         stack=replace(stack, offloads_gradients=False),
     )
+
+
+PACKED = re.compile(r"\bpacking\b|packed documents")
+"""Words of rows whose sequences are packed from documents that do not attend to one another."""
+
+
+def _adapters(words: str, model: Blueprint, stack: Stack) -> float | None:
+    """Trained parameters if the model's own are frozen: as counted by the row, by the adapters' rank, or as usual."""
+    if counted := re.search(r"trainable (\d+)", words):
+        return float(counted[1])
+    if "lora" not in words.replace("lora-required", ""):
+        return None
+    rank = re.search(r"lora,? (?:q,v )?r ?=?(\d+)", words)
+    return adapter_parameters(model, int(rank[1]), stack.adapts) if rank else ADAPTERS * model.num_parameters
 
 
 def _sequences(read: Completion, sequence: int) -> int | None:

@@ -1,7 +1,10 @@
 """The program that trained a published run, inferred from its words, year and sharding."""
 
 import re
-from dataclasses import replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
+from typing import Any
 
 from meshwright.plan.job import Stack
 from meshwright.spec.precision import BF16, FP16, Precision
@@ -27,7 +30,7 @@ MEGATRON = Stack(
     fused=True,
     expert_relay=True,
     saves_products=False,
-    adapts_all=False,
+    adapts="attention",
     python=3.5,
 )
 FSDP = Stack(name="PyTorch FSDP", attention="flash", reduce_bytes=2.0, logit_bytes=6.0, casts_when_gathering=True)
@@ -46,6 +49,51 @@ flash attention): about the error of whole sources left out of the fit."""
 FUSED_YEAR = 2020
 """The year from which Megatron fuses chains of element-wise operators into one kernel."""
 
+
+@dataclass(frozen=True)
+class Fact:
+    """One property of a program, whatever its others are, that a row's words state."""
+
+    words: re.Pattern[str]
+    stack: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
+    """The fields of the stack that it determines."""
+
+
+LOSSES = (
+    # The logits are computed again, tile by tile, in the backward pass; the gradient of the hidden states remains.
+    Fact(re.compile(r"cut.?cross.?entropy|\bcce\b|logits not stored"), {"logit_bytes": 0.0, "hidden_bytes": 2.0}),
+    # Chunks of as many logits as there are numbers in the hidden states, in bf16 and fp32, beside the same gradient.
+    Fact(re.compile(r"liger"), {"logit_bytes": 0.0, "hidden_bytes": 8.0}),
+)
+"""What a program stores of its logits, if not all of them."""
+MOMENTS = (Fact(re.compile(r"8.?bit adam|adamw?_(?:bnb_)?8.?bit"), {"state_bytes": 6.0}),)
+"""How a program stores the optimizer's moments, if not in fp32: Dettmers et al., "8-bit Optimizers", 2022."""
+LAUNCHES = (
+    # NVIDIA's submissions capture a step in graphs where its operators are short.
+    Fact(re.compile(r"cuda.?graphs?|\bgraphs\b|(?<!no )graphed|mlperf.*llama2_70b_lora"), {"graphs": True}),
+)
+"""How a program starts its operators, if not one by one from the host."""
+ADAPTED = (
+    Fact(re.compile(r"\bq ?, ?v\b|\bon attention\b|attention only"), {"adapts": "attention"}),
+    Fact(re.compile(r"megatron.*all-linear"), {"adapts": "experts"}),
+    Fact(re.compile(r"all-linear"), {"adapts": "all"}),
+)
+"""The matrices that get adapters, where a row names them."""
+EXCHANGES = (
+    Fact(re.compile(r"all-to-all|torch dispatch"), {"expert_relay": False}),
+    Fact(re.compile(r"deepep|hybridep"), {"expert_relay": True}),
+)
+"""How tokens reach their experts, if not as the program's kind sends them."""
+OVERLAPS = (Fact(re.compile(r"dualpipe|(?<!no )ep overlap|1f1b overlap"), {"overlap_experts": True}),)
+LOADS = (
+    Fact(
+        re.compile(r"forced? balance|force-balanced|loads forced to be equal|balanced (?:gate|routing)"),
+        {"balanced_experts": True},
+    ),
+)
+FACTS = (LOSSES, MOMENTS, LAUNCHES, ADAPTED, EXCHANGES, OVERLAPS, LOADS)
+"""Of each, the first whose words a row has."""
+
 FLASH = re.compile(r"(?<!no )(?<!without )(?:flash|xformers)")
 KERNELS = re.compile(r"transformer engine|\bte\b|triton|liger|fused|torch\.compile|\bjax\b|\bxla\b")
 PLAIN = re.compile(
@@ -56,14 +104,23 @@ RECIPES = re.compile(r"nemo|megatron.?bridge|overlap")
 
 
 def software(read: Completion, precision: Precision) -> Stack:
-    """The properties of a row's program.
+    """The properties of a row's program: its kind's, and what the row's words say about each."""
+    words = " ".join((read.text("source"), read.text("notes"), read.text("zero_stage_or_fsdp"))).lower()
+    stack = _kind(read, words, precision)
+    for facts in FACTS:
+        if said := next((fact for fact in facts if fact.words.search(words)), None):
+            stack = replace(stack, **said.stack)
+    return stack
+
+
+def _kind(read: Completion, words: str, precision: Precision) -> Stack:
+    """The kind of a row's program.
 
     fp16, and years before 2023, had no flash attention unless the row says so. FSDP, and DeepSpeed's ZeRO-2 and 3, run
     a model's modules unchanged unless the row names kernels or compilation. All other rows are Megatron Core; its
     makers' tuned recipes, for example those in fp8, hide tensor-parallel messages and keep gradients in bf16.
     """
     sharding, year = read.text("zero_stage_or_fsdp").lower(), (read.count("year") or 2024)
-    words = " ".join((read.text("source"), read.text("notes"), sharding)).lower()
     quantized = precision.recipe is not None
     kernels = bool(says_yes(read.text("compile"))) or bool(KERNELS.search(words)) or quantized
     if precision.compute == FP16 or year < 2023:
