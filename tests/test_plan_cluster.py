@@ -38,6 +38,13 @@ GIB = 2**30 / 1e9
         ("1024xgb200", 1024, "GB200", 186, 50.0),
         ("4xrtx 4090", 4, "RTX 4090", 24, 3.1 / 4),
         ("1xrtx5060ti-8g", 1, "RTX 5060 Ti", 8, 3.1),
+        ("8xA100-SXM-80GB", 8, "A100-SXM-80GB", 80, 25.0),
+        ("8xa100-sxm4-40gb@400Gb/s", 8, "A100-SXM-40GB", 40, 6.25),
+        ("1x5090", 1, "RTX 5090", 32, 3.1),
+        ("4 x 3090", 4, "RTX 3090", 24, 3.1 / 4),
+        ("2xNVIDIA GeForce RTX 4090", 2, "RTX 4090", 24, 3.1 / 2),
+        ("8xtpu-v5p", 8, "TPU v5p", 95, 50.0),
+        ("8x910b", 8, "910B", 64, 50.0),
     ],
 )
 def test_a_short_name_is_a_cluster(name: str, devices: int, row: str, memory: float, network: float) -> None:
@@ -63,6 +70,7 @@ def test_devices_are_found_as_people_write_them(written: str) -> None:
         ("8xh1000", "unknown device 'h1000'; did you mean h100. known are 910B, A10, A100"),
         ("8xh100@400", "the rate needs a unit, Gb/s .bits. or GB/s .bytes., as in 8xh100@400Gb/s"),
         ("8xh100@400/gpu", "as in 8xh100@400Gb/s/gpu"),
+        ("8", "8xh100 or 64xa100-80g@400Gb/s"),
         ("8 gpus!", "8xh100 or 64xa100-80g@400Gb/s"),
         ("0xh100", "8xh100 or 64xa100-80g@400Gb/s"),
         ("rtx4060ti-12g", "no rtx4060ti with 12 GB is known, only with 8 or 16 GB"),
@@ -141,7 +149,8 @@ def test_every_row_of_the_hardware_table_makes_a_cluster() -> None:
     for name in rows:
         cluster = device_cluster(name.split(" (")[0], 8)
         assert isinstance(cluster, ClusterSpec)
-        assert cluster.tflops["bf16"] > 20
+        assert cluster.tflops["fp16"] > 20
+        assert cluster.tflops["bf16"] in (cluster.tflops["fp16"], cluster.tflops["fp32"])
         assert all(rate < 0.98 * cluster.tflops[precision] for precision, rate in cluster.achievable_tflops.items())
         assert cluster.tflops["bf16"] / cluster.tflops["fp32"] < 32
     assert [device_cluster(name, 1).tflops["fp32"] for name in ("a100", "h100", "rtx 4090")] == [19.5, 67, 82.6]

@@ -329,7 +329,7 @@ def test_what_the_engine_cannot_run_is_said() -> None:
 def test_a_plan_for_people(recipe: Path, capsys: pytest.CaptureFixture) -> None:
     assert main(["plan", str(recipe)]) == 0
     text = capsys.readouterr().out
-    assert text.startswith("8 x H100-SXM-80GB")
+    assert text.startswith("llama-3-8b: 8.03B parameters; 128 x 8192 tokens a step\n8 x H100-SXM-80GB")
     assert "* " in text
     assert "does not fit needs 153 GB, 84.6 available; largest term optimizer 96.4 GB" in text
     assert re.search(r"^  TP +fits +4% slower.* 76\.\d GB  dp_shard=4 tp=2 zero=3$", text, re.MULTILINE)
@@ -478,7 +478,7 @@ def test_a_recipe_for_one_device_has_its_own_row_and_what_it_costs(recipe: Path,
         assert main([*words, *own, layout]) == 0
         shown = capsys.readouterr().out
         assert bool(re.search(r"^> .*zero=0 micro_batch=2 recompute=full$", shown, re.MULTILINE)) is row
-    assert shown.startswith("ours: 1 x card, 25.0 GB each")
+    assert "\nours: 1 x card, 25.0 GB each" in shown
     assert re.search(r"^run +3 steps: .*, 0\.00\d+ \(0\.00\d+-0\.00\d+\) euros$", shown, re.MULTILINE)
 
 

@@ -1,6 +1,7 @@
 """The verb `plan`: ranks layouts by predicted memory, speed and cost, and measures the error of predictions."""
 
 import argparse
+import json
 import sys
 from collections.abc import Iterator
 from dataclasses import asdict
@@ -8,26 +9,29 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.cli.output import add_json_argument, print_result
+from meshwright.cli.plan_text import cluster_lines, plan_lines
+from meshwright.families import resolve_model
 from meshwright.plan.account import explain_field
-from meshwright.plan.candidate import MARGIN, TIGHT
+from meshwright.plan.candidate import MARGIN
 from meshwright.plan.changes import CHANGES, GROUPS, asked_changes
 from meshwright.plan.layouts import SearchLimits
 from meshwright.plan.page import plan_page
 from meshwright.plan.recipe import plan_recipe, planned_run
 from meshwright.spec.errors import UserError
-from meshwright.spec.recipe import dump_recipe, load_recipe
+from meshwright.spec.model import ModelFields
+from meshwright.spec.recipe import dump_recipe, load_recipe, parse_spec
+from meshwright.spec.run import Run
 from meshwright.validate.doubts import Doubt
 from meshwright.validate.judge import Judged, judge, regret, report, worst
 from meshwright.validate.table import read_table
 
 GB = 1e9
-DEGREES = ("pp=", "dp_", "cp=", "tp=", "ep=", "zero=")
-"""Prefixes of a layout's parallel degrees in its text."""
 MOST_DOUBTS = 10
 """Largest number of kinds of unclear cells to print."""
 EPILOG = """\
 forms:
   meshwright plan RECIPE [a.b=c ...]    rank the layouts of a recipe on a cluster
+  meshwright plan MODEL [a.b=c ...]     the same without a recipe, for a model's name or Hugging Face directory
   meshwright plan calibrate FILE.yaml   measure this machine in about a minute and write a cluster file
   meshwright plan validate FILE.csv     predict every row of a table of published runs, and report the errors
 
@@ -35,6 +39,8 @@ exit status: 0 a layout fits or is tight (the plan says which), 1 none does, 2 i
 
 examples:
   meshwright plan run.yaml --cluster 8xh100
+  meshwright plan llama-3.1-70b data.sequence_length=8192 --cluster 64xh100
+  meshwright plan run.yaml --cluster 8xh100 --cluster 16xa100 --cluster 8xmi300x
   meshwright plan run.yaml --cluster 64xa100-80g@400Gb/s --top 20 --write plan.yaml
   meshwright plan run.yaml --explain memory
   meshwright plan run.yaml --consider offload,fp8,fp8+8bit_states --explain search
@@ -44,9 +50,16 @@ examples:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the operands and options of `plan`."""
-    parser.add_argument("what", metavar="RECIPE", help="recipe file (YAML); or calibrate or validate")
+    parser.add_argument(
+        "what", metavar="RECIPE", help="recipe file (YAML), or a model without one; or calibrate or validate"
+    )
     parser.add_argument("words", metavar="a.b=c", nargs="*", help="override a setting of the recipe; or the FILE")
-    parser.add_argument("--cluster", help="8xh100, 64xa100-80g@400Gb/s, a file, or local (default: the recipe's)")
+    parser.add_argument(
+        "--cluster",
+        action="append",
+        default=[],
+        help="8xh100, 64xa100-80g@400Gb/s, a file, or local (default: the recipe's); give several to compare them",
+    )
     parser.add_argument("--top", type=int, default=8, metavar="N", help="layouts to show (default 8)")
     parser.add_argument(
         "--margin",
@@ -62,6 +75,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="CHANGES",
         help=f"let changes of the recipe compete with it, separated by commas: {', '.join((*GROUPS, *CHANGES))}; a+b "
         "combines two",
+    )
+    parser.add_argument(
+        "--no-methods",
+        dest="methods",
+        action="store_false",
+        help="do not compare full fine-tuning, LoRA and QLoRA, which takes most of the time on a large cluster",
     )
     parser.add_argument("--write", metavar="FILE", type=Path, help="write the recipe with the chosen layout")
     parser.add_argument("--html", metavar="FILE", type=Path, help="write the plan as one offline page")
@@ -108,186 +127,55 @@ def _plan(arguments: argparse.Namespace) -> int:
         raise UserError(f"--top {arguments.top} is not allowed: show at least 1 layout")
     if arguments.write and arguments.write.exists():
         raise UserError(f"{arguments.write} already exists; give another --write, or remove it")
-    path = Path(arguments.what)
-    recipe = load_recipe(path, arguments.words)
-    plan, facts = plan_recipe(
-        recipe,
-        base_dir=path.parent,
-        cluster=arguments.cluster,
-        top=arguments.top,
-        limits=SearchLimits(margin=arguments.margin),
-        consider=asked_changes(arguments.consider) if arguments.consider else (),
-    )
+    recipe, base_dir = _recipe(arguments.what, arguments.words)
+    clusters: list[str | None] = arguments.cluster or [None]
+    planned = [
+        plan_recipe(
+            recipe,
+            base_dir=base_dir,
+            cluster=cluster,
+            top=arguments.top,
+            limits=SearchLimits(margin=arguments.margin, methods=arguments.methods and len(clusters) == 1),
+            consider=asked_changes(arguments.consider) if arguments.consider else (),
+        )
+        for cluster in clusters
+    ]
+    if len(clusters) > 1:
+        return _compare(arguments, [facts for _, facts in planned])
+    ((plan, facts),) = planned
     if arguments.explain:
         print(explain_field(plan, arguments.explain))
     else:
-        print_result(arguments, facts, _table(facts))
+        print_result(arguments, facts, plan_lines(facts))
     if arguments.html:
         arguments.html.write_text(plan_page(facts), encoding="utf-8")
         print(f"{arguments.html} written", file=sys.stderr)
     if arguments.write:
-        arguments.write.write_text(dump_recipe(planned_run(recipe, plan)), encoding="utf-8")
+        arguments.write.write_text(dump_recipe(planned_run(recipe, plan, clusters[0])), encoding="utf-8")
         print(f"{arguments.write} written", file=sys.stderr)
     return 0 if facts["chosen"] else 1
 
 
-def _table(facts: dict[str, Any]) -> Iterator[str]:
-    """The plan as lines of text."""
-    cluster, chosen = facts["cluster"], facts["chosen"]
-    searched = facts["searched"]
-    count = f"{cluster['devices']} x "
-    name = cluster["name"] if cluster["name"].startswith(count) else f"{cluster['name']}: {count}{cluster['device']}"
-    yield (
-        f"{name}, {cluster['memory_gb']:.1f} GB each; {searched['legal']} layouts, "
-        f"{searched['predicted']} predicted; ranges cover {facts['interval']:.0%}"
-    )
-    yield ""
-    yield f"  {'step':>16}{'tok/s/dev':>10}{'MFU':>6}{'memory GB':>16}  {'':<6} layout"
-    shown = {chosen["text"]} if chosen else set()
-    if chosen:
-        yield _candidate("*", chosen)
-    for candidate in facts["candidates"]:
-        if candidate["text"] not in shown:
-            yield _candidate(" " if candidate["runs_today"] else "-", candidate)
-    given = facts["given"]
-    runs = given is not None and given["missing"] is None
-    if given is not None and runs:
-        yield _candidate(">", given)
-    yield ""
-    own = "   > the recipe's own layout, on its own number of devices" if runs else ""
-    yield f"* chosen   - not supported by this version's trainer{own}"
-    if given and not runs:
-        yield f"refused    the recipe's own layout: {given['missing']}"
-    if chosen and chosen["verdict"] == "tight":
-        yield _tight(facts, chosen)
-    if chosen and chosen["change"]:
-        yield _changed(facts, chosen["change"])
-    if chosen:
-        yield from _chosen(facts, chosen)
-    elif not searched["legal"]:
-        yield f"no layout  {facts['problem']}"
-        return
-    elif facts["problem"]:
-        yield f"no layout  that fits is supported; the fastest is refused: {facts['problem']}"
-    else:
-        yield from _nothing_fits(facts)
-    if facts.get("relief"):
-        yield f"relief     the recipe's layout does not fit with its margin; cheapest: {facts['relief']}"
-    yield ""
-    yield "the best layout of each strategy:"
-    yield from _strategies(facts["strategies"])
-    if facts.get("methods"):
-        yield ""
-        yield (
-            "methods, each in its fastest layout that fits, else in the one with least memory (adapters of rank 16 "
-            "on every matrix; qlora: 4 bits):"
-        )
-        yield from (_method(name, best) for name, best in facts["methods"].items())
+def _compare(arguments: argparse.Namespace, plans: list[dict[str, Any]]) -> int:
+    """Print the plans for several clusters side by side."""
+    for option in ("explain", "html", "write"):
+        if getattr(arguments, option):
+            raise UserError(f"--{option} is for one cluster; give one --cluster")
+    print_result(arguments, {"clusters": plans}, cluster_lines(plans))
+    return 0 if any(facts["chosen"] for facts in plans) else 1
 
 
-def _nothing_fits(facts: dict[str, Any]) -> Iterator[str]:
-    yield "no layout that this version's trainer supports fits; see the strategies below"
-    if disk := facts.get("disk"):
-        yield (
-            f"disk       fits with state on disk: {disk['text']}, {disk['disk'] / GB:.3g} GB per device on disk, "
-            f"about {disk['step_time']['value']:.3g} s a step"
-        )
-
-
-def _changed(facts: dict[str, Any], name: str) -> str:
-    """The difference between the chosen layout and the recipe, and its reason."""
-    change = facts["considered"][name]
-    why = "no layout fits without it" if facts["last_resort"] else "--consider"
-    results = "the arithmetic stays the same" if change["exact"] else "results differ from the recipe's"
-    return f"changed    {' '.join(change['overrides'])} ({why}); {results}"
-
-
-def _tight(facts: dict[str, Any], chosen: dict[str, Any]) -> str:
-    """The warning that the chosen layout is tight."""
-    return (
-        f"tight      the chosen layout needs {chosen['memory_total']['value'] / GB:.1f} of "
-        f"{chosen['memory_available'] / GB:.1f} GB and may run out of memory; every layout that leaves "
-        f"{facts['margin']:.0%} of it free (--margin) takes at least {TIGHT:g} times as long"
-    )
-
-
-def _candidate(mark: str, facts: dict[str, Any]) -> str:
-    step, memory = facts["step_time"], facts["memory_total"]
-    times = f"{step['value']:.3g} s ({step['low']:.3g}-{step['high']:.3g})"
-    sizes = f"{memory['value'] / GB:.1f} ({memory['low'] / GB:.0f}-{memory['high'] / GB:.0f})"
-    verdict = {"fits": "fits", "tight": "tight", "does not fit": "no"}[facts["verdict"]]
-    return (
-        f"{mark} {times:>20}{facts['tokens_per_second_per_device']:>8.0f}{facts['mfu']:>6.0%}{sizes:>16}  "
-        f"{verdict:<6} {facts['text']}"
-    )
-
-
-def _method(name: str, best: dict[str, Any]) -> str:
-    if best["reason"]:
-        return f"  {name:<6} does not fit: {best['reason']}, with {best['text']}"
-    return (
-        f"  {name:<6} {best['verdict']:<6}{best['memory'] / GB:>7.1f} GB "
-        f"{best['tokens_per_second_per_device']:>8.0f} tok/s/dev  {best['text']}"
-    )
-
-
-def _strategies(strategies: dict[str, Any]) -> Iterator[str]:
-    """Each strategy with its verdict, reason, memory and degrees."""
-    names = max(map(len, strategies), default=0)
-    reasons = max((len(candidate["reason"]) for candidate in strategies.values()), default=0)
-    for name, candidate in strategies.items():
-        degrees = " ".join(word for word in candidate["text"].split() if word.startswith(DEGREES))
-        yield (
-            f"  {name:<{names}}  {candidate['verdict']:<13}{candidate['reason']:<{reasons}}  "
-            f"{candidate['memory_total']['value'] / GB:>6.1f} GB  {degrees}"
-        )
-
-
-def _chosen(facts: dict[str, Any], chosen: dict[str, Any]) -> Iterator[str]:
-    parts = {name: seconds for name, seconds in chosen["step_parts"].items() if name != "recompute"}
-    total = sum(parts.values())
-    shown = ", ".join(f"{name} {seconds / total:.0%}" for name, seconds in parts.items() if seconds >= 0.005 * total)
-    yield f"time       {shown}"
-    sizes = chosen["memory"].items()
-    host = f"; {chosen['host_memory'] / GB:.1f} GB per device in host memory" if chosen["host_memory"] else ""
-    kinds = ", ".join(f"{kind} {size / GB:.1f}" for kind, size in sizes if size >= 0.05 * GB)
-    yield f"memory     {kinds} GB{host}"
-    run, cost = chosen["run_seconds"], chosen["run_cost"]
-    price = f", {_money(cost)} {facts['cluster'].get('currency', 'in your currency')}" if cost else ""
-    yield f"run        {facts['steps']} steps: {_duration(run['value'])}{price}"
-    yield f"binding    {facts['binding']}"
-    if (found := facts["fastest"]) and found["verdict"] == chosen["verdict"]:
-        faster = 1 - found["step_time"]["value"] / chosen["step_time"]["value"]
-        yield (
-            f"simplest   of the layouts within the prediction error of the fastest; {faster:.1%} faster: "
-            f"{found['text']}"
-        )
-    if facts["compile"] and facts["compile"] > 0.01:
-        yield f"compile    training.compile=true would save {facts['compile']:.0%} of the step"
-    if plain := facts["emulated"]:
-        yield (
-            "emulated   this version has no kernel for this precision on this device and multiplies in fp32; with "
-            f"training.precision=bf16: {plain['step_time']:.3g} s a step, {plain['saved']:.0%} less"
-        )
-    if fp8 := facts["fp8"]:
-        yield f"fp8        with training.precision=fp8: {fp8['step_time']:.3g} s a step, {fp8['saved']:.0%} less"
-    if facts["bandwidth"]:
-        yield f"network    {facts['bandwidth']}"
-
-
-def _money(cost: dict[str, float]) -> str:
-    """A run's cost with its range, in significant digits."""
-    value, low, high = (
-        f"{cost[key]:,.0f}" if cost["value"] >= 100 else f"{cost[key]:.3g}" for key in ("value", "low", "high")
-    )
-    return f"{value} ({low}-{high})"
-
-
-def _duration(seconds: float) -> str:
-    for unit, size in (("days", 86400), ("hours", 3600), ("minutes", 60)):
-        if seconds >= 2 * size:
-            return f"{seconds / size:.1f} {unit}"
-    return f"{seconds:.0f} seconds"
+def _recipe(what: str, overrides: list[str]) -> tuple[Run, Path]:
+    """A recipe file, or the recipe of nothing but a model, and the folder of its relative paths."""
+    path = Path(what)
+    if path.is_file() or path.suffix in (".yaml", ".yml", ".json"):
+        return load_recipe(path, overrides), path.parent
+    here = Path()
+    try:
+        resolve_model(ModelFields(name=what), base_dir=here)
+    except UserError as error:
+        raise UserError(f"{what}: no recipe of this name, nor a model: {error}") from error
+    return parse_spec(json.dumps({"model": {"name": what}}), Run, overrides, source=f"plan {what}"), here
 
 
 def _validate(arguments: argparse.Namespace) -> int:

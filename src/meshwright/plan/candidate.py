@@ -41,7 +41,7 @@ class Candidate:
 
     @property
     def verdict(self) -> Verdict:
-        """`fits` with the margin left free; `tight` where an allocator under pressure may still succeed."""
+        """`fits` with the margin left free; `tight` without it: memory's range then exceeds the device."""
         return verdict(self.memory, self.cluster, self.margin)
 
     @cached_property
@@ -95,7 +95,7 @@ def verdict(memory: MemoryUse, cluster: ClusterSpec, margin: float) -> Verdict:
         return "does not fit"
     if memory.total <= (1 - margin) * capacity:
         return "fits"
-    return "tight" if memory.least <= capacity else "does not fit"
+    return "tight" if memory.total <= capacity else "does not fit"
 
 
 def strategy_name(job: Job) -> str:

@@ -9,7 +9,7 @@ from meshwright.plan.layouts import SearchLimits, divisors, layouts
 from meshwright.plan.search import recomputing_least, search
 from meshwright.spec.cluster import ClusterSpec
 from meshwright.spec.layout import AXES
-from meshwright.spec.precision import BF16
+from meshwright.spec.precision import BF16, FP16, Precision
 from meshwright.spec.recompute import describe_recompute, layer_policies
 
 GB = 1e9
@@ -244,6 +244,16 @@ def in_fp8(candidate: Candidate) -> dict[str, float] | None:
     seconds = evaluate(quantized, cluster, candidate.margin).time.total
     saved = 1 - seconds / candidate.time.total
     return {"step_time": seconds, "saved": saved} if saved > WORTH_A_WORD else None
+
+
+def in_fp16(candidate: Candidate) -> dict[str, float] | None:
+    """Seconds of a step of the same layout in fp16 on a device that has fast products in fp16 alone, and the fraction
+    of the step that this saves; None on other devices."""
+    job, tflops = candidate.job, candidate.cluster.tflops
+    if job.precision.products != BF16.name or tflops["bf16"] >= tflops.get("fp16", 0.0):
+        return None
+    seconds = evaluate(replace(job, precision=Precision.of(FP16.name)), candidate.cluster, candidate.margin).time.total
+    return {"step_time": seconds, "saved": 1 - seconds / candidate.time.total}
 
 
 def in_bf16(candidate: Candidate) -> dict[str, float] | None:

@@ -33,6 +33,11 @@ WORKSTATION_NETWORK_GB_S = 3.1
 DESKTOP_HOST_GB = 64.0
 """Default host memory of a machine with GeForce cards."""
 
+HALF_ONLY = ("P100", "V100", "T4", "RTX 2080 Ti")
+"""Devices whose fast products are in fp16 alone: PyTorch computes bf16 on them, at the rate of fp32."""
+ELSEWHERE = ("TPU", "Gaudi", "910B")
+"""Devices that need another build of PyTorch than those that this project trains with."""
+
 VARIANTS = {"V100": (16,), "RTX 3060": (8,), "RTX 3080": (12,), "RTX 4060 Ti": (8,), "RTX 5060 Ti": (8,)}
 """Other memory sizes of a card than its row's, in gigabytes."""
 
@@ -87,6 +92,9 @@ def find_device(name: str) -> dict[str, str]:
     wanted, memory_gb, form = _words(name)
     short = name.split("-")[0]
     fitting = [row for row in hardware_table() if _fits(row, wanted, memory_gb, form)]
+    if not fitting and wanted[:1].isdigit():  # a GeForce card's number alone
+        wanted = f"rtx{wanted}"
+        fitting = [row for row in hardware_table() if _fits(row, wanted, memory_gb, form)]
     if not fitting:
         sizes = [size for row in hardware_table() if _fits(row, wanted, None, form) for size in _sizes(row)]
         if sizes:
@@ -142,12 +150,17 @@ def device_cluster(
     peak = figure("bf16_dense_tflops")
     # A product in fp32 uses no tensor cores: PyTorch's default excludes TF32.
     tflops = {"fp32": figure("fp32_tflops", peak / 16), "fp16": peak, "bf16": peak, "fp64": peak / 16}
+    half = short in HALF_ONLY
+    if half:
+        tflops["bf16"] = tflops["fp32"]
     tflops |= {
         precision: figure(f"{precision}_dense_tflops")
         for precision in ("fp8", "fp4")
         if figure(f"{precision}_dense_tflops")
     }
     best = {precision: _achieved(row, sibling, precision, tflops.get(precision, 0.0)) for precision in ("bf16", "fp8")}
+    if half:
+        best = {"fp16": best["bf16"]}
     link = figure("scale_up_unidir_gb_s_per_gpu", 25.0)
     if short in ("A800", "H800"):
         link = 200.0  # the export variants' NVLink: 400 GB/s, both ways together

@@ -36,6 +36,8 @@ class SearchLimits:
     """Whether the recomputation policy is open."""
     micro_batch: bool = True
     """Whether the microbatch is open."""
+    methods: bool = True
+    """Whether a plan also searches the best layout of each fine-tuning method."""
     runs: Callable[[Job], bool] = lambda job: True
     """Whether the engine can run a layout: the chosen layout is one that it can."""
 

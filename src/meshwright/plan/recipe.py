@@ -1,6 +1,7 @@
 """The plan of a recipe: look up model and batch, resolve the cluster, search for the layout and write it."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from meshwright.plan.report import Plan, make_plan, plan_facts
 from meshwright.plan.search import ALIKE
 from meshwright.spec.cluster import ClusterSpec
 from meshwright.spec.errors import UserError
+from meshwright.spec.fit import check_positions
 from meshwright.spec.layout import LayoutSpec
 from meshwright.spec.run import Run
 
@@ -35,12 +37,14 @@ def plan_recipe(
     """The plan of a recipe on `cluster` (default: the recipe's), and the same as plain data; `consider`: changes of
     the recipe that compete with it.
 
-    Raises `UserError` for an unknown model or cluster, or a change that says nothing here.
+    Raises `UserError` for an unknown model or cluster, a sequence that is longer than the model's positions, or a
+    change that says nothing here.
     """
     where = cluster
     if not isinstance(where, ClusterSpec):
         where = resolve_cluster(where or run.cluster, base_dir=base_dir, machine=find_machine(run.device))
     spec = resolve_model(run.model, base_dir=base_dir, vocab=run.data.tokenizer_vocab)
+    check_positions(run.data.sequence_length, spec)
     model, batch, processor = blueprint(spec), run.sequences_per_step(), Processor.of(where)
     size = 1 if run.training.micro_batch == "auto" else run.training.micro_batch
     # Any layout of several ranks: the search replaces it, and one rank alone keeps other copies (plan/engine.py).
@@ -49,7 +53,10 @@ def plan_recipe(
     given = None
     if not run.layout.choose and (run.layout.world_size > 1 or _chose_for_one(run, where)):
         given = engine_job(run, model, global_batch=batch, micro_batch=size, processor=processor)
-    plan = make_plan(Case(run, spec, where, base, limits or SearchLimits()), given, top=top, consider=consider)
+    limits = limits or SearchLimits()
+    if "offload" in run.layout.model_fields_set and run.layout.offload == "none":  # said, not only the default
+        limits = replace(limits, offload=False)
+    plan = make_plan(Case(run, spec, where, base, limits), given, top=top, consider=consider)
     return plan, plan_facts(plan)
 
 
@@ -60,8 +67,9 @@ def _chose_for_one(run: Run, where: ClusterSpec) -> bool:
     return "layout" in run.model_fields_set or (where.devices == 1 and said)
 
 
-def planned_run(run: Run, plan: Plan) -> Run:
-    """The recipe with the chosen layout, microbatch, recomputation and considered change in place of its own.
+def planned_run(run: Run, plan: Plan, cluster: str | None = None) -> Run:
+    """The recipe with the chosen layout, microbatch, recomputation and considered change in place of its own, and the
+    cluster that it was planned for.
 
     Raises `UserError` if nothing was chosen.
     """
@@ -72,7 +80,7 @@ def planned_run(run: Run, plan: Plan) -> Run:
     training = run.training.model_copy(
         update={"micro_batch": chosen.job.micro_batch, "recompute": chosen.job.recompute}
     )
-    sections = {"layout": chosen.job.layout, "training": training}
+    sections = {"layout": chosen.job.layout, "training": training} | ({"cluster": cluster} if cluster else {})
     return Run.model_validate(run.model_dump(exclude_unset=True) | sections)
 
 
@@ -87,7 +95,7 @@ def choice_reason(plan: Plan) -> str:
     fit = "that fits"
     if chosen.verdict == "tight":
         fit = f"that is tight (each one that fits takes at least {TIGHT:g} times as long) on"
-    unless = "; no layout fits without it; the arithmetic stays the same" if plan.last_resort else ""
+    unless = "; no layout fits without it; the arithmetic stays the same" if plan.last_resort and chosen.change else ""
     return (
         f"{chosen.strategy} ({describe_candidate(chosen)}): {which} of {plan.found.legal} layouts {fit} "
         f"{plan.case.cluster.name}, {short(chosen.memory.total / GB)} of {short(chosen.capacity / GB)} GB, "

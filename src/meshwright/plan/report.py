@@ -14,11 +14,13 @@ from meshwright.plan.explain import (
     describe_candidate,
     in_bf16,
     in_fp8,
+    in_fp16,
     no_layout,
     on_disk,
     relief,
     why_not,
 )
+from meshwright.plan.hardware import ELSEWHERE
 from meshwright.plan.interval import NOMINAL, PredictionInterval
 from meshwright.plan.job import Job
 from meshwright.plan.methods import method_facts
@@ -99,7 +101,8 @@ class Plan:
 def make_plan(case: Case, given: Job | None, *, top: int, consider: Sequence[Change] = ()) -> Plan:
     """Search for the layout of a case, and predict the `given` one; layouts with the changes to `consider` compete.
 
-    Where nothing fits, exact changes are tried (`LAST_RESORT`). Raises `UserError` for a change that says nothing here.
+    Where nothing fits with its margin, exact changes are tried (`LAST_RESORT`). Raises `UserError` for a change that
+    says nothing here.
     """
     check, limits, cluster = case.check(case.run), case.limits, case.cluster
 
@@ -108,7 +111,12 @@ def make_plan(case: Case, given: Job | None, *, top: int, consider: Sequence[Cha
         return search(case.base, cluster, top=top, limits=replace(limits, runs=passes(check)), beside=beside)
 
     found, changes = searched(consider), tuple(consider)
-    last = not found.ranked and not consider and limits.offload and cluster.device != "cpu"
+    last = (
+        (found.chosen is None or found.chosen.verdict == "tight")
+        and not consider
+        and limits.offload
+        and cluster.device != "cpu"
+    )
     if last and found.legal:
         movable = limits.recompute or case.base.recompute in ("none", "full")
         changes = tuple(change for change in LAST_RESORT if movable or not change.moves_activations)
@@ -143,13 +151,17 @@ def _variant(case: Case, change: Change) -> Variant:
 
 def plan_facts(plan: Plan) -> dict[str, Any]:
     """The plan as JSON: bytes, seconds, and the interval of each; the shape of `plan --json` and `plan.json`."""
-    case, best = plan.case, plan.best
+    case = plan.case
     facts: dict[str, Any] = {
         "cluster": case.cluster.model_dump(mode="json", exclude_defaults=True),
         "interval": NOMINAL,
         "margin": case.limits.margin,
         "steps": case.run.training.steps,
-        "parameters": best.job.model.num_parameters if best else None,
+        "model": case.run.model.name or case.spec.family,
+        "parameters": case.base.model.num_parameters,
+        "sequence_length": case.run.data.sequence_length,
+        "sequences_per_step": case.base.global_batch,
+        "runs_on_it": case.cluster.device == "cpu" or not case.cluster.device.startswith(ELSEWHERE),
         "chosen": candidate_facts(plan, plan.chosen) if plan.chosen else None,
         "given": candidate_facts(plan, plan.given) if plan.given else None,
         "candidates": [candidate_facts(plan, candidate) for candidate in plan.found.ranked],
@@ -160,7 +172,7 @@ def plan_facts(plan: Plan) -> dict[str, Any]:
         "problem": plan.problem,
         "searched": {"legal": plan.found.legal, "predicted": plan.found.looked_at},
     }
-    if case.cluster.devices <= MOST_FOR_METHODS:
+    if case.limits.methods and case.cluster.devices <= MOST_FOR_METHODS:
         facts["methods"] = method_facts(case, plan.found)
     facts["considered"] = {
         change.name: {"overrides": list(change.overrides), "exact": change.exact} for change in plan.considered
@@ -174,6 +186,7 @@ def plan_facts(plan: Plan) -> dict[str, Any]:
         facts["compile"] = compiled_gain(plan.chosen)
         facts["fp8"] = in_fp8(plan.chosen)
         facts["emulated"] = in_bf16(plan.chosen)
+        facts["fp16"] = in_fp16(plan.chosen)
     elif plan.found.legal and not plan.found.ranked:
         disk = on_disk(case.base, case.cluster, replace(case.limits, runs=passes(plan.check)))
         facts["disk"] = candidate_facts(plan, disk) if disk else None

@@ -217,7 +217,7 @@ def _rate(cluster: ClusterSpec, dtype: str, constants: Constants) -> float:
             f"cluster {cluster.name}: tflops has no {dtype}, in which this run multiplies matrices; add the device's "
             f"rate, tflops: {{{BF16}: ..., {dtype}: ...}}"
         )
-    best = cluster.achievable_tflops.get(twin)
+    best = cluster.achievable_tflops.get(dtype, cluster.achievable_tflops.get(twin))
     if best is None:
         known = cluster.achievable_tflops.get("fp8") if dtype == "fp4" else None
         best = peak * (known / cluster.tflops["fp8"] if known and "fp8" in cluster.tflops else UNMEASURED)

@@ -92,7 +92,7 @@ class ClusterSpec(Spec):
 
 
 NAME = re.compile(
-    r"(?:(?P<devices>\d+)\s*x\s*)?(?P<device>[a-z][a-z0-9 ]*?(?:-\d+gb?)?(?:-(?:sxm|pcie|nvl))?)"
+    r"(?:(?P<devices>\d+)\s*x\s*)?(?P<device>(?=\d*[a-z]|\d{4})[a-z0-9][a-z0-9 .-]*?)"
     r"(?:@(?P<rate>\d+(?:\.\d+)?)(?P<unit>gb/s|gbps)(?P<each>/gpu)?)?",
     re.IGNORECASE,
 )
@@ -111,7 +111,9 @@ class ClusterName(Spec):
 
 
 def parse_cluster_name(text: str) -> ClusterName:
-    """Parse `[COUNTx]DEVICE[-80g][-pcie][@RATE]`; RATE is a node's network in Gb/s (bits) or GB/s (bytes).
+    """Parse `[COUNTx]DEVICE[@RATE]`; RATE is a node's network in Gb/s (bits) or GB/s (bytes).
+
+    DEVICE is a name as people write it, with its form and memory in any order: `a100-sxm-80gb`, `rtx 4090`, `5090`.
 
     Raises `UserError` with examples for any other text.
     """

@@ -5,10 +5,20 @@ from itertools import product
 from math import lcm
 from typing import assert_never
 
+from meshwright.spec.errors import UserError
 from meshwright.spec.finetune import FinetuneSpec
 from meshwright.spec.layout import NEAREST, ContextMethod, LayoutSpec
 from meshwright.spec.model import ModelSpec
 from meshwright.spec.training import TrainingSpec
+
+
+def check_positions(length: int, model: ModelSpec) -> None:
+    """Raise `UserError` if a sequence is longer than the model's positions."""
+    if length > model.max_positions:
+        raise UserError(
+            f"data.sequence_length={length} is longer than the model's {model.max_positions} positions; use "
+            f"data.sequence_length={model.max_positions} or raise model.max_positions"
+        )
 
 
 def find_misfits(layout: LayoutSpec, model: ModelSpec, sequence_length: int) -> list[str]:

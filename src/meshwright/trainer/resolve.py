@@ -19,7 +19,14 @@ from meshwright.plan.stages import balanced_stages, layer_costs
 from meshwright.plan.step_time import StepModel
 from meshwright.spec.actions import ScheduleError
 from meshwright.spec.errors import UserError
-from meshwright.spec.fit import batch_misfits, context_method, foreign_misfits, sample_misfits, tensor_notes
+from meshwright.spec.fit import (
+    batch_misfits,
+    check_positions,
+    context_method,
+    foreign_misfits,
+    sample_misfits,
+    tensor_notes,
+)
 from meshwright.spec.layout import LayoutSpec
 from meshwright.spec.model import ModelFields, ModelSpec
 from meshwright.spec.offload import ACTIVATIONS
@@ -94,11 +101,7 @@ def resolve_run(run: Run, *, base_dir: Path, machine: Machine | None = None) -> 
 
 def _refuse_misfits(run: Run, model: ModelSpec, global_batch: int, machine: Machine) -> None:
     """Raise `UserError` if the sequence is too long, or the layout fits neither model nor batch."""
-    if run.data.sequence_length > model.max_positions:
-        raise UserError(
-            f"data.sequence_length={run.data.sequence_length} is longer than the model's {model.max_positions} "
-            f"positions; use data.sequence_length={model.max_positions} or raise model.max_positions"
-        )
+    check_positions(run.data.sequence_length, model)
     misfits = layout_check(run, model, machine.kind)(run.layout) or batch_misfits(run.layout, global_batch)
     misfits = [*misfits, *sample_misfits(run.training, model)]
     if model.foreign is not None:

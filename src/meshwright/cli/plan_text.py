@@ -1,0 +1,208 @@
+"""A plan as lines of text for the terminal."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from meshwright.plan.candidate import TIGHT
+
+GB = 1e9
+DEGREES = ("pp=", "dp_", "cp=", "tp=", "ep=", "zero=")
+"""Prefixes of a layout's parallel degrees in its text."""
+LONG = 1000.0
+"""Seconds of a step from which they are shown as hours."""
+
+
+def plan_lines(facts: dict[str, Any]) -> Iterator[str]:
+    """The plan as lines of text."""
+    cluster, chosen = facts["cluster"], facts["chosen"]
+    searched = facts["searched"]
+    count = f"{cluster['devices']} x "
+    name = cluster["name"] if cluster["name"].startswith(count) else f"{cluster['name']}: {count}{cluster['device']}"
+    size, sequences = facts["parameters"] / 1e9, facts["sequences_per_step"]
+    yield f"{facts['model']}: {size:.3g}B parameters; {sequences} x {facts['sequence_length']} tokens a step"
+    yield (
+        f"{name}, {cluster['memory_gb']:.1f} GB each; {searched['legal']} layouts, "
+        f"{searched['predicted']} predicted; ranges cover {facts['interval']:.0%}"
+    )
+    if not facts["runs_on_it"]:
+        yield f"{cluster['device']}: figures to compare with; this version trains on CPUs and GPUs"
+    yield ""
+    yield f"  {'step':>16}{'tok/s/dev':>10}{'MFU':>6}{'memory GB':>16}  {'':<6} layout"
+    shown = {chosen["text"]} if chosen else set()
+    if chosen:
+        yield _candidate("*", chosen)
+    for candidate in facts["candidates"]:
+        if candidate["text"] not in shown:
+            yield _candidate(" " if candidate["runs_today"] else "-", candidate)
+    given = facts["given"]
+    runs = given is not None and given["missing"] is None
+    if given is not None and runs:
+        yield _candidate(">", given)
+    yield ""
+    own = "   > the recipe's own layout, on its own number of devices" if runs else ""
+    yield f"* chosen   - not supported by this version's trainer{own}"
+    if given and not runs:
+        yield f"refused    the recipe's own layout: {given['missing']}"
+    if chosen and chosen["verdict"] == "tight":
+        yield _tight(facts, chosen)
+    if chosen and chosen["change"]:
+        yield _changed(facts, chosen["change"])
+    if chosen:
+        yield from _chosen(facts, chosen)
+    elif not searched["legal"]:
+        yield f"no layout  {facts['problem']}"
+        return
+    elif facts["problem"]:
+        yield f"no layout  that fits is supported; the fastest is refused: {facts['problem']}"
+    else:
+        yield from _nothing_fits(facts)
+    if facts.get("relief"):
+        yield f"relief     the recipe's layout does not fit with its margin; cheapest: {facts['relief']}"
+    yield ""
+    yield "the best layout of each strategy:"
+    yield from _strategies(facts["strategies"])
+    if facts.get("methods"):
+        yield ""
+        yield (
+            "methods, each in its fastest layout that fits, else in the one with least memory (adapters of rank 16 "
+            "on every matrix; qlora: 4 bits):"
+        )
+        yield from (_method(name, best) for name, best in facts["methods"].items())
+
+
+def _nothing_fits(facts: dict[str, Any]) -> Iterator[str]:
+    yield "no layout that this version's trainer supports fits; see the strategies below"
+    if disk := facts.get("disk"):
+        yield (
+            f"disk       fits with state on disk: {disk['text']}, {disk['disk'] / GB:.3g} GB per device on disk, "
+            f"about {_seconds(disk['step_time']['value'])} a step"
+        )
+
+
+def _changed(facts: dict[str, Any], name: str) -> str:
+    """The difference between the chosen layout and the recipe, and its reason."""
+    change = facts["considered"][name]
+    why = "no layout fits without it" if facts["last_resort"] else "--consider"
+    results = "the arithmetic stays the same" if change["exact"] else "results differ from the recipe's"
+    return f"changed    {' '.join(change['overrides'])} ({why}); {results}"
+
+
+def _tight(facts: dict[str, Any], chosen: dict[str, Any]) -> str:
+    """The warning that the chosen layout is tight."""
+    return (
+        f"tight      the chosen layout needs {chosen['memory_total']['value'] / GB:.1f} of "
+        f"{chosen['memory_available'] / GB:.1f} GB and may run out of memory; every layout that leaves "
+        f"{facts['margin']:.0%} of it free (--margin) takes at least {TIGHT:g} times as long"
+    )
+
+
+def _candidate(mark: str, facts: dict[str, Any]) -> str:
+    step, memory = facts["step_time"], facts["memory_total"]
+    long = step["value"] >= LONG
+    value, low, high = (step[key] / (3600 if long else 1) for key in ("value", "low", "high"))
+    times = f"{value:.3g} {'h' if long else 's'} ({low:.3g}-{high:.3g})"
+    sizes = f"{memory['value'] / GB:.1f} ({memory['low'] / GB:.0f}-{memory['high'] / GB:.0f})"
+    verdict = {"fits": "fits", "tight": "tight", "does not fit": "no"}[facts["verdict"]]
+    return (
+        f"{mark} {times:>20}{facts['tokens_per_second_per_device']:>8.0f}{facts['mfu']:>6.0%}{sizes:>16}  "
+        f"{verdict:<6} {facts['text']}"
+    )
+
+
+def _method(name: str, best: dict[str, Any]) -> str:
+    if best["reason"]:
+        return f"  {name:<6} does not fit: {best['reason']}, with {best['text']}"
+    return (
+        f"  {name:<6} {best['verdict']:<6}{best['memory'] / GB:>7.1f} GB "
+        f"{best['tokens_per_second_per_device']:>8.0f} tok/s/dev  {best['text']}"
+    )
+
+
+def _strategies(strategies: dict[str, Any]) -> Iterator[str]:
+    """Each strategy with its verdict, reason, memory and degrees."""
+    names = max(map(len, strategies), default=0)
+    reasons = max((len(candidate["reason"]) for candidate in strategies.values()), default=0)
+    for name, candidate in strategies.items():
+        degrees = " ".join(word for word in candidate["text"].split() if word.startswith(DEGREES))
+        yield (
+            f"  {name:<{names}}  {candidate['verdict']:<13}{candidate['reason']:<{reasons}}  "
+            f"{candidate['memory_total']['value'] / GB:>6.1f} GB  {degrees}"
+        )
+
+
+def _chosen(facts: dict[str, Any], chosen: dict[str, Any]) -> Iterator[str]:
+    parts = {name: seconds for name, seconds in chosen["step_parts"].items() if name != "recompute"}
+    total = sum(parts.values())
+    shown = ", ".join(f"{name} {seconds / total:.0%}" for name, seconds in parts.items() if seconds >= 0.005 * total)
+    yield f"time       {shown}"
+    sizes = chosen["memory"].items()
+    host = f"; {chosen['host_memory'] / GB:.1f} GB per device in host memory" if chosen["host_memory"] else ""
+    kinds = ", ".join(f"{kind} {size / GB:.1f}" for kind, size in sizes if size >= 0.05 * GB)
+    yield f"memory     {kinds} GB{host}"
+    run, cost = chosen["run_seconds"], chosen["run_cost"]
+    price = "price unknown: set price_per_hour in a cluster file"
+    if cost:
+        price = f"{_money(cost)} {facts['cluster'].get('currency', 'in your currency')}"
+    yield f"run        {facts['steps']} steps: {_duration(run['value'])}, {price}"
+    yield f"binding    {facts['binding']}"
+    if (found := facts["fastest"]) and found["verdict"] == chosen["verdict"]:
+        faster = 1 - found["step_time"]["value"] / chosen["step_time"]["value"]
+        yield (
+            f"simplest   of the layouts within the prediction error of the fastest; {faster:.1%} faster: "
+            f"{found['text']}"
+        )
+    if facts["compile"] and facts["compile"] > 0.01:
+        yield f"compile    training.compile=true would save {facts['compile']:.0%} of the step"
+    if plain := facts["emulated"]:
+        yield (
+            "emulated   this version has no kernel for this precision on this device and multiplies in fp32; with "
+            f"training.precision=bf16: {_seconds(plain['step_time'])} a step, {plain['saved']:.0%} less"
+        )
+    if fp8 := facts["fp8"]:
+        yield f"fp8        with training.precision=fp8: {_seconds(fp8['step_time'])} a step, {fp8['saved']:.0%} less"
+    if half := facts["fp16"]:
+        yield (
+            f"bf16       {facts['cluster']['device']} has no fast products in bf16; with training.precision=fp16: "
+            f"{_seconds(half['step_time'])} a step, {half['saved']:.0%} less"
+        )
+    if facts["bandwidth"]:
+        yield f"network    {facts['bandwidth']}"
+
+
+def _seconds(value: float) -> str:
+    """Seconds of a step, in hours from `LONG`."""
+    return f"{value:.3g} s" if value < LONG else f"{value / 3600:.3g} h"
+
+
+def _money(cost: dict[str, float]) -> str:
+    """A run's cost with its range, in significant digits."""
+    value, low, high = (
+        f"{cost[key]:,.0f}" if cost["value"] >= 100 else f"{cost[key]:.3g}" for key in ("value", "low", "high")
+    )
+    return f"{value} ({low}-{high})"
+
+
+def _duration(seconds: float) -> str:
+    for unit, size in (("days", 86400), ("hours", 3600), ("minutes", 60)):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.1f} {unit}"
+    return f"{seconds:.0f} seconds"
+
+
+def cluster_lines(plans: Sequence[dict[str, Any]]) -> Iterator[str]:
+    """One line a cluster: its chosen layout, and what the run takes and costs there."""
+    names = [facts["cluster"]["name"] for facts in plans]
+    width = max(map(len, names))
+    yield f"{'':<{width}}{'step':>18}{'tok/s/dev':>10}{'MFU':>6}{'run':>13}{'cost':>24}  layout"
+    for name, facts in zip(names, plans, strict=True):
+        chosen = facts["chosen"]
+        if chosen is None:
+            yield f"{name:<{width}}  {facts['problem'] or 'no layout that this version supports fits'}"
+            continue
+        step, cost = chosen["step_time"], chosen["run_cost"]
+        times = f"{_seconds(step['value'])} (± {step['value'] / step['low'] - 1:.0%})"
+        yield (
+            f"{name:<{width}}{times:>18}{chosen['tokens_per_second_per_device']:>10.0f}{chosen['mfu']:>6.0%}"
+            f"{_duration(chosen['run_seconds']['value']):>13}{_money(cost) if cost else 'price unknown':>24}  "
+            f"{chosen['text']}{' (tight)' if chosen['verdict'] == 'tight' else ''}"
+        )
