@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from meshwright import torch_internals
 from meshwright.cli.main import main
 from meshwright.comm import collectives
 from meshwright.comm.quantize import Coded
@@ -239,7 +240,10 @@ def routers_in_the_compute_dtype() -> Any:
 
 
 def parts_of_sums_in_bf16() -> Any:
-    return patch(data_parallel.torch_internals, "sum_parts_in_reduce_dtype", lambda module: None)
+    param = torch_internals.FSDPParam
+    if hasattr(param, "may_reduce_grad_outside_dp"):  # PyTorch 2.15 sums in the reduction dtype where this says so
+        return patch(param, "may_reduce_grad_outside_dp", property(lambda self: False))
+    return patch(torch_internals, "sum_parts_in_reduce_dtype", lambda module: None)
 
 
 def last_microbatch_only() -> Any:

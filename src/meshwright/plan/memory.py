@@ -5,10 +5,10 @@ State follows the ZeRO paper (Rajbhandari et al., 2020, section 3), tensor by te
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import inf
 
-from meshwright.plan.activations import microbatches_in_flight, pass_activations
+from meshwright.plan.activations import microbatches_in_flight, pass_activations, saved_activations
 from meshwright.plan.held import end_parameters, expert_shards, held_parameters, vectors
 from meshwright.plan.job import Groups, Job
 from meshwright.plan.peak import peak_moment
@@ -84,8 +84,56 @@ def _telling_ranks(job: Job) -> Sequence[int]:
     return sorted(({1, job.layout.pp - 1} | alike) & set(range(1, job.layout.pp)))
 
 
+def least_memory(job: Job) -> float:
+    """Bytes that every peak exceeds, whatever is recomputed: a quick lower bound of the total.
+
+    Every point of a step holds the weights, the optimizer and the accumulated gradients of several microbatches; the
+    last block's backward pass also holds the input of every block.
+    """
+    everything = job if job.recompute == "full" else replace(job, recompute="full", recompute_share=1.0)
+    return max(_least_of_stage(everything, stage) for stage in (0, *_telling_ranks(everything)))
+
+
+def _least_of_stage(job: Job, stage: int) -> float:
+    kept, stack = _kept_state(job, stage), job.stack
+    states = kept.weights + kept.optimizer + (kept.gradients if job.microbatches > 1 else 0.0)
+    saved = saved_activations(job, stage, pass_activations(job, job.groups(stage))) - job.stream_bytes
+    return states + max(0.0, saved) + stack.context_bytes + job.communicators * stack.communicator_bytes
+
+
 def stage_memory(job: Job, stage: int, groups: Sequence[Groups] | None = None) -> MemoryUse:
     """Peak bytes of a rank of pipeline stage `stage`; `groups` replaces its stages' recomputation."""
+    stack, zero, kept = job.stack, job.layout.zero_stage, _kept_state(job, stage)
+    groups = job.groups(stage) if groups is None else groups
+    peak = peak_moment(job, stage, kept.weights, kept.gradients, groups)
+    trainable = 1.0 if job.adapters is None else job.adapters / job.model.num_parameters
+    return MemoryUse(
+        weights=peak.weights,
+        gradients=peak.gradients + kept_errors(job, stage) * trainable,
+        optimizer=kept.optimizer,
+        activations=peak.activations,
+        logits=peak.logits,
+        communication=peak.transit + (stack.bucket_bytes if job.layout.data_parallel > 1 and zero < 3 else 0.0),
+        fragmentation=stack.fragmentation * (peak.activations + peak.logits + peak.transit),
+        context=stack.context_bytes + job.communicators * stack.communicator_bytes,
+        host=kept.host + _offloaded_activations(job, stage, groups),
+        disk=kept.disk,
+        stage=stage,
+    )
+
+
+@dataclass(frozen=True)
+class _KeptState:
+    """Bytes of a rank from one step to the next, on the device, in host memory and on disk."""
+
+    weights: float
+    gradients: float
+    optimizer: float
+    host: float
+    disk: float
+
+
+def _kept_state(job: Job, stage: int) -> _KeptState:
     stack, shards, zero = job.stack, job.shards, job.layout.zero_stage
     held, experts = held_parameters(job, stage)
 
@@ -129,21 +177,7 @@ def stage_memory(job: Job, stage: int, groups: Sequence[Groups] | None = None) -
         host += sharded(1, stack.gradient_bytes) * trainable
         if whole_from == 1 or zero >= 2:  # else they are added up whole on the device before they are reduced
             gradients = 0.0
-    groups = job.groups(stage) if groups is None else groups
-    peak = peak_moment(job, stage, weights, gradients, groups)
-    return MemoryUse(
-        weights=peak.weights,
-        gradients=peak.gradients + kept_errors(job, stage) * trainable,
-        optimizer=optimizer,
-        activations=peak.activations,
-        logits=peak.logits,
-        communication=peak.transit + (stack.bucket_bytes if job.layout.data_parallel > 1 and zero < 3 else 0.0),
-        fragmentation=stack.fragmentation * (peak.activations + peak.logits + peak.transit),
-        context=stack.context_bytes + job.communicators * stack.communicator_bytes,
-        host=host + _offloaded_activations(job, stage, groups),
-        disk=disk,
-        stage=stage,
-    )
+    return _KeptState(weights, gradients, optimizer, host, disk)
 
 
 def kept_errors(job: Job, stage: int) -> float:

@@ -26,7 +26,7 @@ from meshwright.plan.candidate import (
 )
 from meshwright.plan.job import Job
 from meshwright.plan.layouts import SearchLimits, layouts
-from meshwright.plan.memory import MemoryUse, predict_memory, stage_memory
+from meshwright.plan.memory import MemoryUse, least_memory, predict_memory, stage_memory
 from meshwright.plan.pipeline import schedule_waiting
 from meshwright.plan.step_time import Cache, StepModel
 from meshwright.spec.cluster import ClusterSpec
@@ -96,6 +96,12 @@ class _Best:
         rival = self.running.get((False, plain))
         return least > limit or (rival is not None and least > rival.cost)
 
+    def hopeless(self, least: float, capacity: float, name: str) -> bool:
+        """Whether a layout of strategy `name` that needs at least `least` bytes neither fits nor needs the least."""
+        if least <= capacity:
+            return False
+        return name in self.strategies or (name in self.smallest and least >= self.smallest[name][0])
+
     def add(self, name: str, candidate: Candidate, runs: Callable[[Job], bool]) -> None:
         """Rank a layout that fits or is tight; `runs`: as in `SearchLimits`."""
         if name not in self.strategies or _rank(candidate) < _rank(self.strategies[name]):
@@ -149,6 +155,8 @@ def search(
         name, plain = variant.family(layout), variant.complexity(layout)
         job = replace(variant.base, layout=layout, micro_batch=micro)
         if (prune and best.beaten(least, name, plain)) or recompute_misfit(job.recompute, job.cut):
+            continue
+        if prune and best.hopeless(least_memory(job), cluster.memory_gb * 1e9, name):
             continue
         looked_at += 1
         limits, cache = variant.limits, variant.cache
@@ -227,6 +235,8 @@ def _recomputing_least(
 ) -> tuple[Job, MemoryUse] | None:
     """The layout with the least recomputation that fits, else the least that is tight, else full recomputation; None if
     even the layout without recomputation is slower than the best, or if it does not fit and is not `wanted` then."""
+    if not wanted and beaten(plain):
+        return None
     capacity = cluster.memory_gb * 1e9
     memory = predict_memory(plain, enough=capacity)
     before = verdict(memory, cluster, limits.margin)
@@ -239,7 +249,7 @@ def _recomputing_least(
     best = verdict(memory, cluster, limits.margin)
     if best == "does not fit":
         return everything, memory
-    if beaten(plain):
+    if wanted and beaten(plain):
         return None
     if plain.layout.tiers.activations == "host":  # what selective recomputation keeps cannot be moved
         return (plain, predict_memory(plain)) if best == before else (everything, memory)
