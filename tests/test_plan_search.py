@@ -27,7 +27,7 @@ from meshwright.plan.hardware import device_cluster, local_cluster, resolve_clus
 from meshwright.plan.job import MESHWRIGHT, Job
 from meshwright.plan.layouts import SearchLimits, divisors, layouts
 from meshwright.plan.machine import Machine
-from meshwright.plan.memory import stage_memory
+from meshwright.plan.memory import least_memory, predict_memory, stage_memory
 from meshwright.plan.page import CHARACTERS
 from meshwright.plan.recipe import choice_reason, plan_recipe, planned_run
 from meshwright.plan.search import Enough, recomputing_least, search
@@ -137,6 +137,22 @@ def test_the_pruned_search_is_brute_force(monkeypatch: pytest.MonkeyPatch) -> No
     assert skipped > 80
     assert found["RecomputeSpec"] > 8
     assert simpler > 1
+
+
+def test_every_peak_exceeds_the_quick_bound() -> None:
+    """Over random jobs' layouts, whatever they recompute; and the bound is near enough to say something."""
+    shares = []
+    for seed in range(40):
+        job, cluster, limits = instance(seed)
+        for layout, micro in list(layouts(job, cluster, limits))[::7]:
+            tried = replace(job, layout=layout, micro_batch=micro)
+            least = least_memory(tried)
+            for recompute in ("none", "selective", "full"):
+                total = predict_memory(replace(tried, recompute=recompute)).total
+                assert least <= total, (seed, layout, recompute)
+            shares.append(least / total)
+    assert len(shares) > 100
+    assert sorted(shares)[len(shares) // 2] > 0.7
 
 
 def test_ranks_may_be_looked_at_alone() -> None:
