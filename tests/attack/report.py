@@ -77,12 +77,13 @@ def _marked(text: str) -> str:
 
 
 def keep(file: Path, trials: Sequence[Trial], command: str, seconds: float) -> None:
-    """Write one campaign for `docs/make_security_md.py`, or add it to those of the same commit."""
+    """Add one campaign for `docs/make_security_md.py`; one of all kinds replaces those of other commits."""
     commit = subprocess.run(
         ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True
     ).stdout.strip()
     known: list[dict[str, Any]] = json.loads(file.read_text()) if file.exists() else []
-    known = [campaign for campaign in known if campaign["commit"] == commit]
+    if "--only" not in command:
+        known = [campaign for campaign in known if campaign["commit"] == commit]
     found = {kind: Counter(trial.fate for trial in trials if trial.attack == kind) for kind in kinds_of(trials)}
     about = {"date": time.strftime("%F"), "commit": commit, "command": command, "seconds": round(seconds)}
     file.write_text(json.dumps([*known, {**about, "found": found, "cells": cells_of(trials)}], indent=1) + "\n")
