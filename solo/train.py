@@ -358,9 +358,9 @@ def train(args: argparse.Namespace) -> list[float]:
     return losses
 
 
-def parse(words: list[str] | None = None) -> argparse.Namespace:
+def parse(words: list[str] | None = None, parser: argparse.ArgumentParser | None = None) -> argparse.Namespace:
     """The command line; `--help` lists it."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = parser or argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     option = parser.add_argument
     option("--steps", type=int, default=200, help="optimizer steps")
     option("--batch", type=int, default=16, help="sequences per step over all processes")

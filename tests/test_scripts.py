@@ -70,6 +70,7 @@ WORDS: Mapping[str, Tiny] = {
     "benchmarks/silent/lightning_deepspeed.py": Tiny(needs=("deepspeed", "pytorch_lightning")),
     "solo/finetune_qlora.py": Tiny(f"--fresh --package json --rank 2 {SOLO}"),
     "solo/train.py": Tiny(SOLO),
+    "solo/train_fsdp.py": Tiny(SOLO),
 }
 
 

@@ -12,6 +12,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+import torch
 
 from meshwright.data.prepare import prepare_corpus
 from meshwright.spec.run import Run
@@ -25,11 +26,11 @@ SIZES = {"hidden": 48, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "ffn"
 WORDS = "--width 48 --layers 2 --heads 4 --kv-heads 2 --inner 64 --length 32 --batch 8 --micro-batch 2 --warmup 3 --cpu"
 
 
-def solo(folder: Path, *words: str, processes: int = 1) -> list[float]:
+def solo(folder: Path, *words: str, processes: int = 1, file: Path = SOLO) -> list[float]:
     """Losses of the steps that `solo/train.py` printed (the first, every tenth and the last)."""
     launcher = ["-m", "torch.distributed.run", f"--nproc-per-node={processes}"] if processes > 1 else []
     done = subprocess.run(
-        [sys.executable, *launcher, str(SOLO), *WORDS.split(), *words],
+        [sys.executable, *launcher, str(file), *WORDS.split(), *words],
         cwd=folder,
         env={key: value for key, value in os.environ.items() if key not in RANK},
         capture_output=True,
@@ -101,6 +102,45 @@ def test_the_same_losses_on_two_processes(modular: tuple[Path, Path, list[float]
     words = ("--tokens", str(tokens), "--vocab", "300", "--dtype", "float64", "--steps", str(STEPS))
     losses = solo(folder, *words, processes=2)
     assert losses == [pytest.approx(loss, abs=0.51e-4) for loss in (expected[0], expected[-1])]  # as printed
+
+
+@pytest.mark.slow
+def test_zero_3_by_hand_has_the_same_losses(
+    modular: tuple[Path, Path, list[float]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two processes' parts, and the whole weights at the end; only the order of float64 sums differs. The file's two
+    messages are its own, so the weights are compared with those of `train.py` too."""
+    _, tokens, expected = modular
+    words = ["--tokens", str(tokens), "--vocab", "300", "--dtype", "float64", "--steps", str(STEPS)]
+    losses = solo(tmp_path, *words, processes=2, file=SOLO.with_name("train_fsdp.py"))
+    assert losses == [pytest.approx(loss, abs=0.51e-4) for loss in (expected[0], expected[-1])]  # as printed
+    monkeypatch.syspath_prepend(str(SOLO.parent))
+    whole = importlib.import_module("train")
+    one = whole.train(whole.parse([*WORDS.split(), *words, "--save", str(tmp_path / "one.pt")]))
+    assert one == pytest.approx(expected, rel=1e-8)
+    weights = [torch.load(tmp_path / name, weights_only=True)["model"] for name in ("solo.pt", "one.pt")]
+    assert set(weights[0]) == set(weights[1])
+    for name, weight in weights[0].items():
+        torch.testing.assert_close(weight, weights[1][name], rtol=0, atol=1e-8)
+
+
+def test_zero_3_by_hand_keeps_a_part_of_every_weight(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Padding, cutting and the gradient of one layer on one process, where a part is the whole line."""
+    monkeypatch.syspath_prepend(str(SOLO.parent))
+    fsdp = importlib.import_module("train_fsdp")
+    module = torch.nn.Sequential(torch.nn.Linear(3, 5), torch.nn.RMSNorm(5)).double()
+    x = torch.randn(2, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    module(x).square().sum().backward()
+    gradients, into = [p.grad for p in module.parameters()], x.grad
+    x.grad = None
+    layer = fsdp.Layer(module, torch.device("cpu"))
+    assert [len(part) for part in layer.parts] == [15, 10]
+    assert all(weight.is_meta for weight in module.parameters())
+    layer(fsdp.run, x).square().sum().backward()
+    torch.testing.assert_close(x.grad, into)
+    matrix, bias, norm = gradients
+    torch.testing.assert_close(layer.parts[0].grad, matrix.flatten())
+    torch.testing.assert_close(layer.parts[1].grad, torch.cat((bias, norm)))
 
 
 @pytest.mark.slow
