@@ -24,6 +24,7 @@ VERBS = {
     "verify": "prove that a recipe's layout computes the same as one process",
     "data": "tokenize a corpus, show its samples, prove which tokens a run will see",
     "train": "train a recipe, on one process or many",
+    "view": "show runs: one page of curves for one run or many, live or as a file",
     "compare": "train a recipe in several engines: speed, memory, losses",
     "rehearse": "run the whole job on fake ranks: memory, collectives, what would break",
     "generate": "continue prompts with a trained model",

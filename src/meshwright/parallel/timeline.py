@@ -34,6 +34,8 @@ class _Storage:
     what: str = ""
     """Operation, shape and dtype."""
     kind: str = ""
+    name: str = ""
+    """The name of a weight, a gradient or a state."""
     size: int = 0
 
 
@@ -41,11 +43,17 @@ class RecordingLedger(Ledger):
     """A ledger that remembers every change."""
 
     def __init__(
-        self, name_storages: Callable[[], Storages], model: nn.Module, *, device_type: str | None = None
+        self,
+        name_storages: Callable[[], Storages],
+        model: nn.Module,
+        *,
+        device_type: str | None = None,
+        tensor_names: Callable[[], Storages] = dict,
     ) -> None:
-        """`device_type`: the device whose memory is counted; None for all."""
+        """`device_type`: the device whose memory is counted; None for all. `tensor_names`: the names of storages that
+        live at the end."""
         super().__init__(name_storages, model=model)
-        self.device_type = device_type
+        self.device_type, self._tensor_names = device_type, tensor_names
         self._names = {id(module): name or "the model" for name, module in model.named_modules()}
         self._places: list[str] = []
         self._stepping = False
@@ -72,6 +80,9 @@ class RecordingLedger(Ledger):
     def __exit__(self, *arguments: Any) -> None:
         super().__exit__(*arguments)
         self._name()
+        for key, name in self._tensor_names().items():
+            if (number := self._number.get(key)) is not None:
+                self._storages[number].name = name
         for handle in self._handles:
             handle.remove()
 
@@ -176,6 +187,7 @@ class RecordingLedger(Ledger):
                 "kind": self._storages[number].kind or TEMPORARIES,
                 "place": self._storages[number].place,
                 "what": self._storages[number].what,
+                "name": self._storages[number].name,
             }
             for number, size in largest
             if size

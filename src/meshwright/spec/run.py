@@ -169,6 +169,8 @@ class ResolvedRun(Spec):
     was scaled, or it names plugged-in datasets."""
     plan: dict[str, Any] | None = None
     """The planner's report at that time, as in `plan.json`."""
+    command: str = ""
+    """The command line that started the run."""
 
     @property
     def recompute(self) -> tuple[Policy, ...]:
