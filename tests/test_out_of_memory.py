@@ -497,8 +497,8 @@ def test_train_draws_a_step_whose_numbers_are_those_without(folder: Path, capfd:
     assert "<h1>Memory of step 2 on rank 0</h1>" in page
     for kind in ("weights", "optimizer", "gradients", "activations"):
         assert f"<td>{kind}</td>" in page
-    for name in ("tok_embeddings.weight", "gradient of tok_embeddings.weight", "exp_avg of tok_embeddings.weight"):
-        assert f"<td>{name}</td><td>" in page
+    assert re.search(r"<td>[\w.]+\.weight</td><td>weights</td>", page), "weights have their names"
+    assert re.search(r"<td>exp_avg of [\w.]+\.weight</td><td>optimizer</td>", page)
 
 
 def test_it_never_starts_again_for_ever(tmp_path: Path, capfd: pytest.CaptureFixture) -> None:

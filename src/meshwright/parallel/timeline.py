@@ -20,7 +20,8 @@ NAMED_EVERY = 100
 """Allocations and releases between two updates of the storages' kinds."""
 POINTS = 400
 """Points of a timeline, each the maximum of its interval."""
-LARGEST = 20
+LARGEST, LARGEST_OF_KIND = 20, 5
+"""Largest tensors that a report names: of all, and at least of each kind."""
 
 
 @dataclass
@@ -180,7 +181,12 @@ class RecordingLedger(Ledger):
             kinds[storage.kind or TEMPORARIES] += size
             if storage.kind == ACTIVATIONS:
                 places[storage.place or "outside the modules"] += size
-        largest = sorted(sizes.items(), key=lambda item: -item[1])[:LARGEST]
+        largest, of_kind = list[tuple[int, int]](), Counter[str]()
+        for number, size in sorted(sizes.items(), key=lambda item: -item[1]):
+            kind = self._storages[number].kind or TEMPORARIES
+            of_kind[kind] += 1
+            if len(largest) < LARGEST or of_kind[kind] <= LARGEST_OF_KIND:
+                largest.append((number, size))
         tensors = [
             {
                 "bytes": size,
