@@ -2,6 +2,7 @@
 
 import html
 import json
+import os
 import re
 import subprocess
 import sys
@@ -198,6 +199,14 @@ def test_the_terminal_shows_curves_in_80_columns(run_dir: Path, capsys: pytest.C
     assert any("\u2801" <= letter <= "\u28ff" for letter in text)
 
 
+def test_an_encoding_without_braille_is_named(run_dir: Path) -> None:
+    words = [sys.executable, "-X", "utf8=0", "-m", "meshwright", "view", str(run_dir), "--terminal"]
+    environment = {**os.environ, "PYTHONIOENCODING": "latin-1"}
+    done = subprocess.run(words, capture_output=True, text=True, check=False, env=environment)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("error: --terminal: the encoding ")
+
+
 def test_braille_draws_a_diagonal() -> None:
     rows = braille([0, 1], [0, 1], span=(0, 1), scale=(0, 1), wide=16)
     assert len(rows) == 8
@@ -230,6 +239,11 @@ def test_the_live_page_follows_the_run(run_dir: Path) -> None:
         assert status == 200
         assert json.loads(text)["runs"][0]["tables"]["step"]["step"][-1] == 13
         assert get(f"{url}/metrics.jsonl")[0] == 404, "no file is served"
+        environment = (run_dir / "env.json").read_text()
+        (run_dir / "env.json").write_text("{")
+        status, text = get(f"{url}/data?have=")
+        assert (status, text.split(" (")[0]) == (500, f"{run_dir / 'env.json'} is damaged, not JSON")
+        (run_dir / "env.json").write_text(environment)
         assert get(f"{url}/data", Host="evil.example")[0] == 403, "another site's name that points here"
         with pytest.raises(UserError, match="choose another"):
             serve_page([run_dir], server.server_port)

@@ -254,7 +254,8 @@ def _chosen(facts: dict[str, Any], chosen: dict[str, Any]) -> Iterator[str]:
     yield f"memory     {kinds} GB{host}"
     run, cost = chosen["run_seconds"], chosen["run_cost"]
     price = f", {_money(cost)} {facts['cluster'].get('currency', 'in your currency')}" if cost else ""
-    yield f"run        {facts['steps']} steps: {_duration(run['value'])}{price}"
+    uncounted = "; the recipe's epochs are counted when the data are prepared" if facts["epochs"] else ""
+    yield f"run        {facts['steps']} steps: {_duration(run['value'])}{price}{uncounted}"
     yield f"binding    {facts['binding']}"
     if (found := facts["fastest"]) and found["verdict"] == chosen["verdict"]:
         faster = 1 - found["step_time"]["value"] / chosen["step_time"]["value"]

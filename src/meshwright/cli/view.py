@@ -1,6 +1,7 @@
 """The verb `view`: one page of one run or many, as a file, live in a browser, or as curves in the terminal."""
 
 import argparse
+import sys
 from pathlib import Path
 
 from meshwright.cli.common import whole_number
@@ -32,6 +33,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Write, draw or serve the page."""
     run_dirs = find_runs(arguments.runs)
     if arguments.terminal:
+        _check_encoding()
         print(terminal_view(run_dirs))
     elif arguments.html:
         _check_name(arguments.html)
@@ -46,6 +48,15 @@ def run(arguments: argparse.Namespace) -> int:
         finally:
             server.server_close()
     return 0
+
+
+def _check_encoding() -> None:
+    """Raise `UserError` if standard output has no braille."""
+    encoding = sys.stdout.encoding or "ascii"
+    try:
+        "\u28ff".encode(encoding)
+    except UnicodeEncodeError as error:
+        raise UserError(f"--terminal: the encoding {encoding} has no braille dots; set LC_ALL=C.UTF-8") from error
 
 
 def _check_name(path: Path) -> None:

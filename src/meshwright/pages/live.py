@@ -2,6 +2,7 @@
 
 import json
 import os
+import sys
 import threading
 from collections.abc import Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -42,6 +43,17 @@ class LivePage:
         return "-".join(f"{state.st_size:x}.{state.st_mtime_ns:x}" if state else "" for state in states) + str(locks)
 
 
+class PageServer(ThreadingHTTPServer):
+    """A server that says nothing about browsers that leave."""
+
+    daemon_threads = True
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Print errors, but not of connections."""
+        if not isinstance(sys.exception(), ConnectionError):
+            super().handle_error(request, client_address)
+
+
 def serve_page(run_dirs: Sequence[Path], port: int) -> ThreadingHTTPServer:
     """A server of the live page, listening but not yet serving; port 0 chooses one.
 
@@ -58,11 +70,14 @@ def serve_page(run_dirs: Sequence[Path], port: int) -> ThreadingHTTPServer:
             address = urlsplit(self.path)
             if self.headers.get("host", "").rsplit(":", 1)[0] not in NAMES:
                 return self._send(403, "text/plain", b"this page is for this machine alone\n")
-            if address.path == "/":
-                return self._send(200, "text/html; charset=utf-8", view_page(live.data()).encode())
-            if address.path != "/data":
+            if address.path not in ("/", "/data"):
                 return self._send(404, "text/plain", b"not found\n")
-            data = live.data()
+            try:
+                data = live.data()
+            except UserError as error:
+                return self._send(500, "text/plain; charset=utf-8", f"{error}\n".encode())
+            if address.path == "/":
+                return self._send(200, "text/html; charset=utf-8", view_page(data).encode())
             if parse_qs(address.query).get("have") == [data["stamp"]]:
                 return self._send(204, "application/json", b"")
             return self._send(200, "application/json", json.dumps(data, allow_nan=False).encode())
@@ -79,8 +94,7 @@ def serve_page(run_dirs: Sequence[Path], port: int) -> ThreadingHTTPServer:
             """Log nothing."""
 
     try:
-        server = ThreadingHTTPServer((ADDRESS, port), Handler)
+        server = PageServer((ADDRESS, port), Handler)
     except OSError as error:
         raise UserError(f"--port {port}: {(error.strerror or 'cannot be used').lower()}; choose another") from error
-    server.daemon_threads = True
     return server

@@ -183,7 +183,8 @@ def _add_axes(columns: dict[str, list[Any]], steps: dict[str, list[Any]]) -> Non
     for axis in ("tokens", "flops"):
         if axis in steps:
             by_step = dict(zip(steps["step"], steps[axis], strict=True))
-            each = by_step[steps["step"][-1]] / steps["step"][-1] if steps["step"] else 0
+            newest = steps["step"][-1]
+            each = (by_step[newest] or 0) / max(1, newest)
             columns[axis] = [by_step.get(step, step * each) for step in columns["step"]]
 
 

@@ -149,6 +149,7 @@ def plan_facts(plan: Plan) -> dict[str, Any]:
         "interval": NOMINAL,
         "margin": case.limits.margin,
         "steps": case.run.training.steps,
+        "epochs": case.run.training.epochs,
         "parameters": best.job.model.num_parameters if best else None,
         "chosen": candidate_facts(plan, plan.chosen) if plan.chosen else None,
         "given": candidate_facts(plan, plan.given) if plan.given else None,

@@ -195,7 +195,7 @@ def _train(context: _Context, run: Run, resume: str | None) -> int:
             write_run_files(resolved, folder)
             arguments = ["--resolved", str(folder / RESOLVED), *(["--resume", resume] if resume else [])]
             arguments += write_plugins(plugins, folder)
-            with following(run_dir / "metrics.jsonl", run.training.steps):
+            with following(run_dir / "metrics.jsonl", resolved.run.training.steps):
                 policy = RestartPolicy(
                     run_dir=run_dir,
                     restarts=run.guards.restarts,
