@@ -45,6 +45,18 @@ def test_the_list_of_runs(folder: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert max(map(len, lines)) <= 80
 
 
+def test_many_long_settings_fit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in "ab":
+        run_dir = write_run(tmp_path / "runs" / name)
+        settings = ", ".join(f"s{number}: {name * 99}" for number in range(11))
+        (run_dir / "resolved.yaml").write_text(f"run: {{data: {{{settings}}}}}\n")
+    assert main(["runs", str(tmp_path / "runs")]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[2].startswith("    data.s0=aaaa")
+    assert lines[10] == "    and 3 more settings (--json)"
+    assert max(map(len, lines)) == 80
+
+
 def test_a_folder_without_runs(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

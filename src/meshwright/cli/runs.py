@@ -10,6 +10,8 @@ from meshwright.cli.output import add_json_argument, print_result, size_text
 from meshwright.pages.runs import differences, find_runs, names_of, read_run, size_of
 
 FOLDER = "runs"
+WIDE, MOST_SETTINGS = 80, 8
+"""Limits of a line, and of a run's settings in the list."""
 DATA_ONLY = ("data.cache_dir",)
 """Settings that set no run apart."""
 
@@ -74,14 +76,16 @@ def _table(runs: Sequence[dict[str, Any]]) -> Iterator[str]:
     widths = [max(len(row[column]) for row in rows) for column in range(len(head))]
     for row, one in zip(rows, [None, *runs], strict=True):
         yield "  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip()
-        for name, value in (one or {}).get("differences", {}).items():
-            yield f"    {name}={flow_text(value)}"
+        differing = list((one or {}).get("differences", {}).items())
+        yield from (shorten(f"    {name}={flow_text(value)}") for name, value in differing[:MOST_SETTINGS])
+        if len(differing) > MOST_SETTINGS:
+            yield f"    and {len(differing) - MOST_SETTINGS} more settings (--json)"
 
 
 def _cells(one: dict[str, Any]) -> tuple[str, ...]:
     step = "-" if one["step"] is None else f"{one['step']}/{one['steps']}" if one["steps"] else str(one["step"])
     figures = ("-" if one[key] is None else f"{one[key]:.4g}" for key in ("loss", "held_out_loss"))
-    speed = "-" if one["tokens_per_s"] is None else f"{one['tokens_per_s']:.3g}"
+    speed = "-" if one["tokens_per_s"] is None else f"{one['tokens_per_s']:.0f}"
     return (one["name"], one["state"], step, *figures, speed, _time(one["seconds"]), size_text(one["bytes"]))
 
 
@@ -89,6 +93,11 @@ def _time(seconds: float) -> str:
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}h{minutes:02d}m" if hours else f"{minutes}m{rest:02d}s"
+
+
+def shorten(line: str) -> str:
+    """A line that fits."""
+    return line if len(line) <= WIDE else f"{line[: WIDE - 3]}..."
 
 
 def flow_text(value: Any) -> str:

@@ -40,7 +40,7 @@ def _headline(run: dict[str, Any]) -> Iterator[str]:
     of = f"/{run['steps']}" if run["steps"] else ""
     words = [f"step {figures['step']}{of}"] if figures["step"] is not None else []
     words += [f"loss {figures['loss']:.4g}"] if figures["loss"] is not None else []
-    words += [f"{figures['tokens_per_s']:.3g} tokens/s"] if figures["tokens_per_s"] is not None else []
+    words += [f"{figures['tokens_per_s']:.0f} tokens/s"] if figures["tokens_per_s"] is not None else []
     yield f"{run['name']}: {', '.join([run['state'], *words])}"
 
 

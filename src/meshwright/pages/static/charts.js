@@ -177,7 +177,10 @@ class Chart {
           size: 32,
           space: 64,
           values: (u, splits) =>
-            splits.map((one) => (one === null ? "" : logx && sparse(splits) && !/^[125]/.test(one.toExponential()) ? "" : FORMATS[x](one))),
+            splits.map((one) => {
+              const between = (x === "step" && !Number.isInteger(one)) || (logx && sparse(splits) && !/^[125]/.test(one?.toExponential()));
+              return one === null || between ? "" : FORMATS[x](one);
+            }),
         },
         {
           ...axis,
