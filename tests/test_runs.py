@@ -97,6 +97,7 @@ def test_every_run_and_checkpoint_keeps_its_origin(
         "training": {"steps": 2, "global_batch": 2, "precision": "fp32"},
         "run_dir": str(tmp_path / "run"),
         "device": "cpu",
+        "cluster": "8xh100",
     }
     fields["data"]["cache_dir"] = str(tmp_path / "cache")
     result = meshwright.train(meshwright.Run.model_validate(fields))
@@ -107,6 +108,7 @@ def test_every_run_and_checkpoint_keeps_its_origin(
     assert origin["recipe_sha256"] == hashlib.sha256((result.run_dir / "recipe.yaml").read_bytes()).hexdigest()
     assert origin["meshwright"] == meshwright.__version__
     assert set(origin["packages"]) >= {"torch", "numpy"}
+    assert environment["planned"]["devices"] == "1 x cpu", "the devices that it runs on, not those of the recipe"
     trained_on = json.loads((result.checkpoint / "trainer.json").read_text())["data"]
     assert origin["data"] == {stream["name"]: stream["fingerprint"] for stream in trained_on}
     assert environment["planned"]["step_time"]["value"] == pytest.approx(

@@ -21,6 +21,7 @@ from meshwright.plan.report import STEP_PARTS
 from meshwright.spec.errors import UserError
 from meshwright.spec.recipe import dump_recipe
 from meshwright.spec.run import ResolvedRun
+from meshwright.trainer.out_of_memory import on_this_machine
 from meshwright.trainer.setup import Trainer
 
 PACKAGES = ("torch", "numpy", "safetensors", "tokenizers", "transformers", "peft", "bitsandbytes")
@@ -88,7 +89,7 @@ def describe_environment(trainer: Trainer) -> dict[str, Any]:
 def planned(resolved: ResolvedRun, machine: Machine) -> dict[str, Any] | None:
     """The planner's forecast of the run on its devices; None if it does not support them or the model."""
     try:
-        found = forecast(resolved, machine)
+        found = forecast(on_this_machine(resolved, machine), machine)
         seconds, memory = found.seconds, found.memory_bytes
     except (UserError, ValueError):
         return None
