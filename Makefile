@@ -20,6 +20,8 @@ $(VENV)/.core: pyproject.toml
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo "installing meshwright into $(VENV) ..."
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check torch==$(TORCH) -e .
+	@# only the script in it is used, so without what its Python needs
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps 'uplot-python>=1.1,<2'
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/.core

@@ -32,6 +32,7 @@ ROOMS = {
     "comm": "Floor 1: communication between ranks",
     "imports": "Floor 1: converts other systems' files to recipes; no torch",
     "families": "Floor 1: architectures and published sizes as data; no torch",
+    "pages": "Between: pages, and the page of runs; no torch",
     "storage": "Between: files and folders written atomically, locked for one owner at a time; no torch",
     "spec": "Floor 0: the classes that describe a run; no torch",
     ".": "Floor 0: outside the rooms",

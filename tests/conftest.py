@@ -1,14 +1,17 @@
 """Fixtures and options for all tests: worker processes, started once, the choice of a tier, and the order of files."""
 
 import gc
+import importlib.util
 import os
+import shutil
 import sys
+import warnings
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: the ranks of a test share two cores
 
 from collections import Counter
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 import pytest
@@ -69,6 +72,46 @@ def ranks() -> "Iterator[RankPool]":
     pool = RankPool()
     yield pool
     pool.close()
+
+
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+BROWSER_SECONDS = 20
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    if importlib.util.find_spec("playwright") is None:
+        pytest.skip("playwright is not installed")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from playwright.sync_api import Error, sync_playwright
+
+        with sync_playwright() as playwright:
+            try:
+                found = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+            except Error as error:
+                pytest.skip(f"no Chromium starts here: {str(error).splitlines()[0]}")
+            yield found
+            found.close()
+
+
+@pytest.fixture
+def page(browser: Any) -> Iterator[Any]:
+    """A page; a script error, a refused resource or a request to another host fails the test."""
+    context = browser.new_context(viewport={"width": 1100, "height": 700})
+    found, problems = context.new_page(), list[str]()
+    found.set_default_timeout(BROWSER_SECONDS * 1000)
+    found.on("pageerror", lambda error: problems.append(str(error)))
+    found.on("console", lambda message: problems.append(message.text) if message.type == "error" else None)
+    found.on("request", lambda one: None if local(one.url) else problems.append(one.url))
+    yield found
+    context.close()
+    assert [problem for problem in problems if "favicon" not in problem and "status of 404" not in problem] == []
+
+
+def local(url: str) -> bool:
+    """Whether a page may ask for this: from a server of this machine, or from itself."""
+    return "//127.0.0.1:" in url or url.startswith(("file:", "blob:", "data:"))
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -40,11 +40,26 @@ def test_the_first_step_is_warm_up() -> None:
 
 def test_rates_by_definition() -> None:
     rates = clock_after([50.0, 2.0, 4.0, 3.0]).rates(step=4, tokens=12000, trained=9000)
+    assert rates["data_time"] == 0.0
     assert rates["step_time"] == 3.0  # the median of 2, 4, 3
     assert rates["tokens_per_s_per_rank"] == 12000 / 3 / 4
     assert rates["trained_per_s_per_rank"] == 9000 / 3 / 4
     assert rates["mfu"] == pytest.approx(1e3 * 1000 / 1e9)
     assert rates["eta"] == (100 - 4) * 3.0
+
+
+def test_the_wait_for_data_is_a_median_too() -> None:
+    fake = FakeClock()
+    clock = StepClock(ranks=1, flops_per_token=1.0, peak_flops=None, steps=9, clock=fake)
+    for wait in (9.0, 0.5, 0.1, 0.2):
+        clock.begin()
+        fake.now += wait
+        clock.loaded()
+        fake.now += 1
+        clock.end()
+    rates = clock.rates(step=4, tokens=1, trained=1)
+    assert rates["data_time"] == pytest.approx(0.2)
+    assert rates["step_time"] == pytest.approx(1.2)
 
 
 def test_the_median_forgets_what_is_older_than_the_window() -> None:

@@ -196,7 +196,7 @@ def test_a_timeline_counts_what_the_ledger_counts_and_knows_phases_kinds_and_lay
     assert [point["seconds"] for point in report["points"]] == sorted(point["seconds"] for point in report["points"])
     page = memory_page("Memory", report)
     assert "layers.1.feed_forward" in page
-    assert not re.search(r"<script|<link|src=|href=|url\(", page)  # it loads nothing
+    assert not re.search(r"<link|src=|href=|url\(|@import", page)  # it loads nothing
 
 
 class Compared(Ledger):
@@ -497,6 +497,8 @@ def test_train_draws_a_step_whose_numbers_are_those_without(folder: Path, capfd:
     assert "<h1>Memory of step 2 on rank 0</h1>" in page
     for kind in ("weights", "optimizer", "gradients", "activations"):
         assert f"<td>{kind}</td>" in page
+    assert re.search(r"<td>[\w.]+\.weight</td><td>weights</td>", page), "weights have their names"
+    assert re.search(r"<td>exp_avg of [\w.]+\.weight</td><td>optimizer</td>", page)
 
 
 def test_it_never_starts_again_for_ever(tmp_path: Path, capfd: pytest.CaptureFixture) -> None:

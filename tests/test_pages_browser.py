@@ -3,9 +3,7 @@
 Needs `playwright` and a Chromium, playwright's own or the system's; skipped if one is missing.
 """
 
-import importlib.util
 import json
-import shutil
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -20,9 +18,6 @@ from test_serve import Running, running
 
 pytestmark = pytest.mark.slow
 
-CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-SECONDS = 20
-
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
@@ -31,39 +26,6 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     with running({"base": base, "tuned": adapted(base)}, votes=votes) as found:
         found.votes = votes  # type: ignore[attr-defined]
         yield found
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    if importlib.util.find_spec("playwright") is None:
-        pytest.skip("playwright is not installed")
-    import warnings
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        from playwright.sync_api import Error, sync_playwright
-
-        with sync_playwright() as playwright:
-            try:
-                found = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-            except Error as error:
-                pytest.skip(f"no Chromium starts here: {str(error).splitlines()[0]}")
-            yield found
-            found.close()
-
-
-@pytest.fixture
-def page(browser: Any) -> Iterator[Any]:
-    """A page; a script error, a refused resource or a request to another host fails the test."""
-    context = browser.new_context(viewport={"width": 1100, "height": 700})
-    found, problems = context.new_page(), list[str]()
-    found.set_default_timeout(SECONDS * 1000)
-    found.on("pageerror", lambda error: problems.append(str(error)))
-    found.on("console", lambda message: problems.append(message.text) if message.type == "error" else None)
-    found.on("request", lambda one: None if "//127.0.0.1:" in one.url else problems.append(one.url))
-    yield found
-    context.close()
-    assert [problem for problem in problems if "favicon" not in problem and "status of 404" not in problem] == []
 
 
 def kept(page: Any, name: str, tmp_path: Path) -> None:

@@ -73,6 +73,21 @@ def test_trackers_receive_every_number_of_every_record(tmp_path: Path, monkeypat
     assert seen == [*scalars, ("close",), ("finish",)]
 
 
+def test_a_continued_run_is_one_run_of_wandb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened: list[dict[str, Any]] = []
+    wandb = types.ModuleType("wandb")
+    wandb.init = lambda **options: opened.append(options)  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    (tmp_path / "other").mkdir()
+    for folder in (tmp_path, tmp_path, tmp_path / "other"):
+        for tracker in open_trackers(run_with(folder, "wandb")):
+            tracker.open(run_with(folder, "wandb"))  # type: ignore[attr-defined]
+    first, second, other = opened
+    assert first["id"] == second["id"] != other["id"]
+    assert {one["resume"] for one in opened} == {"allow"}
+    assert (first["name"], other["name"]) == (tmp_path.name, "other")
+
+
 def test_a_full_disk_costs_a_tracker_a_record_and_no_more() -> None:
     class Full(Tracker):
         def write(self, record: dict[str, Any]) -> None:

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from meshwright.callbacks import Callback, Tracker, Training
     from meshwright.models import Block, Model
     from meshwright.objectives import Objective, Sums
+    from meshwright.pages.view import RunsPage, view
     from meshwright.spec.recipe import load_recipe
     from meshwright.spec.run import Run
     from meshwright.trainer.run import TrainResult, train
@@ -34,12 +35,14 @@ __all__ = [
     "Model",
     "Objective",
     "Run",
+    "RunsPage",
     "Sums",
     "Tracker",
     "TrainResult",
     "Training",
     "load_recipe",
     "train",
+    "view",
 ]
 
 _HOMES = {
@@ -48,12 +51,14 @@ _HOMES = {
     "Model": "meshwright.models",
     "Objective": "meshwright.objectives",
     "Run": "meshwright.spec.run",
+    "RunsPage": "meshwright.pages.view",
     "Sums": "meshwright.objectives",
     "Tracker": "meshwright.callbacks",
     "TrainResult": "meshwright.trainer.run",
     "Training": "meshwright.callbacks",
     "load_recipe": "meshwright.spec.recipe",
     "train": "meshwright.trainer.run",
+    "view": "meshwright.pages.view",
 }
 
 

@@ -13,17 +13,12 @@ from typing import Any
 
 import meshwright
 from meshwright.accept.run import StepOutcome
+from meshwright.pages.shell import header, page, section, table
 from meshwright.plan.machine import find_machine, run_program
 from meshwright.storage.durable import write_durably
 
 MARKS = {True: "ok", False: "FAILED", None: "-"}
-HEAD = """<!doctype html><html lang="en"><head><meta charset="utf-8">
-<meta name="viewport" content="width=device-width,initial-scale=1"><title>Meshwright on this machine</title>
-<style>:root{color-scheme:light dark}body{font:15px system-ui,sans-serif;margin:1em auto;max-width:60em;padding:0 .7em}
-table{border-collapse:collapse;width:100%;margin:.3em 0 1.2em}td,th{padding:.25em .6em .25em 0;text-align:left;
-vertical-align:top;border-bottom:1px solid #8884}h2{font-size:1.05em;margin:1.2em 0 .2em}td:last-child{width:55%}
-pre{white-space:pre-wrap;overflow-wrap:anywhere;margin:0;font:inherit}.failed{color:#c22;font-weight:600}
-@media(max-width:500px){td:last-child{width:auto}body{font-size:13px}}</style></head><body>"""
+TITLE = "Meshwright on this machine"
 
 
 def machine_facts(device: str) -> dict[str, str]:
@@ -81,25 +76,13 @@ def summary(outcomes: Sequence[StepOutcome]) -> str:
 
 def as_page(outcomes: Sequence[StepOutcome], facts: Mapping[str, str]) -> str:
     """The report as a page."""
-    parts = [HEAD, "<h1>Meshwright on this machine</h1><table>"]
-    parts += [f"<tr><td>{escape(name)}</td><td>{escape(value)}</td></tr>" for name, value in facts.items()]
-    parts.append(f"</table><p>{escape(summary(outcomes))}</p>")
+    body = [header(TITLE, escape(summary(outcomes))), section("The machine", table((), facts.items()))]
     for outcome in outcomes:
-        kind = ' class="failed"' if outcome.state == "failed" else ""
-        parts.append(
-            f"<h2>{escape(outcome.step.name)}: <span{kind}>{outcome.state}</span>, {outcome.seconds:.0f} s</h2>"
-        )
-        parts.append(f"<p>{escape(outcome.step.about)}</p>")
-        parts += [f'<pre class="failed">{escape(outcome.note)}</pre>'] if outcome.note else []
-        parts.append("<table>")
-        parts += [_row(check.passed, check.name, check.detail) for check in outcome.checks]
-        parts.append("</table>")
-    return "\n".join([*parts, "</body></html>\n"])
-
-
-def _row(passed: bool | None, name: str, detail: str) -> str:
-    kind = ' class="failed"' if passed is False else ""
-    return f"<tr><td{kind}>{MARKS[passed]}</td><td>{escape(name)}</td><td><pre>{escape(detail)}</pre></td></tr>"
+        note = [f'<pre class="failed">{escape(outcome.note)}</pre>'] if outcome.note else []
+        rows = [(MARKS[check.passed], check.name, check.detail) for check in outcome.checks]
+        title = f"{outcome.step.name}: {outcome.state}, {outcome.seconds:.0f} s"
+        body.append(section(title, *note, table((), rows), about=escape(outcome.step.about)))
+    return page(TITLE, body)
 
 
 def as_data(outcomes: Sequence[StepOutcome], facts: Mapping[str, str]) -> dict[str, Any]:

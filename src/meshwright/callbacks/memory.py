@@ -1,11 +1,12 @@
 """The memory timeline: one step of one rank, allocation by allocation, as a page; on a GPU with torch's snapshot."""
 
+from collections.abc import Iterator
+
 import torch
 
 from meshwright.callbacks.callback import Callback, Record, Training
 from meshwright.callbacks.memory_page import memory_page
 from meshwright.devices import on_cpu
-from meshwright.parallel.ledger import Storages
 from meshwright.parallel.timeline import RecordingLedger
 from meshwright.spec.errors import UserError
 from meshwright.torch_internals import all_tensors, local_tensor, passing_tensors, record_allocations, save_allocations
@@ -66,7 +67,12 @@ class MemoryTimeline(Callback):
         if training.step + 1 != self._first or training.rank != self.rank:
             return
         device = training.device.type
-        running = RecordingLedger(lambda: _storages(training), training.model, device_type=device)
+        running = RecordingLedger(
+            lambda: {key: kind for key, kind, _ in _named(training)},
+            training.model,
+            device_type=device,
+            tensor_names=lambda: {key: name for key, _, name in _named(training) if name},
+        )
         running.watch(local_tensor(tensor) for tensor in all_tensors() if local_tensor(tensor).device.type == device)
         if not on_cpu(training.device):
             record_allocations()
@@ -80,26 +86,31 @@ class MemoryTimeline(Callback):
         folder, name = training.run_dir / "memory", f"rank-{self.rank}-step-{training.step}"
         folder.mkdir(parents=True, exist_ok=True)
         title = f"Memory of step {training.step} on rank {self.rank}"
-        (folder / f"{name}.html").write_text(memory_page(title, running.report()))
+        report = running.report()
+        (folder / f"{name}.html").write_text(memory_page(title, report))
+        training.log("memory", page=f"{folder.name}/{name}.html", kinds=report["peak"]["kinds"])
         if not on_cpu(training.device):
             save_allocations(folder / f"{name}.pickle")
 
 
-def _storages(training: Training) -> Storages:
-    """Kinds of the storages that are known by name."""
-    kinds: Storages = {}
+def _named(training: Training) -> Iterator[tuple[int, str, str]]:
+    """(identity, kind, name) of the storages that are known; a later one of a storage counts."""
+    names = {id(tensor): name for name, tensor in training.parameters.items()}
+    for optimizer in training.optimizers:
+        for owner, states in optimizer.state.items():
+            for key, value in states.items():
+                if isinstance(value, torch.Tensor):
+                    yield _key(value), "optimizer", f"{key} of {names.get(id(owner), 'a weight')}"
+    model = training.model
+    weights = [*training.parameters.items(), *model.named_buffers(), *model.named_parameters()]
+    yield from ((_key(tensor), "weights", name) for name, tensor in weights)
+    gradients = [(f"gradient of {name}", tensor.grad) for name, tensor in weights]
+    for name, module in model.named_modules():
+        passing, grads = passing_tensors(module)
+        yield from ((_key(tensor), "gathered weights", f"gathered for {name or 'the model'}") for tensor in passing)
+        gradients += [("", grad) for grad in grads]
+    yield from ((_key(grad), "gradients", name) for name, grad in gradients if grad is not None)
 
-    def name(kind: str, tensors: list[torch.Tensor]) -> None:
-        kinds.update({id(local_tensor(tensor).untyped_storage()): kind for tensor in tensors})
 
-    stored = list(training.parameters.values())
-    states = [optimizer.state[tensor].values() for optimizer in training.optimizers for tensor in optimizer.state]
-    name("optimizer", [value for state in states for value in state if isinstance(value, torch.Tensor)])
-    name("weights", [*stored, *training.model.parameters(), *training.model.buffers()])
-    grads = [tensor.grad for tensor in (*stored, *training.model.parameters())]
-    for module in training.model.modules():
-        weights, gradients = passing_tensors(module)
-        name("gathered weights", weights)
-        grads += gradients
-    name("gradients", [tensor for tensor in grads if tensor is not None])
-    return kinds
+def _key(tensor: torch.Tensor) -> int:
+    return id(local_tensor(tensor).untyped_storage())

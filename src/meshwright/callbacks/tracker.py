@@ -2,9 +2,13 @@
 
 import contextlib
 import importlib
+import secrets
+from pathlib import Path
 
 from meshwright.callbacks.callback import Callback, Record, Training
+from meshwright.spec.files import regular
 from meshwright.spec.run import Run
+from meshwright.storage.durable import write_durably
 
 
 class Tracker(Callback):
@@ -67,11 +71,21 @@ class TensorBoard(Tracker):
 
 
 class WandB(Tracker):
-    """The tracker `wandb`: every figure to Weights & Biases, with the recipe as its configuration."""
+    """The tracker `wandb`: every figure to Weights & Biases, with the recipe as its configuration. A continued run
+    stays one run there: its id is in `wandb-id` of the run directory."""
 
     def open(self, run: Run) -> None:
         """See `Tracker`."""
-        self._session = importlib.import_module("wandb").init(dir=run.run_dir, config=run.model_dump(mode="json"))
+        kept = Path(run.run_dir) / "wandb-id"
+        if not kept.is_file():
+            write_durably(kept, secrets.token_hex(8) + "\n")
+        self._session = importlib.import_module("wandb").init(
+            dir=run.run_dir,
+            config=run.model_dump(mode="json"),
+            name=Path(run.run_dir).name,
+            id=regular(kept).read_text(encoding="utf-8").strip(),
+            resume="allow",
+        )
 
     def write(self, record: Record) -> None:
         """See `Tracker`."""

@@ -154,7 +154,7 @@ def examine(recipe: Run, base_dir: Path, findings: Findings) -> dict[str, Any]:
                 "accumulation": resolved.accumulation,
                 "micro_batch": resolved.micro_batch,
                 "sequence_length": recipe.data.sequence_length,
-                "steps": recipe.training.steps,
+                "steps": resolved.run.training.steps,
                 "reasons": resolved.reasons,
             }
             machine = find_machine(resolved.run.device)

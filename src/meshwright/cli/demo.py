@@ -60,6 +60,7 @@ def _whats_next(run_dir: Path) -> str:
   tokenizer/                   the tokenizer trained on this text
 
 Try next:
+  meshwright view {run_dir}
   meshwright generate {run_dir} --prompt 'def main('
   meshwright export {run_dir} --hf {run_dir}/export
   meshwright init demo > run.yaml    then change it: model, data, layout

@@ -143,7 +143,8 @@ def _chosen(facts: dict[str, Any], chosen: dict[str, Any]) -> Iterator[str]:
     price = "price unknown: set price_per_hour in a cluster file"
     if cost:
         price = f"{_money(cost)} {facts['cluster'].get('currency', 'in your currency')}"
-    yield f"run        {facts['steps']} steps: {_duration(run['value'])}, {price}"
+    uncounted = "; the recipe's epochs are counted when the data are prepared" if facts["epochs"] else ""
+    yield f"run        {facts['steps']} steps: {_duration(run['value'])}, {price}{uncounted}"
     yield f"binding    {facts['binding']}"
     if (found := facts["fastest"]) and found["verdict"] == chosen["verdict"]:
         faster = 1 - found["step_time"]["value"] / chosen["step_time"]["value"]

@@ -107,7 +107,8 @@ def _finish(reading: Reading) -> None:
         if (origin := reading.facts["epochs"][1]) in reading.seen:
             reading.no_effect.append((origin, NoEffect.OVERRULED))
     elif "epochs" in reading.facts:
-        reading.give_up(reading.facts["epochs"][1], "runs have a number of steps; set training.steps")
+        check_number(*reading.facts["epochs"])
+        reading.set("training.epochs", *reading.facts["epochs"])
 
 
 def _floor(reading: Reading, floor: float, origin: str) -> None:

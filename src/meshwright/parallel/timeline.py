@@ -20,7 +20,8 @@ NAMED_EVERY = 100
 """Allocations and releases between two updates of the storages' kinds."""
 POINTS = 400
 """Points of a timeline, each the maximum of its interval."""
-LARGEST = 20
+LARGEST, LARGEST_OF_KIND = 20, 5
+"""Largest tensors that a report names: of all, and at least of each kind."""
 
 
 @dataclass
@@ -34,6 +35,8 @@ class _Storage:
     what: str = ""
     """Operation, shape and dtype."""
     kind: str = ""
+    name: str = ""
+    """The name of a weight, a gradient or a state."""
     size: int = 0
 
 
@@ -41,11 +44,17 @@ class RecordingLedger(Ledger):
     """A ledger that remembers every change."""
 
     def __init__(
-        self, name_storages: Callable[[], Storages], model: nn.Module, *, device_type: str | None = None
+        self,
+        name_storages: Callable[[], Storages],
+        model: nn.Module,
+        *,
+        device_type: str | None = None,
+        tensor_names: Callable[[], Storages] = dict,
     ) -> None:
-        """`device_type`: the device whose memory is counted; None for all."""
+        """`device_type`: the device whose memory is counted; None for all. `tensor_names`: the names of storages that
+        live at the end."""
         super().__init__(name_storages, model=model)
-        self.device_type = device_type
+        self.device_type, self._tensor_names = device_type, tensor_names
         self._names = {id(module): name or "the model" for name, module in model.named_modules()}
         self._places: list[str] = []
         self._stepping = False
@@ -72,6 +81,9 @@ class RecordingLedger(Ledger):
     def __exit__(self, *arguments: Any) -> None:
         super().__exit__(*arguments)
         self._name()
+        for key, name in self._tensor_names().items():
+            if (number := self._number.get(key)) is not None:
+                self._storages[number].name = name
         for handle in self._handles:
             handle.remove()
 
@@ -169,13 +181,19 @@ class RecordingLedger(Ledger):
             kinds[storage.kind or TEMPORARIES] += size
             if storage.kind == ACTIVATIONS:
                 places[storage.place or "outside the modules"] += size
-        largest = sorted(sizes.items(), key=lambda item: -item[1])[:LARGEST]
+        largest, of_kind = list[tuple[int, int]](), Counter[str]()
+        for number, size in sorted(sizes.items(), key=lambda item: -item[1]):
+            kind = self._storages[number].kind or TEMPORARIES
+            of_kind[kind] += 1
+            if len(largest) < LARGEST or of_kind[kind] <= LARGEST_OF_KIND:
+                largest.append((number, size))
         tensors = [
             {
                 "bytes": size,
                 "kind": self._storages[number].kind or TEMPORARIES,
                 "place": self._storages[number].place,
                 "what": self._storages[number].what,
+                "name": self._storages[number].name,
             }
             for number, size in largest
             if size

@@ -43,6 +43,8 @@ def plan_recipe(
     where = cluster
     if not isinstance(where, ClusterSpec):
         where = resolve_cluster(where or run.cluster, base_dir=base_dir, machine=find_machine(run.device))
+    if run.training.tokens is not None:
+        run = run.lasting(run.known_steps() or 1)
     spec = resolve_model(run.model, base_dir=base_dir, vocab=run.data.tokenizer_vocab)
     check_positions(run.data.sequence_length, spec)
     model, batch, processor = blueprint(spec), run.sequences_per_step(), Processor.of(where)

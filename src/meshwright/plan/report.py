@@ -162,6 +162,7 @@ def plan_facts(plan: Plan) -> dict[str, Any]:
         "sequence_length": case.run.data.sequence_length,
         "sequences_per_step": case.base.global_batch,
         "runs_on_it": case.cluster.device == "cpu" or not case.cluster.device.startswith(ELSEWHERE),
+        "epochs": case.run.training.epochs,
         "chosen": candidate_facts(plan, plan.chosen) if plan.chosen else None,
         "given": candidate_facts(plan, plan.given) if plan.given else None,
         "candidates": [candidate_facts(plan, candidate) for candidate in plan.found.ranked],

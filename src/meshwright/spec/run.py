@@ -1,9 +1,10 @@
 """Runs: the recipe as an object, and with every default resolved."""
 
 from collections.abc import Iterator
+from math import ceil
 from typing import Any, Literal
 
-from pydantic import field_validator, model_validator
+from pydantic import ValidationError, field_validator, model_validator
 
 from meshwright.spec.base import Spec
 from meshwright.spec.checkpoint import CheckpointSpec
@@ -62,6 +63,22 @@ class Run(Spec):
                 f"the nearest multiple is {max(1, round(tokens / length)) * length}"
             )
         return tokens // length
+
+    def known_steps(self) -> int | None:
+        """The run's optimizer steps, those of its tokens too; None if they are in epochs, which need the data."""
+        training = self.training
+        if training.tokens is not None:
+            return ceil(training.tokens / (self.sequences_per_step() * self.data.sequence_length))
+        return None if training.epochs is not None else training.steps
+
+    def lasting(self, steps: int) -> "Run":
+        """The same recipe with its length in steps. Raises `UserError` if its schedule needs more."""
+        training = self.training.model_dump(exclude_unset=True, exclude={"epochs", "tokens"}) | {"steps": steps}
+        try:
+            return Run.model_validate(self.model_dump(exclude_unset=True) | {"training": training})
+        except ValidationError as error:
+            found = "; ".join(one["msg"].removeprefix("Value error, ") for one in error.errors())
+            raise UserError(f"training.{found}") from error
 
     @model_validator(mode="after")
     def _fits_together(self) -> "Run":
@@ -169,6 +186,8 @@ class ResolvedRun(Spec):
     was scaled, or it names plugged-in datasets."""
     plan: dict[str, Any] | None = None
     """The planner's report at that time, as in `plan.json`."""
+    command: str = ""
+    """The command line that started the run."""
 
     @property
     def recompute(self) -> tuple[Policy, ...]:

@@ -3,7 +3,7 @@
 from math import sqrt
 from typing import Annotated, Any, Literal, assert_never
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, SerializerFunctionWrapHandler, field_validator, model_serializer, model_validator
 
 from meshwright.spec.base import Spec
 from meshwright.spec.errors import UserError
@@ -167,7 +167,12 @@ class TrainingSpec(Spec):
     """The arithmetic of a training run. The global batch is set in sequences or in tokens."""
 
     steps: int = Field(default=1000, ge=1, le=10**12)
-    """Optimizer steps."""
+    """Optimizer steps. Set one of steps, epochs and tokens."""
+    epochs: float | None = Field(default=None, gt=0, le=10**6)
+    """Passes over the training data: this many times the samples of all sources together, rounded up to whole steps.
+    They are counted when the data are prepared."""
+    tokens: int | None = Field(default=None, ge=1, le=10**18)
+    """Tokens through the model, padding included, rounded up to whole steps."""
     global_batch: int | None = Field(default=None, ge=1)
     """Sequences per optimizer step over all ranks (default 64, unless global_batch_tokens is set)."""
     global_batch_tokens: int | None = Field(default=None, ge=1)
@@ -284,6 +289,14 @@ class TrainingSpec(Spec):
         changes = {"precision": self.low_precision.compute, "low_precision": LowPrecisionSpec()}
         return self.model_copy(update=changes)
 
+    @model_serializer(mode="wrap")
+    def _one_length(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Without the default number of steps if the length is in epochs or tokens."""
+        fields = write(self)
+        if self.epochs is not None or self.tokens is not None:
+            fields.pop("steps", None)
+        return fields
+
     @field_validator("objective", mode="before")
     @classmethod
     def _name_alone(cls, value: Any) -> Any:
@@ -295,6 +308,10 @@ class TrainingSpec(Spec):
             raise UserError("objective and preference both set the training loss; give one of the two")
         if self.global_batch is not None and self.global_batch_tokens is not None:
             raise UserError("global_batch and global_batch_tokens both set the batch size; give one of the two")
+        lengths = [name for name in ("epochs", "tokens") if getattr(self, name) is not None]
+        lengths += ["steps"] * ("steps" in self.model_fields_set)
+        if len(lengths) > 1:
+            raise UserError(f"{' and '.join(lengths)} all set the length of the run; give one of them")
         low, usual = self.low_precision, LowPrecisionSpec()
         given = {name for name in LowPrecisionSpec.model_fields if getattr(low, name) != getattr(usual, name)}
         if given and self.precision not in NARROW:
@@ -320,7 +337,7 @@ class TrainingSpec(Spec):
             if (value := getattr(self, field)) != TrainingSpec.model_fields[field].default and not self.compile:
                 raise UserError(f"{field}={value} only applies to compilation; set compile=true, or leave it out")
         warmup = self.lr_schedule.warmup_steps(self.steps)
-        if warmup > self.steps:
+        if warmup > self.steps and lengths in ([], ["steps"]):
             raise UserError(
                 f"lr_schedule.warmup={warmup} exceeds steps={self.steps}; warmup=auto is a tenth of the steps"
             )

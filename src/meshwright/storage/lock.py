@@ -16,6 +16,7 @@ Whether an owner is alive:
 import fcntl
 import json
 import os
+import re
 import secrets
 import socket
 import threading
@@ -181,6 +182,14 @@ class Lock:
         with suppress(OSError):
             for folder in self._made:
                 folder.rmdir()
+
+
+def is_held(path: Path) -> bool:
+    """Whether a process holds the lock `path`, as far as one look can tell."""
+    if not path.parent.is_dir():
+        return False
+    names = [name for name in path.parent.iterdir() if re.fullmatch(rf"{re.escape(path.name)}-\d+", name.name)]
+    return any(_Sighting().look(name) is not False for name in names)
 
 
 class _Sighting:

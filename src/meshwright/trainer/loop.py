@@ -58,7 +58,9 @@ def train_loop(session: Session) -> int:
             else:
                 session.begin_step()
                 clock.begin()
-                result = trainer.train_step(trainer.step, loader.microbatches(trainer.step - 1 + trainer.passed_over))
+                batches = loader.microbatches(trainer.step - 1 + trainer.passed_over)
+                clock.loaded()
+                result = trainer.train_step(trainer.step, batches)
                 synchronize(trainer.device)
                 clock.end()
                 if slow := trainer.store.complaint():

@@ -5,6 +5,7 @@ gnorm                    2-norm of the whole gradient, before clipping; none in 
                          pipeline, which has no gradient yet
 lr                       learning rate of the step (of AdamW's parameters)
 step_time                median wall seconds of the last 20 steps, the first of the process left out (warm-up)
+data_time                the part of step_time in which the first rank waited for its batch, a median in the same way
 tokens_per_s_per_rank    tokens through the model per step / (step_time x ranks); padding of best-fit samples counts
 trained_per_s_per_rank   the same with the tokens that carry loss
 mfu                      flops_per_token x tokens_per_s_per_rank / peak; the peak and its origin are in env.json
@@ -27,6 +28,7 @@ from typing import Any
 
 from meshwright.spec.errors import UserError
 from meshwright.spec.files import regular
+from meshwright.storage.journal import read_journal
 
 WINDOW = 20
 """Number of steps in the median of `step_time`."""
@@ -44,6 +46,7 @@ class StepRecord:
     """Tokens seen by the model since the run began."""
     step_time: float | None
     """None at the first step of a process, which is warm-up."""
+    data_time: float | None = None
     tokens_per_s_per_rank: float | None
     trained_per_s_per_rank: float | None
     mfu: float | None
@@ -74,6 +77,8 @@ class StepClock:
         self.ranks, self.flops_per_token, self.peak_flops, self.steps = ranks, flops_per_token, peak_flops, steps
         self._clock = clock
         self._seconds: deque[float] = deque(maxlen=WINDOW)
+        self._waits: deque[float] = deque(maxlen=WINDOW)
+        self._wait = 0.0
         self._began = 0.0
         self._warm = False
 
@@ -81,21 +86,27 @@ class StepClock:
         """Call right before a step, data loading included."""
         self._began = self._clock()
 
+    def loaded(self) -> None:
+        """Call when the step's batch is there."""
+        self._wait = self._clock() - self._began
+
     def end(self) -> None:
         """Call when the step's work is done on the device."""
         if self._warm:
             self._seconds.append(self._clock() - self._began)
+            self._waits.append(self._wait)
         self._warm = True
 
     def rates(self, *, step: int, tokens: int, trained: int) -> dict[str, float | None]:
         """The time-dependent figures of a step of `tokens` tokens; `trained` of them carry loss."""
-        names = ("step_time", "tokens_per_s_per_rank", "trained_per_s_per_rank", "mfu", "eta")
+        names = ("step_time", "data_time", "tokens_per_s_per_rank", "trained_per_s_per_rank", "mfu", "eta")
         if not self._seconds:
             return dict.fromkeys(names)
         seconds = statistics.median(self._seconds)
         per_rank = tokens / seconds / self.ranks
         mfu = self.flops_per_token * per_rank / self.peak_flops if self.peak_flops else None
-        values = (seconds, per_rank, trained / seconds / self.ranks, mfu, (self.steps - step) * seconds)
+        wait = statistics.median(self._waits)
+        values = (seconds, wait, per_rank, trained / seconds / self.ranks, mfu, (self.steps - step) * seconds)
         return dict(zip(names, values, strict=True))
 
 
@@ -156,22 +167,6 @@ class History(list[dict[str, Any]]):
         except ImportError as error:
             raise UserError("to_pandas needs pandas, which is not installed; pip install pandas") from error
         return pandas.DataFrame.from_records(list(self))
-
-
-def read_journal(path: Path) -> list[dict[str, Any]]:
-    """All complete records of a JSONL file; incomplete and damaged lines are left out."""
-    if not path.exists():
-        return []
-    lines = regular(path).read_bytes().split(b"\n")
-    return [record for line in lines[:-1] if (record := _record(line)) is not None]
-
-
-def _record(line: bytes) -> dict[str, Any] | None:
-    try:
-        record = json.loads(line)
-    except (ValueError, RecursionError):
-        return None
-    return record if isinstance(record, dict) and "kind" in record else None
 
 
 def stepped_since(path: Path, since: float) -> bool:

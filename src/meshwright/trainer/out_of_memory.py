@@ -138,7 +138,7 @@ def page_of(resolved: ResolvedRun, moment: OutOfMemoryState, run_dir: Path | Non
     try:
         machine = find_machine(resolved.run.device)
         limit = moment.limit or room(resolved, machine)
-        resolved = _here(resolved, machine)
+        resolved = on_this_machine(resolved, machine)
         expected = forecast(resolved, machine).memory.kinds()
         lines += _table(expected, moment.held, limit)
         found = remedies(resolved, machine, limit)
@@ -161,7 +161,7 @@ def room(resolved: ResolvedRun, machine: Machine) -> float:
     return machine.memory_per_rank(ranks) if machine.is_gpu else memory_room(ranks)
 
 
-def _here(resolved: ResolvedRun, machine: Machine) -> ResolvedRun:
+def on_this_machine(resolved: ResolvedRun, machine: Machine) -> ResolvedRun:
     """The run as it is planned for this machine: a CPU has the costs of a CPU even if the recipe names a cluster of
     GPUs."""
     if machine.kind != "cpu":
@@ -173,7 +173,7 @@ def shortage(resolved: ResolvedRun) -> str:
     """`2.26 GB expected of 1.47 GB a rank` if the run is predicted to need more memory than there is; else empty."""
     machine = find_machine(resolved.run.device)
     try:
-        expected = sum(forecast(_here(resolved, machine), machine).memory.kinds().values())
+        expected = sum(forecast(on_this_machine(resolved, machine), machine).memory.kinds().values())
     except (UserError, ValueError):  # the planner does not support this machine or model
         return ""
     limit = room(resolved, machine)

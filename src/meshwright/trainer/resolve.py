@@ -35,6 +35,7 @@ from meshwright.spec.recipe import RecipeError
 from meshwright.spec.recompute import Recompute, plain_recompute, recompute_misfit
 from meshwright.spec.run import ResolvedRun, Run
 from meshwright.spec.training import MOST_WARMUP, TrainingSpec
+from meshwright.trainer.length import in_steps
 
 MEMORY_SHARE = 0.8
 """Fraction of device memory that a prediction may fill; the rest covers memory that `plan.memory` does not count."""
@@ -53,6 +54,10 @@ def resolve_run(run: Run, *, base_dir: Path, machine: Machine | None = None) -> 
     requested.
     """
     machine = machine or find_machine(run.device)
+    if run.training.epochs is not None or run.training.tokens is not None:
+        lasting, reason = in_steps(run, base_dir)
+        resolved = resolve_run(lasting, base_dir=base_dir, machine=machine)
+        return resolved.model_copy(update={"asked": run, "reasons": {"training.steps": reason, **resolved.reasons}})
     if run.layout.choose:
         return _with_layout(run, base_dir, machine)
     if run.training.optimizer.lr_base_batch is not None:

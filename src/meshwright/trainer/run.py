@@ -22,6 +22,7 @@ from meshwright.launch.status import STOPPED, RunError, TrainingFailed, Training
 from meshwright.launch.supervise import RestartPolicy, after_stop
 from meshwright.models import Model
 from meshwright.objectives import Objective
+from meshwright.pages.view import RunsPage
 from meshwright.plan.machine import find_machine
 from meshwright.spec.errors import UserError
 from meshwright.spec.plugins import plugged_in
@@ -36,6 +37,7 @@ from meshwright.trainer.device import free_all
 from meshwright.trainer.display import Display, ProgressLine, following
 from meshwright.trainer.loop import train_loop
 from meshwright.trainer.metrics import History, MetricsJournal, read_journal, stepped_since
+from meshwright.trainer.origin import command_line, describe_environment, describe_origin
 from meshwright.trainer.out_of_memory import (
     check_retry,
     is_out_of_memory,
@@ -52,7 +54,7 @@ from meshwright.trainer.replicas import ReplicaGuard
 from meshwright.trainer.resolve import resolve_run
 from meshwright.trainer.samples import SampleTexts
 from meshwright.trainer.session import Outputs, Session
-from meshwright.trainer.setup import Trainer, build_trainer, describe_environment, find_place, write_json
+from meshwright.trainer.setup import Trainer, build_trainer, find_place, write_json
 from meshwright.trainer.start import (
     PLAN,
     RECIPE,
@@ -86,6 +88,10 @@ class TrainResult:
     """The last evaluation's; None if there was none."""
     history: History = field(repr=False)
     """Every record of `metrics.jsonl`, including records from before a resume."""
+
+    def plot(self) -> RunsPage:
+        """The run's page, which a notebook shows below its cell. Raises `UserError` if uPlot is not installed."""
+        return RunsPage([self.run_dir])
 
 
 def train(
@@ -175,6 +181,7 @@ def _train(context: _Context, run: Run, resume: str | None) -> int:
     resolved = resolve_run(with_datasets(run, base_dir), base_dir=base_dir)
     if has_datasets(run.data):
         resolved = resolved.model_copy(update={"asked": run})
+    resolved = resolved.model_copy(update={"command": command_line()})
     check_start(resolved)
     if worker is None and resume and resume != AUTO:
         check_continues(resolved, run_dir / "checkpoints", resume)
@@ -188,7 +195,7 @@ def _train(context: _Context, run: Run, resume: str | None) -> int:
             write_run_files(resolved, folder)
             arguments = ["--resolved", str(folder / RESOLVED), *(["--resume", resume] if resume else [])]
             arguments += write_plugins(plugins, folder)
-            with following(run_dir / "metrics.jsonl", run.training.steps):
+            with following(run_dir / "metrics.jsonl", resolved.run.training.steps):
                 policy = RestartPolicy(
                     run_dir=run_dir,
                     restarts=run.guards.restarts,
@@ -259,6 +266,7 @@ def _train_rank(
     trainer.callbacks = named_callbacks(all_callbacks(run, plugins))
     if first:  # the only rank that writes and prints
         trainer.data = corpus.identity()
+        trainer.origin = describe_origin(resolved, trainer.data)
     display = Display(
         steps=run.training.steps,
         memory_bytes=trainer.memory_bytes,

@@ -2,7 +2,6 @@
 
 import functools
 import json
-import platform
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,7 +12,7 @@ import torch
 from torch import nn
 
 from meshwright.callbacks import Callback
-from meshwright.devices import CPU, name_of
+from meshwright.devices import CPU
 from meshwright.families import finetuned_table, low_precision_state, state_table
 from meshwright.finetune import apply_finetune
 from meshwright.launch.launcher import Worker, join_group, threads_per_rank
@@ -90,6 +89,8 @@ class Trainer:
     """Global batches that rewinds skipped."""
     data: list[dict[str, Any]] = field(default_factory=list)
     """On the first rank, the identity of the data (`Corpus.identity`); checkpoints store it for resumed runs."""
+    origin: dict[str, Any] = field(default_factory=dict)
+    """On the first rank, the run's origin (`trainer/origin.py`), which checkpoints keep."""
     process_bytes: int = 0
     """Memory that the process held before the model was built."""
     callbacks: dict[str, Callback] = field(default_factory=dict)
@@ -254,20 +255,6 @@ def build_tier(
     tier = make_tier(offload, directory.absolute(), device, worker.rank, free)
     tier.prepare()
     return tier
-
-
-def describe_environment(trainer: Trainer) -> dict[str, Any]:
-    """The contents of `env.json`: versions, device and the peak FLOP/s for MFU."""
-    return {
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "platform": platform.platform(),
-        "device": name_of(trainer.device),
-        "threads": torch.get_num_threads(),
-        "world_size": trainer.worker.world_size,
-        "peak_flops": trainer.peak[0],
-        "peak_flops_source": trainer.peak[1],
-    }
 
 
 def write_json(path: Path, value: Any) -> None:

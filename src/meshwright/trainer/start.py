@@ -223,7 +223,10 @@ def with_datasets(run: Run, base_dir: Path, *, most: int | None = None) -> Run:
         return run
     bare = run.data.tokenizer == "auto" and pretrained_directory(run.model, base_dir=base_dir) is None
     vocab = resolve_model(run.model, base_dir=base_dir, vocab=run.data.tokenizer_vocab).vocab
-    samples = most or run.training.steps * run.sequences_per_step()
+    steps = run.known_steps()
+    if most is None and steps is None:
+        raise UserError("training.epochs: a plugged-in dataset has no known length; set training.steps or tokens")
+    samples = most or (steps or 0) * run.sequences_per_step()
     return run.model_copy(update={"data": write_datasets(run.data, samples=samples, vocab=vocab, numbers=bare)})
 
 

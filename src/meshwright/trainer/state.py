@@ -92,6 +92,7 @@ def state_values(trainer: Trainer, *, held_out_loss: float | None = None) -> dic
         "layout": trainer.resolved.run.layout.model_dump(),
         "base": trainer.base,
         "data": trainer.data,
+        "origin": trainer.origin,
         **_fixed(trainer.resolved),
         "settings": _settings(trainer),
     }

@@ -1,0 +1,67 @@
+"""The verb `view`: one page of one run or many, as a file, live in a browser, or as curves in the terminal."""
+
+import argparse
+import sys
+from pathlib import Path
+
+from meshwright.cli.common import whole_number
+from meshwright.pages.live import ADDRESS, serve_page
+from meshwright.pages.runs import find_runs
+from meshwright.pages.terminal_curves import terminal_view
+from meshwright.pages.view import RunsPage
+from meshwright.spec.errors import UserError
+
+PORTS = whole_number("a port, 0 to 65535 (0: any free one)", most=65535)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the operands and options of `view`."""
+    parser.add_argument("runs", metavar="RUN", nargs="+", type=Path, help="run directory, or a folder of runs")
+    parser.add_argument("--html", metavar="FILE", type=Path, help="write the page to a file that needs no other file")
+    parser.add_argument("--terminal", action="store_true", help="draw the curves in the terminal")
+    parser.add_argument(
+        "--port", metavar="N", type=PORTS, default=0, help="port of the live page (default: a free one)"
+    )
+    parser.epilog = (
+        f"Without --html and --terminal, serves a live page on {ADDRESS} until Ctrl-C; it needs pip install "
+        "'meshwright[view]'.\n\nexamples:\n  meshwright view runs/first\n  meshwright view runs/a runs/b --html "
+        "both.html\n  meshwright view runs/first --terminal"
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Write, draw or serve the page."""
+    run_dirs = find_runs(arguments.runs)
+    if arguments.terminal:
+        _check_encoding()
+        print(terminal_view(run_dirs))
+    elif arguments.html:
+        _check_name(arguments.html)
+        print(f"{RunsPage(run_dirs).save(arguments.html)} written")
+    else:
+        server = serve_page(run_dirs, arguments.port)
+        print(f"http://{ADDRESS}:{server.server_port}/  (Ctrl-C ends it)", flush=True)
+        try:
+            server.serve_forever()
+        except KeyboardInterrupt:
+            print()
+        finally:
+            server.server_close()
+    return 0
+
+
+def _check_encoding() -> None:
+    """Raise `UserError` if standard output has no braille."""
+    encoding = sys.stdout.encoding or "ascii"
+    try:
+        "\u28ff".encode(encoding)
+    except UnicodeEncodeError as error:
+        raise UserError(f"--terminal: the encoding {encoding} has no braille dots; set LC_ALL=C.UTF-8") from error
+
+
+def _check_name(path: Path) -> None:
+    """Raise `UserError` if the page's file would be a folder, or a file of another kind that exists."""
+    if path.is_dir():
+        raise UserError(f"--html {path} is a folder; give the name of a file, as in {path / 'view.html'}")
+    if path.exists() and path.suffix.lower() not in (".html", ".htm"):
+        raise UserError(f"--html {path} exists and is not a page; give a name that ends with .html")

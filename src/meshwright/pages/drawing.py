@@ -1,0 +1,157 @@
+"""Drawings of pages without a plotting library: lines, areas, dots and boxes on axes with a grid, and stacked bars.
+
+A drawing is as wide as its place: shapes stretch with it, lines and letters keep their sizes.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from html import escape
+
+COLOURS = 8
+"""Colours of the palette, which `look.css` defines for light and dark."""
+SIDE = 1000.0
+"""Width and height of a drawing, in its own units."""
+STEPS = (1.0, 2.0, 2.5, 5.0, 10.0)
+
+Figure = Callable[[float], str]
+Point = tuple[float, float]
+
+
+def colour(number: int) -> str:
+    """A colour of the palette."""
+    return f"var(--c{number % COLOURS})"
+
+
+def plain(value: float) -> str:
+    """A number in four significant digits."""
+    return f"{value:.4g}"
+
+
+@dataclass(frozen=True)
+class Scale:
+    """An axis from `low` to `high`."""
+
+    low: float
+    high: float
+    show: Figure = plain
+
+    @classmethod
+    def around(cls, values: Iterable[float], show: Figure = plain, *, room: float = 0.04) -> "Scale":
+        """The scale that holds the values, with some room; from 0 if they are not far from it."""
+        found = list(values)
+        low, high = min(found), max(found)
+        spare = (high - low or abs(high) or 1.0) * room
+        return cls(0.0 if 0 <= low < high / 2 else low - spare * (room > 0), high + spare, show)
+
+    def place(self, value: float) -> float:
+        """A value's distance from the low end, 0 to 1."""
+        return (value - self.low) / ((self.high - self.low) or 1.0)
+
+    def ticks(self, most: int) -> list[float]:
+        """At most `most` round values."""
+        rough = (self.high - self.low) / max(1, most - 1) or 1.0
+        power = 10.0 ** math.floor(math.log10(rough))
+        step = next(size * power for size in STEPS if size * power >= rough * 0.999)
+        first = math.ceil(self.low / step - 1e-9)
+        return [index * step for index in range(first, math.floor(self.high / step + 1e-9) + 1)]
+
+
+def plot(x: Scale, y: Scale, shapes: Iterable[str], *, dots: str = "", tall: str = "16rem") -> str:
+    """Axes around `shapes`, which are SVG in the units of `at`; `dots`: HTML above them."""
+    ys = [(y.place(value), y.show(value)) for value in y.ticks(6)]
+    grid = "".join(f'<line class="grid" x1="0" x2="{SIDE:.0f}" y1="{_down(p)}" y2="{_down(p)}"/>' for p, _ in ys)
+    wide = max((len(label) for _, label in ys), default=4)
+    labels = "".join(f'<span style="top:{100 * (1 - p):.2f}%">{escape(label)}</span>' for p, label in ys)
+    below = "".join(f'<span style="left:{100 * x.place(v):.2f}%">{escape(x.show(v))}</span>' for v in x.ticks(5))
+    return (
+        f'<div class="plot" style="--tall:{tall};--ys:{0.62 * wide:.1f}em"><div class="ys">{labels}</div>'
+        f'<div class="area"><svg viewBox="0 0 {SIDE:.0f} {SIDE:.0f}" preserveAspectRatio="none" role="img">'
+        f'{grid}{"".join(shapes)}</svg>{dots}</div><div class="xs">{below}</div></div>'
+    )
+
+
+def at(x: Scale, y: Scale, point: Point) -> str:
+    """A point in a drawing's units."""
+    return f"{SIDE * x.place(point[0]):.1f},{_down(y.place(point[1]))}"
+
+
+def _down(share: float) -> str:
+    return f"{SIDE * (1 - share):.1f}"
+
+
+def line(x: Scale, y: Scale, points: Iterable[Point], number: int, *, width: float = 1.75, dash: str = "") -> str:
+    """A curve."""
+    where = " ".join(at(x, y, point) for point in points)
+    style = f' stroke-dasharray="{dash}"' if dash else ""
+    return f'<polyline points="{where}" fill="none" stroke="{colour(number)}" stroke-width="{width}"{style}/>'
+
+
+def area(x: Scale, y: Scale, above: Sequence[Point], below: Sequence[Point], number: int) -> str:
+    """The area between two curves."""
+    where = " ".join(at(x, y, point) for point in (*above, *reversed(below)))
+    return f'<polygon points="{where}" fill="{colour(number)}"/>'
+
+
+def box(
+    x: Scale, span: tuple[float, float], fill: str, *, rows: tuple[float, float] = (0.0, 1.0), tip: str = ""
+) -> str:
+    """A rectangle over `span` of the x axis and `rows` of the height; `fill`: a colour, or empty for a place to point
+    at."""
+    left, wide = SIDE * x.place(span[0]), max(0.5, SIDE * (x.place(span[1]) - x.place(span[0])))
+    top, tall = SIDE * rows[0], SIDE * (rows[1] - rows[0])
+    look = f'fill="{fill}"' if fill else 'class="at"'
+    note = f' data-tip="{escape(tip)}"' if tip else ""
+    return f'<rect x="{left:.1f}" y="{top:.1f}" width="{wide:.1f}" height="{tall:.1f}" {look}{note}/>'
+
+
+def dot(x: Scale, y: Scale, point: Point, number: int, tip: str) -> str:
+    """A dot, as HTML above a drawing."""
+    left, top = 100 * x.place(point[0]), 100 * (1 - y.place(point[1]))
+    style = f"left:{left:.2f}%;top:{top:.2f}%;--of:{colour(number)}"
+    return f'<span class="dot" style="{style}" data-tip="{escape(tip)}"></span>'
+
+
+def legend(names: Mapping[str, str]) -> str:
+    """Names with their colours."""
+    items = (f'<li><i style="--of:{fill}"></i>{escape(name)}</li>' for name, fill in names.items())
+    return f'<ul class="legend">{"".join(items)}</ul>'
+
+
+def stacked_bars(
+    rows: Sequence[tuple[str, Mapping[str, float]]],
+    show: Figure,
+    *,
+    limit: float | None = None,
+    ticks: Mapping[str, Sequence[float]] | None = None,
+) -> str:
+    """A bar for each row below its name, with a legend of the parts; `limit`: a red mark; `ticks`: marks of a row."""
+    names = dict.fromkeys(name for _, parts in rows for name in parts)
+    kinds = [name for name in names if any(parts.get(name, 0) > 0 for _, parts in rows)]
+    marks = ticks or {}
+    most = max([sum(parts.values()) for _, parts in rows] + [limit or 0.0] + [m for row in marks.values() for m in row])
+    fills = {kind: colour(number) for number, kind in enumerate(kinds)}
+    bars = "".join(_bar(row, fills, show, most, _marks(marks.get(row[0], ()), limit, most)) for row in rows)
+    return (legend(fills) if len(kinds) > 1 else "") + f'<div class="bars">{bars}</div>'
+
+
+def _marks(ticks: Sequence[float], limit: float | None, most: float) -> str:
+    marks = [f'<em style="left:{100 * tick / most:.2f}%"></em>' for tick in ticks]
+    marks += [f'<em class="limit" style="left:calc({100 * limit / most:.2f}% - 2px)"></em>'] if limit else []
+    return "".join(marks)
+
+
+def _bar(row: tuple[str, Mapping[str, float]], fills: Mapping[str, str], show: Figure, most: float, marks: str) -> str:
+    name, parts = row
+
+    def pieces() -> Iterator[str]:
+        for kind, part in parts.items():
+            if part > 0:
+                style = f"width:{100 * part / (most or 1.0):.2f}%;--of:{fills[kind]}"
+                yield f'<span style="{style}" data-tip="{escape(f"{kind}: {show(part)}")}"></span>'
+
+    total = escape(show(sum(parts.values())))
+    return (
+        f'<div><div class="bar-name"><span>{escape(name)}</span><b>{total}</b></div>'
+        f'<div class="bar">{"".join(pieces())}{marks}</div></div>'
+    )
