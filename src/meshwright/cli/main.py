@@ -27,6 +27,7 @@ VERBS = {
     "view": "show runs: one page of curves for one run or many, live or as a file",
     "runs": "list the runs in a folder: state, figures, and what sets their recipes apart",
     "diff": "show what differs between two runs: recipes, versions, data, code",
+    "sweep": "train a recipe with several values of its settings, and name the best",
     "compare": "train a recipe in several engines: speed, memory, losses",
     "rehearse": "run the whole job on fake ranks: memory, collectives, what would break",
     "generate": "continue prompts with a trained model",
