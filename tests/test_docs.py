@@ -12,6 +12,7 @@ import pytest
 
 from meshwright.cli.common import presets
 from meshwright.cli.main import VERBS, Parser
+from meshwright.cli.sweep import plan_trials
 from meshwright.spec.recipe import dump_recipe, load_recipe, parse_spec
 from meshwright.spec.run import Run
 from meshwright.trainer.resolve import resolve_run
@@ -89,14 +90,17 @@ def test_commands_parse(page: str, command: str, error: str) -> None:
     importlib.import_module(f"meshwright.cli.{verb}").add_arguments(parser)
     if not words or "--help" in words:
         return
-    overrides = getattr(parser.parse(words), "overrides", [])
+    parsed = parser.parse(words)
+    overrides = getattr(parsed, "overrides", [])
     if not overrides or overrides == ["a.b=c"]:
         return
     message = error.split(": ", 1)[-1]  # without the file's line
     with pytest.raises(ValueError, match=re.escape(message)) if error else nullcontext():
-        run = parse_spec(EVERYTHING_GIVEN, Run, overrides)
-        if error:
-            resolve_run(run, base_dir=Path())
+        sweep = plan_trials(overrides, parsed.random, parsed.seed) if verb == "sweep" else []
+        for settings in [trial.settings for trial in sweep] or [overrides]:
+            run = parse_spec(EVERYTHING_GIVEN, Run, settings)
+            if error:
+                resolve_run(run, base_dir=Path())
 
 
 def test_every_verb_is_shown() -> None:
