@@ -305,7 +305,7 @@ def safetensors_keys(directory: Path) -> list[tuple[str, tuple[int, ...]]]:
 
 
 REFUSALS: dict[str, dict[str, Any]] = {
-    "layout.tp=2: models that transformers computes": {"layout": {"tp": 2}},
+    "finetune.method=qlora with layout.tp=2: ": {"finetune": {"method": "qlora"}, "layout": {"tp": 2}},
     "layout.cp=2: models that transformers computes": {"layout": {"cp": 2}},
     "layout.pp=2: models that transformers computes": {"layout": {"pp": 2}},
     "layout.offload=cpu: ": {"layout": {"dp_shard": 2, "offload": "cpu"}},

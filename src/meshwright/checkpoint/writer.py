@@ -88,8 +88,8 @@ class CheckpointWriter:
         """Whether this rank's thread is working."""
         return self._thread is not None and self._thread.is_alive()
 
-    def begin(self, step: int, tensors: dict[str, torch.Tensor], trainer: dict[str, Any]) -> None:
-        """Start to save `tensors` (plain or DTensor) and the JSON value `trainer`; both may change afterwards.
+    def begin(self, step: int, tensors: dict[str, Any], trainer: dict[str, Any]) -> None:
+        """Start to save `tensors`, as `plan_shards` takes them, and the JSON value `trainer`; both may change after.
 
         Must be idle. The first call is collective: it plans which rank writes which part.
         """

@@ -29,6 +29,7 @@ from meshwright.data.sources import SourceFile, find_files, names_of
 from meshwright.data.token_file import file_in_memory
 from meshwright.data.tokenizer import train_tokenizer
 from meshwright.families import active_parameters, count_trained, parameter_table, pretrained_directory, resolve_model
+from meshwright.families.described import describe_split, describe_table
 from meshwright.families.wrapped import describe_files
 from meshwright.plan.forecast import forecast, warnings
 from meshwright.plan.machine import find_machine
@@ -40,6 +41,7 @@ from meshwright.spec.recipe import RecipeError
 from meshwright.spec.run import ResolvedRun, Run
 from meshwright.spec.text import counted
 from meshwright.terminal import printable
+from meshwright.trainer.derived import with_split
 from meshwright.trainer.display import ProgressLine, model_size, short
 from meshwright.trainer.resolve import resolve_run
 from meshwright.trainer.start import (
@@ -91,6 +93,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the operands and options of `check`."""
     add_recipe_arguments(parser)
     add_json_argument(parser)
+    parser.add_argument(
+        "--table", action="store_true", help="show every parameter, and how tensor-parallel ranks split it"
+    )
     parser.add_argument("--strict", action="store_true", help="treat warnings as errors: exit status 1")
     parser.epilog = (
         "exit status: 0 no error, 1 an error (with --strict also a warning), 2 invalid command line\n\n"
@@ -109,6 +114,8 @@ def run(arguments: argparse.Namespace) -> int:
             findings += _besides(error.rest, error.wrong, arguments)
     else:
         facts = examine(recipe, arguments.recipe.parent, findings)
+        if arguments.table:
+            facts["table"] = findings.attempt(lambda: _table(recipe, arguments.recipe.parent))
     warned = facts.pop("warnings", [])
     failed = bool(findings or (arguments.strict and warned))
     if arguments.json:
@@ -215,6 +222,15 @@ def _model_facts(recipe: Run, model: ModelSpec) -> dict[str, Any]:
     }
 
 
+def _table(recipe: Run, base_dir: Path) -> dict[str, Any]:
+    """The parameters, and their split over the layout's tensor-parallel ranks; over two if it has none and the split
+    is derived."""
+    model = resolve_model(recipe.model, base_dir=base_dir, vocab=recipe.data.tokenizer_vocab)
+    parts = max(2, recipe.layout.tp) if model.foreign is not None else recipe.layout.tp
+    model = with_split(model, recipe, parts)
+    return {"parts": parts, "rows": describe_table(model, recipe.finetune), "split": describe_split(model)}
+
+
 def _traffic(resolved: ResolvedRun) -> list[dict[str, Any]] | str:
     """What the first rank sends in a step; the reason if it is not predicted."""
     try:
@@ -291,6 +307,9 @@ def _report(facts: dict[str, Any]) -> Iterator[str]:
         )
         if model["files"]:
             yield f"files      {model['files']}"
+    if table := facts.get("table"):
+        yield f"table      {counted(table['parts'], 'tensor-parallel rank')}"
+        yield from (f"           {line}" for line in (*table["rows"], *table["split"]))
     if layout := facts.get("layout"):
         yield f"layout     {layout['strategy']}; processes: {layout['processes']}"
     if "pipeline" in facts:

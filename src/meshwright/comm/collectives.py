@@ -7,6 +7,7 @@
 | `all_to_all(x, group)` | entry r of every rank's x, which has N entries in dim 0 | `all_to_all` |
 | `all_to_all_rows(x, received, sent, group)` | the same for runs of rows of any length | `all_to_all_rows` |
 | `all_reduce(x, group)` | the sum of the ranks' x | the identity |
+| `entered(x, group)` | x, which all ranks have | `all_reduce` |
 | `maximum(x, group)` | the element-wise maximum of the ranks' x | none |
 | `all_reduce_(x, group, op)` | the sum, or the maximum, in place | none |
 | `send`, `receive`, `exchange`, `Swap`, `hop` | messages between two ranks, both ways, round a ring | none |
@@ -121,6 +122,23 @@ class _AllReduce(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Any):
         return grad_outputs[0], None
+
+
+def entered(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """`x`, which all ranks have, where each begins to compute a part (f of Megatron-LM); backward, the sum over
+    ranks."""
+    return _Entered.apply(x, group.group_name)
+
+
+class _Entered(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, group: str) -> torch.Tensor:
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Any):
+        return functional.wait_tensor(functional.all_reduce(grad_outputs[0].contiguous(), "sum", ctx.group)), None
 
 
 @torch.no_grad()

@@ -56,6 +56,8 @@ class Adapter:
     def rows(self) -> Iterator[Parameter]:
         """The added parameters, in the order of `named_parameters()`."""
         (out, into), (rows, columns) = self.weight.dims, self.weight.shape
+        by_rows = self.weight.segments if out in TP_SPLITS else ()
+        by_columns = self.weight.segments if into in TP_SPLITS else ()
 
         def row(name: str, dims: tuple[str, ...], shape: tuple[int, ...], **more) -> Parameter:
             return Parameter(name=f"{self.module}.{name}", dims=dims, shape=shape, adapter=True, **more)
@@ -69,10 +71,11 @@ class Adapter:
         else:
             # kaiming_uniform(a=sqrt(5)), as peft draws A: uniform up to 1 / sqrt(in)
             std = 1 / sqrt(3 * columns)
-            yield row("lora_a", ("rank", into), (self.rank, columns), init="uniform", init_std=std)
-            yield row("lora_b", (out, "rank"), (rows, self.rank), init="zeros", lr_ratio=self.b_lr_ratio)
+            yield row("lora_a", ("rank", into), (self.rank, columns), init="uniform", init_std=std, segments=by_columns)
+            ratio = self.b_lr_ratio
+            yield row("lora_b", (out, "rank"), (rows, self.rank), init="zeros", lr_ratio=ratio, segments=by_rows)
             if self.dora:
-                yield row("magnitude", (out,), (rows,), init="row_norms")
+                yield row("magnitude", (out,), (rows,), init="row_norms", segments=by_rows)
 
 
 def finetuned_table(model: ModelSpec, finetune: FinetuneSpec | None) -> tuple[Parameter, ...]:

@@ -11,7 +11,7 @@ from typing import Any
 from meshwright.families.fp8_files import FP8
 from meshwright.families.tensor_headers import FLOATS, StoredTensor, read_scalar
 from meshwright.spec.errors import UserError
-from meshwright.spec.model import ForeignModel, ModelSpec, Parameter
+from meshwright.spec.model import ForeignModel, ModelSpec, Parameter, SplitParameter
 from meshwright.spec.problems import foreign_problems
 
 FAMILY = "transformers"
@@ -126,7 +126,9 @@ def read_foreign(config: Mapping[str, Any], stored: Mapping[str, StoredTensor], 
 
 def foreign_table(foreign: ForeignModel, vocab: int) -> tuple[Parameter, ...]:
     """Every parameter, in the order of names; the weights of linear layers have the dims (out, in), stacked experts
-    (experts, out, in), routers (experts, in), embedding and head (vocab, embed). None can be initialized randomly."""
+    (experts, out, in), routers (experts, in), embedding and head (vocab, embed); a dim that tensor-parallel ranks split
+    is named heads, kv_heads or ffn. None can be initialized randomly."""
+    split = {name: one for name, one in split_parameters(foreign).items() if not one.kept}
     stacks = {name for name, _ in foreign.stacks}
     experts = {
         name.rpartition(".experts.")[0]: shape[0]
@@ -145,9 +147,24 @@ def foreign_table(foreign: ForeignModel, vocab: int) -> tuple[Parameter, ...]:
             return ("out", "in")
         return ("vocab" if shape[0] == vocab else "positions", "embed")
 
-    return tuple(
-        Parameter(name=name, dims=dims(name, shape), shape=shape, init="zeros") for name, shape in foreign.tensors
-    )
+    def row(name: str, shape: tuple[int, ...]) -> Parameter:
+        named, one = list(dims(name, shape)), split.get(name)
+        if one is not None:
+            named[one.dim] = one.kind
+        segments = () if one is None else one.segments
+        return Parameter(name=name, dims=tuple(named), shape=shape, init="zeros", segments=segments)
+
+    return tuple(row(name, shape) for name, shape in foreign.tensors)
+
+
+def split_parameters(foreign: ForeignModel) -> dict[str, SplitParameter]:
+    """The parameters that tensor-parallel ranks split, or need only rows of, by name."""
+    return {
+        ".".join(filter(None, (foreign.blocks, str(layer), module.name, one.name))): one
+        for module in (foreign.split.modules if foreign.split is not None else ())
+        for layer in module.layers
+        for one in module.parameters
+    }
 
 
 def foreign_state(foreign: ForeignModel) -> tuple[Parameter, ...]:

@@ -3,9 +3,9 @@
 Shapes: B batch, T sequence, V vocabulary.
 """
 
-import functools
 import inspect
 import json
+from collections.abc import Mapping
 from typing import Any, cast
 
 import torch
@@ -16,6 +16,7 @@ from meshwright.families import parameter_table, state_table
 from meshwright.families.wrapped import parsed
 from meshwright.models.batch import TensorBatch
 from meshwright.models.decoder import Decoder, Read
+from meshwright.models.faces import with_face
 from meshwright.models.head import HeadSplit, LogitsHead
 from meshwright.models.init import named_tensors
 from meshwright.models.masks import document_positions
@@ -177,7 +178,7 @@ def build_foreign(spec: ModelSpec) -> ForeignDecoder:
     theirs = type(model)
     table = parameter_table(spec)
     renamed = "lm_head" in model._modules and any(row.name == "embed_out.weight" for row in table)
-    model = _with_face(ForeignNeoX if renamed else ForeignDecoder, model)
+    model = with_face(ForeignNeoX if renamed else ForeignDecoder, model)
     if renamed:
         model._modules["embed_out"] = model._modules.pop("lm_head")
     model.spec, model.table, model.head_split = spec, table, HeadSplit()
@@ -185,33 +186,22 @@ def build_foreign(spec: ModelSpec) -> ForeignDecoder:
     _check_parameters(model)
     blocks = model.get_submodule(spec.foreign.blocks)
     for number, block in enumerate(blocks):
-        blocks[number] = _with_face(ForeignBlock, block)
+        blocks[number] = with_face(ForeignBlock, block)
     return model
 
 
-def _with_face(face: type[nn.Module], module: nn.Module) -> Any:
-    """A module of a class with `face` before `module`'s own, with its parameters and parts under the same names; made
-    as `copy.copy` makes one."""
-    faced = _faced(face, type(module))
-    made = faced.__new__(faced)
-    made.__setstate__(module.__dict__)
-    return made
-
-
-@functools.cache
-def _faced(face: type[nn.Module], theirs: type[nn.Module]) -> type[nn.Module]:
-    return type(f"Foreign{theirs.__name__}", (face, theirs), {})
-
-
 def _build(foreign: ForeignModel) -> nn.Module:
-    config = json.loads(foreign.config)
-    dropouts = [key for key in config if key.endswith(("dropout", "pdrop", "dropout_rate", "dropout_prob"))]
-    settings = {**config, **dict.fromkeys(dropouts, 0.0), "use_cache": False}
-    complete = parsed(settings, where="config.json")
+    complete = parsed(without_dropout(json.loads(foreign.config)), where="config.json")
     from transformers import AutoModelForCausalLM  # heavy and optional, so imported only for models that need it
 
     with _MatricesOnMeta():
         return AutoModelForCausalLM.from_config(complete, dtype=torch.float32)
+
+
+def without_dropout(config: Mapping[str, Any]) -> dict[str, Any]:
+    """A config.json without dropout and cache."""
+    dropouts = [key for key in config if key.endswith(("dropout", "pdrop", "dropout_rate", "dropout_prob"))]
+    return {**config, **dict.fromkeys(dropouts, 0.0), "use_cache": False}
 
 
 class _MatricesOnMeta(TorchFunctionMode):

@@ -42,6 +42,10 @@ class View:
         """The parameters of `module` by name. Read once per forward pass, because FSDP2 swaps them around it."""
         return dict(module._parameters)
 
+    def readable(self, module: nn.Module) -> bool:
+        """Whether the parameters can be read: within a forward pass."""
+        return True
+
     def __repr__(self) -> str:
         return ""
 

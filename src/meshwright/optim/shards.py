@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from meshwright.comm import collectives
-from meshwright.families.split import split_range
+from meshwright.families.split import Arrangement, split_range
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
@@ -73,6 +73,23 @@ def begin_of(tensor: torch.Tensor) -> tuple[int, ...]:
             start, _ = split_range(size, tensor.device_mesh.size(axis), tensor.device_mesh.get_local_rank(axis))
             begin[dim] += min(start, size)
     return tuple(begin)
+
+
+def arranged(whole: torch.Tensor, arrangement: Arrangement | None) -> torch.Tensor:
+    """A whole tensor in the order in which ranks store it."""
+    if arrangement is None:
+        return whole
+    dim = arrangement.dim
+    return torch.cat([whole.narrow(dim, start, stop - start) for start, stop in arrangement.runs], dim)
+
+
+def in_order(stored: torch.Tensor, arrangement: Arrangement | None) -> torch.Tensor:
+    """The inverse of `arranged`."""
+    if arrangement is None:
+        return stored
+    pieces = stored.split([stop - start for start, stop in arrangement.runs], arrangement.dim)
+    placed = sorted(zip(arrangement.runs, pieces, strict=True), key=lambda pair: pair[0])
+    return torch.cat([piece for _, piece in placed], arrangement.dim)
 
 
 def _splits(tensor: DTensor) -> Iterator[tuple[int, int, int]]:

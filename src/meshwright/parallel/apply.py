@@ -5,11 +5,13 @@ from torch.distributed.fsdp import OffloadPolicy
 from meshwright.models import Decoder
 from meshwright.models.attention_kernels import use_kernel
 from meshwright.models.dtypes import torch_dtype
+from meshwright.models.foreign import ForeignDecoder
 from meshwright.objectives import Objective
 from meshwright.parallel.compile import apply_compile
 from meshwright.parallel.context import apply_context_parallel
 from meshwright.parallel.data import ShardedGradients, apply_data_parallel
 from meshwright.parallel.expert import apply_expert_parallel
+from meshwright.parallel.foreign import apply_foreign_tensor_parallel
 from meshwright.parallel.low_precision import apply_low_precision
 from meshwright.parallel.mesh import Meshes
 from meshwright.parallel.offload import apply_activation_offload
@@ -41,7 +43,9 @@ def apply_parallelism(
     pp, tp, cp = (None if meshes is None else meshes.axis(name) for name in ("pp", "tp", "cp"))
     if stages is not None and pp is not None:
         apply_pipeline(model, stages, pp.get_local_rank())
-    if tp is not None:
+    if tp is not None and isinstance(model, ForeignDecoder):
+        apply_foreign_tensor_parallel(model, tp)
+    elif tp is not None:
         apply_tensor_parallel(model, tp)
     apply_low_precision(model, run.training, meshes)
     if stages is not None and stages.schedule.splits_backward:

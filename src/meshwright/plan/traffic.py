@@ -53,11 +53,13 @@ def traffic_without_maxima(resolved: ResolvedRun) -> Traffic:
     """`predict_traffic` without the maxima from which ranks compute scales in low precision.
 
     Raises `UserError` for steps that overlap (`pipedream-2bw`), ZeRO-3 under `dualpipev` and custom schedules, and
-    under tensor parallelism fine-tuning of embeddings, norms, head or experts.
+    under tensor parallelism fine-tuning of embeddings, norms, head or experts, and models of transformers.
     """
     layout = resolved.run.layout
     if layout.asynchronous:
         raise UserError(f"traffic is not predicted for schedule {layout.schedule}, whose steps overlap")
+    if resolved.model.foreign is not None and layout.tp * layout.pp > 1:
+        raise UserError("traffic is not predicted for models that transformers computes under tp or pp")
     rank = _Rank(resolved)
     if layout.zero_stage == 3 and layout.schedule.endswith(ALTERNATING):
         raise UserError(f"traffic is not predicted for ZeRO-3 under schedule {layout.schedule}")

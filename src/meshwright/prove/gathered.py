@@ -61,7 +61,7 @@ def parts(whole: torch.Tensor, row: Parameter, model: ModelSpec, layout: LayoutS
         cut = (0, layout.ep), (expert_shard_dim(row.shape, shards, split=layout.ep > 1), shards)
     else:
         shards = layout.shard
-        cut = (split_dim(row, model, layout.tp), layout.tp), (shard_dim(row, model, layout.tp), shards)
+        cut = (split_dim(row, model, layout.tp), layout.tp), (shard_dim(row, model, layout), shards)
     if shards == 1:
         return
     pieces = [whole]

@@ -68,7 +68,7 @@ class _Watch:
         size = self.trainer.resolved.micro_batch
         start = self.first_row + microbatch * size
         places = self._places(tensor.shape[1])
-        if name not in self.index[phase] or places is None:
+        if name not in self.index[phase] or places is None or self._is_part(name.removeprefix("input of ")):
             return
         expected = self.reference.tensor("trace", phase, name)[start : start + size][:, places]
         pieces = {dim: expected.shape[dim] // tensor.shape[dim] for dim in range(2, expected.dim())}
@@ -92,6 +92,11 @@ class _Watch:
             row, place = divmod(int((tensor - expected).abs().flatten(2).amax(2).argmax()), tensor.shape[1])
             where = f"sample {start + row} of the step, position {int(places[place])}"
             self.found[phase, name] = replace(difference, place=where)
+
+    def _is_part(self, path: str) -> bool:
+        """Whether a module is inside one of transformers' that ranks share, where their numbers are parts."""
+        foreign = self.trainer.resolved.model.foreign
+        return foreign is not None and foreign.split is not None and foreign.split.within(foreign.blocks, path)
 
     def _places(self, length: int) -> torch.Tensor | None:
         """The positions of an activation of this length; between blocks tensor-parallel ranks share them."""

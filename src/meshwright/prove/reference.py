@@ -1,8 +1,9 @@
 """The reference: one process's results, saved in a folder; the layout's ranks read parts of them."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 import numpy as np
 import torch
@@ -10,6 +11,7 @@ import torch
 from meshwright.data.loader import Loader
 from meshwright.data.mixture import Mixture
 from meshwright.data.packing import Samples
+from meshwright.families.split import Arrangement
 from meshwright.models.init import named_state
 from meshwright.optim import shards
 from meshwright.prove.difference import largest_entry
@@ -41,12 +43,15 @@ class Reference:
     trace/losses.json        of each microbatch of that step, its summed loss and its number of terms
     """
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path, arrangements: Mapping[str, Arrangement] = MappingProxyType({})) -> None:
+        """`arrangements`: of the reader's parameters; their tensors are read in its order."""
+        self.folder, self.arrangements = folder, arrangements
 
     def tensor(self, *place: str) -> torch.Tensor:
-        """A stored tensor, read lazily."""
-        return self.read(self.path(*place))
+        """A stored tensor, read lazily if its order stays."""
+        tensor, name = self.read(self.path(*place)), place[-1]
+        arrangement = self.arrangements.get(name) or self.arrangements.get(name.rpartition(".")[0])
+        return shards.arranged(tensor, arrangement) if tensor.dim() else tensor
 
     @staticmethod
     def read(file: Path) -> torch.Tensor:

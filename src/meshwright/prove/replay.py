@@ -12,7 +12,7 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import inf, sqrt
 from pathlib import Path
@@ -21,8 +21,10 @@ from typing import Any
 import torch
 
 from meshwright.data.loader import HostBatch
+from meshwright.families.split import Arrangement, arrangements
 from meshwright.launch.signals import end_with
 from meshwright.launch.status import MISUSE
+from meshwright.optim import shards
 from meshwright.prove.difference import Difference
 from meshwright.prove.reference import Reference, alone
 from meshwright.prove.rounding import NUMBER, PartSums, judge, rounded_anew, worst_of
@@ -67,6 +69,7 @@ class Replay:
         self.resolved, self.folder = alone(resolved.model_copy(update={"run": run})), folder
         self.kept = Reference(folder / "replay")
         self.trainer = build_trainer(self.resolved, RankContext())
+        self.arrangements = arrangements(self.trainer.table, resolved.model, resolved.run.layout.tp)
         values = read_values(folder)
         self.trainer.step = values["step"] + 1
         self.position = values["step"] + values["passed_over"]
@@ -81,10 +84,10 @@ class Replay:
         with build_loader(self.trainer, corpus) as loader:
             microbatches = loader.microbatches(self.position)
         restore_before(self.folder, self.trainer)
-        for kind, name, tensor in _whole(self.trainer):
+        for kind, name, tensor in _whole(self.trainer, self.arrangements):
             self.kept.save(tensor, "before", kind, name)
         self.figures = self._step(microbatches)
-        for kind, name, tensor in _whole(self.trainer):
+        for kind, name, tensor in _whole(self.trainer, self.arrangements):
             self.kept.save(tensor, "expected", kind, name)
         for run in range(RUNS):
             restore_before(self.folder, self.trainer)
@@ -92,7 +95,7 @@ class Replay:
                 found = self._step(microbatches)
             for name, value in found.items():
                 self.moved.setdefault(name, []).append(value - self.figures[name])
-            for kind, name, tensor in _whole(self.trainer):
+            for kind, name, tensor in _whole(self.trainer, self.arrangements):
                 self._keep(kind, name, tensor, first=run == 0)
 
     @property
@@ -164,9 +167,11 @@ class Replay:
         return max(stored, model.balance_rate or 0.0) if kind == "state" else stored
 
 
-def _whole(trainer: Trainer) -> Iterator[tuple[str, str, torch.Tensor]]:
+def _whole(trainer: Trainer, stored: Mapping[str, Arrangement]) -> Iterator[tuple[str, str, torch.Tensor]]:
+    """One process's results, in the order in which ranks store them."""
     for kind, name, tensor, _ in results(trainer):
-        yield kind, name, tensor
+        arrangement = stored.get(name) or stored.get(name.rpartition(".")[0])
+        yield kind, name, shards.arranged(tensor, arrangement) if tensor.dim() else tensor
 
 
 def _part(whole: torch.Tensor, held: HeldTensor, ours: torch.Tensor) -> torch.Tensor:

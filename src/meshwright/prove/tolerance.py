@@ -90,6 +90,9 @@ def derive_tolerance(resolved: ResolvedRun) -> Tolerance:
     terms = resolved.tokens_per_step + 2 * (model.num_layers * sums + model.vocab + model.hidden)
     dtypes = training.dtypes
     wide = dtypes.master.epsilon
+    split = model.foreign.split if model.foreign is not None else None
+    if split is not None and split.rounds:  # parts of sums in float64 are rounded to float32 on the way
+        wide = max(wide, FP32.epsilon)
     relative = terms * wide
     if dtypes.narrow:
         stored = 2 * (STORED_PER_BLOCK * model.num_layers + 4)

@@ -169,7 +169,7 @@ def measure_cost(resolved: ResolvedRun, reference: Reference, step: int) -> Prec
 def prove_rank(trainer: Trainer, folder: Path, steps: int, trace: int, own: ResolvedRun | None = None) -> Proof:
     """One rank's part; the result is the same on every rank. `trace` is the step to locate a difference in, or 0; `own`
     as in `verify`."""
-    reference, tolerance = Reference(folder), derive_tolerance(trainer.resolved)
+    reference, tolerance = Reference(folder, trainer.arrangements), derive_tolerance(trainer.resolved)
     steps = single_steps(trainer.resolved, steps)
     proof = Proof([], tolerance.relative, measured=tolerance.statistical)
     start = locate_start(compare_start(trainer, reference))

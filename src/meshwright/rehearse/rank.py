@@ -19,6 +19,7 @@ import torch
 from torch.distributed.checkpoint import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import SavePlan
 
+from meshwright.checkpoint.dcp import ArrangedPart
 from meshwright.data.loader import HostBatch, Loader
 from meshwright.data.packing import ConcatenatedSamples
 from meshwright.devices import CPU
@@ -143,8 +144,8 @@ def _microbatches(trainer: Trainer, count: int) -> list[HostBatch]:
     return [replace(batch, pairs=of_batch) for batch, of_batch in zip(batches, pairs, strict=True)]
 
 
-def _local(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    return [local_tensor(tensor) for tensor in tensors]
+def _local(tensors: Iterable[torch.Tensor | ArrangedPart]) -> list[torch.Tensor]:
+    return [local_tensor(tensor.tensor if isinstance(tensor, ArrangedPart) else tensor) for tensor in tensors]
 
 
 def _named(kind: str, tensors: Iterable[torch.Tensor | None]) -> Storages:

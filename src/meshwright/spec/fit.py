@@ -8,7 +8,7 @@ from typing import assert_never
 from meshwright.spec.errors import UserError
 from meshwright.spec.finetune import FinetuneSpec
 from meshwright.spec.layout import NEAREST, ContextMethod, LayoutSpec
-from meshwright.spec.model import ModelSpec
+from meshwright.spec.model import ForeignModel, ModelSpec
 from meshwright.spec.training import TrainingSpec
 
 
@@ -25,7 +25,7 @@ def find_misfits(layout: LayoutSpec, model: ModelSpec, sequence_length: int) -> 
     """Every reason why the layout cannot train the model on sequences of this length: sentences that start with the
     setting and end with the nearest legal layout."""
     if model.foreign is not None:
-        return list(_foreign_misfits(layout))
+        return list(_foreign_misfits(layout, model.foreign))
     reasons = _reasons(layout, model, sequence_length)
     advice = _advice(layout, model, sequence_length) if reasons else ""
     return [
@@ -79,11 +79,17 @@ def _nearest_degrees(layout: LayoutSpec, model: ModelSpec, sequence_length: int)
     raise AssertionError("a degree of 1 always works")
 
 
-def _foreign_misfits(layout: LayoutSpec) -> Iterator[str]:
-    reads = "models that transformers computes support only data parallelism (dp_replicate, dp_shard, zero)"
-    for axis in ("tp", "pp", "cp", "ep"):
+def _foreign_misfits(layout: LayoutSpec, foreign: ForeignModel) -> Iterator[str]:
+    reads = "models that transformers computes support only data and tensor parallelism (dp_replicate, dp_shard, tp)"
+    for axis in ("pp", "cp", "ep"):
         if getattr(layout, axis) > 1:
             yield f"layout.{axis}={getattr(layout, axis)}: {reads}; the nearest legal is layout.{axis}=1"
+    split = foreign.split
+    if layout.tp > 1 and (split is None or split.tp != layout.tp):
+        yield f"layout.tp={layout.tp}: no split of this model over {layout.tp} ranks has been derived; give layout.tp"
+    elif layout.tp > 1 and split is not None and not split.modules:
+        reasons = "; ".join(sorted({reason for _, reason in split.whole}))
+        yield f"layout.tp={layout.tp}: no module of this model can be split over ranks ({reasons}); {NEAREST} tp=1"
     if layout.tiers.parameters != "device":
         yield (
             f"layout.offload={layout.offload_word}: is not supported for models that transformers computes, because "
@@ -91,7 +97,7 @@ def _foreign_misfits(layout: LayoutSpec) -> Iterator[str]:
         )
 
 
-def foreign_misfits(training: TrainingSpec, finetune: FinetuneSpec | None) -> list[str]:
+def foreign_misfits(training: TrainingSpec, finetune: FinetuneSpec | None, layout: LayoutSpec) -> list[str]:
     """The reasons why a model that transformers computes cannot be trained with these settings, in sentences that start
     with the setting."""
     found = []
@@ -101,6 +107,11 @@ def foreign_misfits(training: TrainingSpec, finetune: FinetuneSpec | None) -> li
         found.append(f"training.attention={training.attention}: transformers computes this model's attention; use auto")
     if finetune is not None and finetune.method == "ia3":
         found.append("finetune.method=ia3: is not supported for models that transformers computes; use lora")
+    if layout.tp > 1 and getattr(finetune, "base", "plain") != "plain":
+        found.append(
+            f"finetune.method=qlora with layout.tp={layout.tp}: is not supported for models that transformers "
+            "computes; use lora, or layout.tp=1"
+        )
     return found
 
 

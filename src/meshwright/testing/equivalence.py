@@ -120,7 +120,10 @@ def whole_of_all(trainer: Trainer, tensors: Mapping[str, torch.Tensor | None]) -
 
     If two stages have copies of one tensor, they must be equal bit for bit.
     """
-    here = {name: tensor.to("cpu", copy=True) for name, tensor in shards.wholes(_of_each(tensors)).items()}
+    gathered = shards.wholes(_of_each(tensors)).items()
+    here = {
+        name: shards.in_order(tensor, trainer.arrangements.get(name)).to("cpu", copy=True) for name, tensor in gathered
+    }
     stages = trainer.train_step.passes.stages
     if stages is None:
         return here

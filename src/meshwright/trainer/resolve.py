@@ -35,6 +35,7 @@ from meshwright.spec.recipe import RecipeError
 from meshwright.spec.recompute import Recompute, plain_recompute, recompute_misfit
 from meshwright.spec.run import ResolvedRun, Run
 from meshwright.spec.training import MOST_WARMUP, TrainingSpec
+from meshwright.trainer.derived import with_split
 from meshwright.trainer.length import in_steps
 
 MEMORY_SHARE = 0.8
@@ -62,7 +63,7 @@ def resolve_run(run: Run, *, base_dir: Path, machine: Machine | None = None) -> 
         return _with_layout(run, base_dir, machine)
     if run.training.optimizer.lr_base_batch is not None:
         return _with_scaled_rate(run, base_dir, machine)
-    model = resolve_model(run.model, base_dir=base_dir, vocab=run.data.tokenizer_vocab)
+    model = with_split(resolve_model(run.model, base_dir=base_dir, vocab=run.data.tokenizer_vocab), run)
     global_batch, ranks = run.sequences_per_step(), run.layout.data_parallel
     _refuse_misfits(run, model, global_batch, machine)
     sizes = _micro_batches(run, global_batch // ranks, base_dir)
@@ -85,7 +86,7 @@ def resolve_run(run: Run, *, base_dir: Path, machine: Machine | None = None) -> 
         reasons["layout.stage_layers"] = "this split minimizes the operations of the largest stage, including the head"
     if run.training.product_recipe is not None:
         reasons["training.precision"] = describe_low_precision(parameter_table(model), run.training)
-    if notes := tensor_notes(run.layout, model):
+    if model.foreign is None and (notes := tensor_notes(run.layout, model)):
         reasons["layout.tp"] = notes
     if run.layout.cp > 1:
         method, reason = _context_method(run, model)
@@ -110,7 +111,7 @@ def _refuse_misfits(run: Run, model: ModelSpec, global_batch: int, machine: Mach
     misfits = layout_check(run, model, machine.kind)(run.layout) or batch_misfits(run.layout, global_batch)
     misfits = [*misfits, *sample_misfits(run.training, model)]
     if model.foreign is not None:
-        misfits = [*misfits, *foreign_misfits(run.training, run.finetune)]
+        misfits = [*misfits, *foreign_misfits(run.training, run.finetune, run.layout)]
     if misfits:
         raise RecipeError(misfits)
 

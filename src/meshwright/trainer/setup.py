@@ -14,6 +14,7 @@ from torch import nn
 from meshwright.callbacks import Callback
 from meshwright.devices import CPU
 from meshwright.families import finetuned_table, low_precision_state, state_table
+from meshwright.families.split import Arrangement, arrangements
 from meshwright.finetune import apply_finetune
 from meshwright.launch.launcher import Worker, join_group, threads_per_rank
 from meshwright.launch.memory import memory_for_files
@@ -110,6 +111,11 @@ class Trainer:
     def base(self) -> dict[str, str] | None:
         """The base that checkpoints of a fine-tuned run refer to; None if they hold everything."""
         return base_of(self.resolved)
+
+    @functools.cached_property
+    def arrangements(self) -> dict[str, Arrangement]:
+        """Of the parameters that ranks store in another order."""
+        return arrangements(self.table, self.resolved.model, self.resolved.run.layout.tp)
 
     @functools.cached_property
     def machine(self) -> Machine:
@@ -226,7 +232,7 @@ def give_state(
         kind.allocate(model, kind.home(device), tier)
     error_feedback(model).allocate(device)
     if weights is not None:
-        fill(model, (*here, *state), weights)
+        fill(model, (*here, *state), weights, arrangements(table, resolved.model, run.layout.tp))
     store = kind(model, [row for row in here if row.trained], training, tier=tier)
     store.optimizers.check_layout(run.layout)
     return Trainer(

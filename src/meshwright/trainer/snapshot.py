@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from meshwright.checkpoint.dcp import load_tensors, local_part, plan_shards, write_index, write_shards
+from meshwright.checkpoint.dcp import in_model_order, load_tensors, local_part, plan_shards, write_index, write_shards
 from meshwright.comm.objects import gather, gather_everywhere
 from meshwright.models.init import named_state
 from meshwright.optim import shards
@@ -127,5 +127,6 @@ def read_values(folder: Path) -> dict[str, Any]:
     return json.loads((folder / VALUES).read_text())
 
 
-def _restored(trainer: Trainer) -> dict[str, torch.Tensor]:
-    return {name: tensor for name, tensor in own_tensors(trainer).items() if name not in random_state(trainer)}
+def _restored(trainer: Trainer) -> dict[str, Any]:
+    tensors = {name: tensor for name, tensor in own_tensors(trainer).items() if name not in random_state(trainer)}
+    return in_model_order(tensors, trainer.arrangements)

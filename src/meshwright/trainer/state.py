@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from meshwright.checkpoint.dcp import check_shapes, held_tensors, load_tensors
+from meshwright.checkpoint.dcp import check_shapes, held_tensors, in_model_order, load_tensors
 from meshwright.checkpoint.manifest import (
     HELD_OUT_LOSS,
     CheckpointError,
@@ -54,9 +54,10 @@ SILENT = ("run_dir", "trackers", "callbacks", "checkpoint.", "layout.", "guards.
 """Settings that do not change the training, or are reported separately."""
 
 
-def state_tensors(trainer: Trainer) -> dict[str, torch.Tensor]:
-    """Every tensor of this rank in a checkpoint: its own and the callbacks'."""
-    return own_tensors(trainer) | _callback_tensors(trainer, trainer.callbacks)
+def state_tensors(trainer: Trainer) -> dict[str, Any]:
+    """Every tensor of this rank in a checkpoint, as `checkpoint/dcp.py` takes it: its own and the callbacks'."""
+    tensors = own_tensors(trainer) | _callback_tensors(trainer, trainer.callbacks)
+    return in_model_order(tensors, trainer.arrangements)
 
 
 def own_tensors(trainer: Trainer) -> dict[str, torch.Tensor]:
@@ -172,7 +173,7 @@ def restore(trainer: Trainer, checkpoint: Path) -> dict[str, Any]:
     if not (_same_layout(trainer, saved) and errors.keys() <= held):
         trainer.train_step.feedback.drop()
         tensors = {name: tensor for name, tensor in tensors.items() if name not in errors}
-    load_tensors(checkpoint, tensors)
+    load_tensors(checkpoint, in_model_order(tensors, trainer.arrangements))
     trainer.store.refresh()
     restore_random_state(trainer, tensors)
     trainer.step, trainer.tokens = saved["step"], saved["tokens"]

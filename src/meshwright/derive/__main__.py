@@ -1,0 +1,35 @@
+"""Derives a split in a process of its own: `python -m meshwright.derive`.
+
+Reads {"foreign": a `ForeignModel`, "parts": ranks} from standard input, and writes {"split": a `ForeignSplit`} or
+{"problem": one sentence} to standard output.
+"""
+
+import contextlib
+import json
+import sys
+import warnings
+
+import torch
+
+from meshwright.derive.probe import derived_split
+from meshwright.spec.errors import UserError
+from meshwright.spec.model import ForeignModel
+
+
+def main() -> None:
+    """Answer one question."""
+    question = json.load(sys.stdin)
+    warnings.simplefilter("ignore")  # transformers', about a model that is not the user's
+    torch.set_num_threads(1)  # the tensors are tiny
+    answer: dict[str, object]
+    with contextlib.redirect_stdout(sys.stderr):
+        try:
+            split = derived_split(ForeignModel.model_validate(question["foreign"]), question["parts"])
+            answer = {"split": split.model_dump(mode="json")}
+        except UserError as error:
+            answer = {"problem": str(error)}
+    print(json.dumps(answer))
+
+
+if __name__ == "__main__":
+    main()

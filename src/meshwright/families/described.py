@@ -1,0 +1,55 @@
+"""A parameter table and a derived split as lines of text, with * for the numbers of equal blocks."""
+
+import re
+from collections.abc import Iterator
+
+from meshwright.families.adapters import finetuned_table
+from meshwright.spec.finetune import FinetuneSpec
+from meshwright.spec.model import ModelSpec, Parameter, SplitModule
+
+
+def describe_table(model: ModelSpec, finetune: FinetuneSpec | None) -> list[str]:
+    """Name, dims and shape of every parameter; parameters of several blocks with the same ones are one line."""
+    counts: dict[tuple[str, str, str], int] = {}
+    for row in finetuned_table(model, finetune):
+        name = re.sub(r"\.\d+(?=\.)", ".*", row.name)
+        key = name, _dims(row), " x ".join(map(str, row.shape))
+        counts[key] = counts.get(key, 0) + 1
+    lines = [(*key, f"{count} times" if count > 1 else "") for key, count in counts.items()]
+    widths = [max(len(line[column]) for line in lines) for column in range(3)]
+    return [
+        "  ".join(f"{cell:{width}}" for cell, width in zip(line, (*widths, 0), strict=True)).rstrip() for line in lines
+    ]
+
+
+def describe_split(model: ModelSpec) -> list[str]:
+    """What tensor-parallel ranks share in a derived split, what stays whole, and why."""
+    split = model.foreign.split if model.foreign is not None else None
+    if split is None:
+        return []
+    lines = [line for module in split.modules for line in _module(module)]
+    lines += [f"whole: {name}: {reason}" for name, reason in split.whole]
+    return [*lines, *(f"transformers' plan differs: {note}" for note in split.notes)]
+
+
+def _dims(row: Parameter) -> str:
+    runs = f" in runs of {', '.join(map(str, row.segments))}" if row.segments else ""
+    return ", ".join(row.dims) + runs
+
+
+def _module(module: SplitModule) -> Iterator[str]:
+    layers = ", ".join(map(str, module.layers)) if len(module.layers) < 5 else f"{len(module.layers)} blocks"
+    yield f"{module.name or 'block'} (of {layers}) is shared, its output summed at {module.summed or 'its end'}"
+    kept = [one.name for one in module.parameters if one.kept]
+    parts = {
+        "partial gradients, summed": module.partial,
+        "added once": module.once,
+        "rows that a rank needs": kept,
+        "norms over all ranks": module.gathered,
+        "divided": [
+            f"{path}.{name} x {times}/{by}".removeprefix(".")
+            for path, name, times, by in module.attributes
+            if not name.endswith(("_features", "_channels")) and name not in ("nf", "nx")
+        ],
+    }
+    yield from (f"  {what}: {', '.join(names)}" for what, names in parts.items() if names)
