@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -128,7 +129,13 @@ def test_a_sweep_goes_on_and_outlives_a_run_that_fails(recipe: Path) -> None:
     ]
     command += ["checkpoint.every=2", "training.steps=40", "--json"]
     journal = folder / "001-lr=1e-2-every=2-steps=40" / "metrics.jsonl"
-    process = subprocess.Popen(command, start_new_session=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    process = subprocess.Popen(
+        command,
+        start_new_session=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),  # a job in the background ignores it
+    )
     while not (journal.is_file() and '"checkpoint"' in journal.read_text()):
         assert process.poll() is None, process.communicate()
         time.sleep(0.05)

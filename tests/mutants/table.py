@@ -55,8 +55,8 @@ SPLIT = [
     Mutant(
         "the gradient of an all-reduce is summed once more",
         "comm/collectives.py",
-        "        return grad_outputs[0], None\n\n\n@torch.no_grad()\ndef maximum(",
-        "        return grad_outputs[0] * dist.get_world_size(), None\n\n\n@torch.no_grad()\ndef maximum(",
+        "        return grad_outputs[0], None\n\n\ndef entered(",
+        "        return grad_outputs[0] * dist.get_world_size(), None\n\n\ndef entered(",
         "cp dpo",
         END,
     ),
@@ -136,7 +136,7 @@ SPLIT = [
     Mutant(
         "gradients of weights that every rank keeps are not summed",
         "parallel/view.py",
-        "placements = [Partial() if placement.is_replicate() else placement for placement in parameter.placements]",
+        "placements = [whole if placement.is_replicate() else placement for placement in parameter.placements]",
         "placements = list(parameter.placements)",
         "tp",
         r"reduction: norm\.weight",
@@ -144,8 +144,8 @@ SPLIT = [
     Mutant(
         "gradients of query norms, of which each rank has some heads, are not summed",
         "parallel/view.py",
-        "placements = [Partial() if placement.is_replicate() else placement for placement in parameter.placements]",
-        "placements = [Partial() if placement.is_replicate() and len(parameter) != 6 else placement\n"
+        "placements = [whole if placement.is_replicate() else placement for placement in parameter.placements]",
+        "placements = [whole if placement.is_replicate() and len(parameter) != 6 else placement\n"
         "                  for placement in parameter.placements]",
         "tp qwen3",
         r"reduction: layers\.1\.attention\.[qk]_norm\.weight",

@@ -6,9 +6,9 @@ SPLIT = [
     Mutant(
         "gradients of the adapters' factors that every tensor-parallel rank keeps are not summed",
         "parallel/view.py",
-        "placements = [Partial() if placement.is_replicate() else placement for placement in parameter.placements]",
-        "whole = parameter.dim() < 2\n"
-        "    placements = [Partial() if placement.is_replicate() and whole else placement\n"
+        "placements = [whole if placement.is_replicate() else placement for placement in parameter.placements]",
+        "narrow = parameter.dim() < 2\n"
+        "    placements = [whole if placement.is_replicate() and narrow else placement\n"
         "                  for placement in parameter.placements]",
         "tp lora",
         r"reduction: layers\.1\..*\.lora_[ab]",
@@ -17,11 +17,10 @@ SPLIT = [
     Mutant(
         "gradients of key and value heads that ranks share are not summed",
         "parallel/view.py",
-        "            tensor = _local(parameter)\n"
-        "            weights[name] = tensor[slice(*self.rows[name])] if name in self.rows else tensor\n",
+        "            tensor = _local(parameter, name not in self.repeated)\n",
         "            assert isinstance(parameter, DTensor)\n"
-        "            tensor = parameter.to_local() if name in self.rows else _local(parameter)\n"
-        "            weights[name] = tensor[slice(*self.rows[name])] if name in self.rows else tensor\n",
+        "            tensor = parameter.to_local() if name in self.rows else "
+        "_local(parameter, name not in self.repeated)\n",
         "tp 4",
         r"reduction: layers\.1\.attention\.w[kv]\.weight",
         "Megatron-LM (bigcode) 11",

@@ -250,7 +250,7 @@ def in_fp16(candidate: Candidate) -> dict[str, float] | None:
     """Seconds of a step of the same layout in fp16 on a device that has fast products in fp16 alone, and the fraction
     of the step that this saves; None on other devices."""
     job, tflops = candidate.job, candidate.cluster.tflops
-    if job.precision.products != BF16.name or tflops["bf16"] >= tflops.get("fp16", 0.0):
+    if job.precision.products != BF16.name or tflops[BF16.name] >= tflops.get(FP16.name, 0.0):
         return None
     seconds = evaluate(replace(job, precision=Precision.of(FP16.name)), candidate.cluster, candidate.margin).time.total
     return {"step_time": seconds, "saved": 1 - seconds / candidate.time.total}
