@@ -18,6 +18,7 @@ from meshwright.spec.model import ForeignModel, ForeignSplit, ModelFields, Split
 from meshwright.spec.run import ResolvedRun
 from meshwright.testing.equivalence import one_step
 from meshwright.testing.ranks import RankPool
+from meshwright.trainer.derived import derived_split as asked
 from test_equivalence import assert_equal
 from test_finetune_run import trajectory
 from tiny import tiny_run
@@ -191,6 +192,21 @@ def test_a_large_model_is_split_by_a_small_copy() -> None:
     assert found["mlp.gate_up_proj.weight"].segments == (17920, 17920)
     assert found["self_attn.o_proj.weight"].dim == found["mlp.down_proj.weight"].dim == 1
     assert not split.whole
+
+
+@pytest.mark.slow
+def test_a_damaged_split_in_the_cache_is_derived_again(directories: Path, tmp_path: Path) -> None:
+    """Also if the damage leaves a split that could be read, with other rows on a rank."""
+    foreign = read_hf_directory(directories / "phi3", family="transformers").foreign
+    assert foreign is not None
+    split = asked(foreign, 2, tmp_path, where="layout.tp=2")
+    (file,) = tmp_path.iterdir()
+    whole = file.read_bytes()
+    for damaged in (whole.replace(b"16", b"24", 1), whole[:-9], b"", b"\xff" + whole):
+        assert damaged != whole
+        file.write_bytes(damaged)
+        assert asked(foreign, 2, tmp_path, where="layout.tp=2") == split
+        assert file.read_bytes() == whole
 
 
 def test_a_checkpoint_of_ranks_is_read_by_any_layout(ranks: RankPool, directories: Path, tmp_path: Path) -> None:

@@ -331,6 +331,21 @@ import torch.nn.functional as F
     assert len(set(overrides(ast.parse(code)))) == 8
 
 
+def test_no_python_is_started_that_imports_from_the_working_directory() -> None:
+    """`python -m` and `-c` import from it first, a `queue.py` beside a recipe included, unless -P comes before."""
+    unsafe, safe = [], 0
+    for file in FILES:
+        for node in ast.walk(tree_of(file)):
+            if not isinstance(node, ast.List | ast.Tuple):
+                continue
+            words = [ast.unparse(element) for element in node.elts]
+            if words[:1] == ["sys.executable"] and {"'-m'", "'-c'"} & {*words}:
+                safe += words[1] == "'-P'"
+                unsafe += [] if words[1] == "'-P'" else [f"{file}:{node.lineno}"]
+    assert not unsafe
+    assert safe > 5
+
+
 def test_every_module_says_what_it_is_for() -> None:
     """An empty file (`__init__.py`) needs no docstring."""
     assert not [file for file, tree in modules().items() if tree.body and ast.get_docstring(tree) is None]

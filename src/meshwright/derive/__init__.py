@@ -1,1 +1,1 @@
-"""The derivation of what tensor-parallel and pipeline ranks can split in a model of transformers."""
+"""The derivation of what tensor-parallel ranks can split in a model of transformers."""

@@ -86,7 +86,7 @@ def _foreign_misfits(layout: LayoutSpec, foreign: ForeignModel) -> Iterator[str]
             yield f"layout.{axis}={getattr(layout, axis)}: {reads}; the nearest legal is layout.{axis}=1"
     split = foreign.split
     if layout.tp > 1 and (split is None or split.tp != layout.tp):
-        yield f"layout.tp={layout.tp}: no split of this model over {layout.tp} ranks has been derived; give layout.tp"
+        yield f"layout.tp={layout.tp}: a plan does not derive splits; to train with it, set layout.tp in the recipe"
     elif layout.tp > 1 and split is not None and not split.modules:
         reasons = "; ".join(sorted({reason for _, reason in split.whole}))
         yield f"layout.tp={layout.tp}: no module of this model can be split over ranks ({reasons}); {NEAREST} tp=1"

@@ -40,9 +40,9 @@ def derived_split(foreign: ForeignModel, parts: int, cache: Path, *, where: str)
     versions = {name: version(name) for name in ("transformers", "torch")}
     about = json.dumps([FORMAT, versions, question], sort_keys=True)
     file = cache / f"{hashlib.sha256(about.encode()).hexdigest()[:16]}.json"
-    if file.is_file():
-        return ForeignSplit.model_validate_json(file.read_bytes())
-    command = [sys.executable, "-m", "meshwright.derive"]
+    if (known := _read(file)) is not None:
+        return known
+    command = [sys.executable, "-P", "-m", "meshwright.derive"]
     try:
         ended = subprocess.run(
             command, input=json.dumps(question), capture_output=True, text=True, timeout=PATIENCE, check=True
@@ -57,5 +57,18 @@ def derived_split(foreign: ForeignModel, parts: int, cache: Path, *, where: str)
         raise UserError(f"{where}: the split of the model cannot be derived: {answer['problem']}")
     split = ForeignSplit.model_validate(answer["split"])
     cache.mkdir(parents=True, exist_ok=True)
-    write_durably(file, split.model_dump_json(indent=1) + "\n")
+    text = split.model_dump_json(indent=1)
+    write_durably(file, f"{_digest(text)}\n{text}")
     return split
+
+
+def _read(file: Path) -> ForeignSplit | None:
+    """The split in a file; None if there is none, or if it is damaged: it is then derived again."""
+    if not file.is_file():
+        return None
+    digest, _, text = file.read_bytes().decode(errors="replace").partition("\n")
+    return ForeignSplit.model_validate_json(text) if digest == _digest(text) else None
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()

@@ -105,7 +105,7 @@ class VerifyGuard(Callback):
             words = ["--folder", str(folder), *write_plugins(self.plugins, folder), "--parent", str(os.getpid())]
             with (self.folder / LOG).open("wb") as log:
                 self._process = subprocess.Popen(
-                    [sys.executable, "-m", PROGRAM, *words],
+                    [sys.executable, "-P", "-m", PROGRAM, *words],
                     stdin=subprocess.DEVNULL,
                     stdout=log,
                     stderr=subprocess.STDOUT,
