@@ -9,9 +9,10 @@ import torch
 import transformers
 
 from meshwright.derive.calls import RecordedCall, UnsplitError, record
-from meshwright.derive.derive import split_module
+from meshwright.derive.derive import derive_split, split_module
 from meshwright.derive.probe import derived_split, probe_blocks
 from meshwright.derive.slice_test import passes
+from meshwright.derive.whole_model import check_whole
 from meshwright.families import read_hf_directory
 from meshwright.spec.layout import LayoutSpec
 from meshwright.spec.model import ForeignModel, ForeignSplit, ModelFields, SplitModule
@@ -171,6 +172,25 @@ def test_a_norm_over_all_heads_must_be_gathered(directories: Path) -> None:
     module, call, split = attention_of(directories / "olmo3")
     with pytest.raises(UnsplitError):
         passes(module, call, split.model_copy(update={"gathered": ()}), 2)
+
+
+def test_the_slice_test_of_a_whole_model_refuses_what_no_module_shows(directories: Path) -> None:
+    """BERT's blocks are split around split modules; planted: one split applied twice, and a wrong partial gradient."""
+    foreign = read_hf_directory(directories / "bert", family="transformers").foreign
+    assert foreign is not None
+    blocks = probe_blocks(foreign, 2)
+    split = derive_split(blocks, 2)
+    check_whole(blocks, split, 2)
+    inner, outer = sorted(split.modules, key=lambda module: -len(module.name))
+    assert outer.name == "", "the whole block"
+    for modules in ((inner,), (outer,), (outer, inner)):
+        check_whole(blocks, split.model_copy(update={"modules": modules}), 2)
+    for modules in ((inner, inner), (inner, outer, outer)):
+        with pytest.raises(UnsplitError):
+            check_whole(blocks, split.model_copy(update={"modules": modules}), 2)
+    wrong = inner.model_copy(update={"partial": (*inner.partial, "output.LayerNorm.weight")})
+    with pytest.raises(UnsplitError, match=r"gradient of .*output\.LayerNorm\.weight is not the model's"):
+        check_whole(blocks, split.model_copy(update={"modules": (wrong, outer)}), 2)
 
 
 def large(config: Any) -> ForeignModel:

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from meshwright.derive.derive import Blocks, derive_split, recheck
+from meshwright.derive.whole_model import check_whole
 from meshwright.families.wrapped import parsed
 from meshwright.models.foreign import without_dropout
 from meshwright.spec.errors import UserError
@@ -57,19 +58,31 @@ def derived_split(foreign: ForeignModel, parts: int) -> ForeignSplit:
 
     A large model's split is scaled up from a small copy's, if it also passes the slice test in a copy of other widths.
 
+    All split modules together then pass a slice test of the whole model.
+
     Raises:
-        UserError: no small copy of it can be made.
+        UserError: no small copy of it can be made, or the splits do not hold together.
     """
     if not is_large(foreign):
-        return derive_split(probe_blocks(foreign, parts), parts)
+        blocks = probe_blocks(foreign, parts)
+        return _checked(blocks, derive_split(blocks, parts), parts)
     small, wider = (probe_blocks(foreign, parts, scale) for scale in (1, 2))
     split = derive_split(small, parts)
     again = scaled_up(split, small, {name: tuple(one.shape) for name, one in wider.model.named_parameters()})
     same, lost = recheck(wider, again, parts)
     kept = split.model_copy(update={"modules": tuple(split.modules[number] for number in same)})
+    _checked(small, kept, parts)
     whole = [(f"{foreign.blocks}.*.{name}", reason) for name, reason in lost.items()]
     scaled = scaled_up(kept, small, dict(foreign.tensors))
     return scaled.model_copy(update={"whole": tuple(sorted({*split.whole, *whole}))})
+
+
+def _checked(blocks: Blocks, split: ForeignSplit, parts: int) -> ForeignSplit:
+    try:
+        check_whole(blocks, split, parts)
+    except Exception as error:  # transformers' code may fail with parts that each work alone
+        raise UserError(f"its modules' splits do not hold in the whole model: {error}") from error
+    return split
 
 
 def is_large(foreign: ForeignModel) -> bool:

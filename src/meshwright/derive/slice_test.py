@@ -217,6 +217,11 @@ def _combinations(options: list[tuple[str, str, int, int]]) -> Iterator[tuple[tu
 def part_of(module: nn.Module, split: SplitModule, sharing: SideBySide) -> tuple[nn.Module, dict[str, nn.Parameter]]:
     """One part of a module, made of a copy, and its parameters by their names in the module."""
     part = copy.deepcopy(module)
+    return put_part(part, split, sharing), dict(part.named_parameters())
+
+
+def put_part(part: nn.Module, split: SplitModule, sharing: SideBySide) -> nn.Module:
+    """Turn a module in place into one part of it; returns what takes its place."""
     views: dict[str, View] = {}
     rows: dict[str, dict[str, tuple[int, int]]] = {}
     for one in split.parameters:
@@ -231,8 +236,7 @@ def part_of(module: nn.Module, split: SplitModule, sharing: SideBySide) -> tuple
     for path in rows.keys() | once:
         own = frozenset(name.rpartition(".")[2] for name in split.once if name.rpartition(".")[0] == path)
         views[path] = PartView(rows.get(path, {}), own, sharing.rank == 0)
-    parameters = dict(part.named_parameters())
-    return put_faces(part, split, sharing, views), parameters
+    return put_faces(part, split, sharing, views)
 
 
 def sliced_part(whole: torch.Tensor, dim: int, segments: tuple[int, ...], parts: int, part: int) -> torch.Tensor:
