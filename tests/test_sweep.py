@@ -1,12 +1,10 @@
 """Sweeps: their trials, what they report, and that they go on where they were."""
 
 import json
-import os
 import signal
 import subprocess
 import sys
 import time
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -65,6 +63,7 @@ def test_random_trials_are_the_same_for_a_seed_and_spread_over_their_range() -> 
         (["--random", "0", f"{LR}=1,2"], "must be a number of runs, at least 1"),
         ([f"{LR}=1e-3,oops"], f"{LR}=oops: 'oops' is not allowed"),
         (["training.optimizer.lrr=1,2"], "did you mean 'lr'"),
+        (["run_dir=a,b"], "a sweep names its runs' folders itself; give --dir"),
     ],
 )
 def test_mistakes_end_before_the_first_run(
@@ -114,7 +113,7 @@ def test_finished_runs_are_ranked_and_not_trained_again(recipe: Path, capsys: py
 
 @pytest.mark.slow
 def test_a_sweep_goes_on_and_outlives_a_run_that_fails(recipe: Path) -> None:
-    """Interrupted in its first run, then repeated: that run continues, the next fails, the last one trains."""
+    """Stopped in its first run, then repeated: that run continues, the next fails, the last one trains."""
     folder = recipe.parent / "sweep"
     command = [
         sys.executable,
@@ -129,19 +128,15 @@ def test_a_sweep_goes_on_and_outlives_a_run_that_fails(recipe: Path) -> None:
     ]
     command += ["checkpoint.every=2", "training.steps=40", "--json"]
     journal = folder / "001-lr=1e-2-every=2-steps=40" / "metrics.jsonl"
-    process = subprocess.Popen(
-        command,
-        start_new_session=True,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),  # a job in the background ignores it
-    )
+    process = subprocess.Popen(command, start_new_session=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     while not (journal.is_file() and '"checkpoint"' in journal.read_text()):
         assert process.poll() is None, process.communicate()
         time.sleep(0.05)
-    os.killpg(process.pid, signal.SIGINT)  # as Ctrl-C does: the sweep's process, and its run's
-    process.communicate(timeout=120)
-    assert process.returncode == 130
+    process.send_signal(signal.SIGTERM)  # to the sweep alone, as schedulers do: it stops its run
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == 75
+    assert b"stopped before the sweep was complete" in err
+    assert json.loads(out)["trials"][0]["state"] == "stopped"
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 1, done.stderr
     trials = {trial["name"][:3]: trial for trial in json.loads(done.stdout)["trials"]}

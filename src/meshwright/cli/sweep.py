@@ -13,8 +13,9 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from meshwright.cli.common import whole_number
+from meshwright.cli.common import stoppable, whole_number
 from meshwright.cli.output import add_json_argument, print_result
+from meshwright.launch.status import TrainingStopped
 from meshwright.pages.runs import read_run
 from meshwright.pages.view import RunsPage
 from meshwright.spec.errors import UserError
@@ -28,7 +29,6 @@ DECADE = 10.0
 """A range from a positive number to at least ten times as much is drawn evenly in its logarithm."""
 LAST_PART = 0.1
 """Part of a run's steps whose mean loss counts, if it has no held-out loss."""
-INTERRUPTED = 130
 EPILOG = """\
 The best run has the least held-out loss at its end, or the least mean loss over its last tenth if nothing is held
 out. The same command goes on with a sweep that was interrupted.
@@ -37,7 +37,7 @@ examples:
   meshwright sweep run.yaml training.optimizer.lr=1e-4,3e-4,1e-3 training.steps=200
   meshwright sweep run.yaml --random 12 training.optimizer.lr=1e-5..1e-2 training.global_batch=32,64
 
-exit status: 0 all runs finished, 1 some did not, 2 invalid command line, 130 interrupted
+exit status: 0 all runs finished, 1 some did not, 2 invalid command line, 75 stopped by a signal, 130 by Ctrl-C
 """
 
 
@@ -80,22 +80,25 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.write and arguments.write.exists():
         raise UserError(f"{arguments.write} already exists; give another --write, or remove it")
     trials = plan_trials(arguments.overrides, arguments.random, arguments.seed)
+    if any(setting.startswith("run_dir=") for setting in trials[0].settings):
+        raise UserError("run_dir: a sweep names its runs' folders itself; give --dir")
     for trial in trials:  # every mistake before the first step
         load_recipe(arguments.recipe, trial.settings)
     _remember(arguments)
-    interrupted = False
+    stopped = None
     try:
-        for trial in trials:
-            _train(arguments, trial, len(trials))
-    except KeyboardInterrupt:
-        interrupted = True
+        with stoppable("the sweep"):
+            for trial in trials:
+                _train(arguments, trial, len(trials))
+    except TrainingStopped as stop:
+        stopped = stop.status
     results = [_result(arguments.dir / trial.name, trial) for trial in trials]
     ranked = sorted(results, key=lambda result: math.inf if result["value"] is None else result["value"])
     best = ranked[0] if ranked[0]["value"] is not None else None
     shown = [line for line in (_page(arguments.dir, results), _best(arguments, best)) if line]
     print_result(arguments, {"trials": ranked, "best": best}, [*_table(ranked), "", *shown])
-    if interrupted:
-        return INTERRUPTED
+    if stopped is not None:
+        return stopped
     return int(any(result["state"] != "finished" for result in results))
 
 
@@ -187,7 +190,13 @@ def _train(arguments: argparse.Namespace, trial: Trial, trials: int) -> None:
     command = [sys.executable, "-P", "-m", "meshwright", "train", str(arguments.recipe)]
     command += [*trial.settings, f"run_dir={json.dumps(str(run_dir))}", "--resume", "auto"]
     with (run_dir.parent / f"{trial.name}.log").open("ab") as log:
-        status = subprocess.run(command, stdout=log, stderr=subprocess.STDOUT, check=False).returncode
+        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT)
+    try:
+        status = process.wait()
+    except TrainingStopped:
+        process.terminate()  # it saves a checkpoint
+        process.wait()
+        raise
     if status:
         print(f"  failed with exit status {status}; see {run_dir}.log", file=sys.stderr, flush=True)
 
