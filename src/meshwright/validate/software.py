@@ -69,8 +69,11 @@ LOSSES = (
 MOMENTS = (Fact(re.compile(r"8.?bit adam|adamw?_(?:bnb_)?8.?bit"), {"state_bytes": 6.0}),)
 """How a program stores the optimizer's moments, if not in fp32: Dettmers et al., "8-bit Optimizers", 2022."""
 LAUNCHES = (
-    # NVIDIA's submissions capture a step in graphs where its operators are short.
-    Fact(re.compile(r"cuda.?graphs?|\bgraphs\b|(?<!no )graphed|mlperf.*llama2_70b_lora"), {"graphs": True}),
+    # NVIDIA's submissions of this benchmark set MCORE_CUDA_GRAPH=1, AMD's False.
+    Fact(
+        re.compile(r"(?<!no )cuda.?graphs|(?<!no )(?<!cuda )\bgraphs\b|mlperf.*llama2_70b_lora(?!.*\bmi3\d\dx)"),
+        {"graphs": True},
+    ),
 )
 """How a program starts its operators, if not one by one from the host."""
 ADAPTED = (
