@@ -62,7 +62,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="a.b=c,d,e",
         nargs="+",
         help="a setting with its values, separated by commas; with --random also a range, 1e-5..1e-2; a setting with "
-        "one value is that of all runs",
+        "one value applies to all runs",
     )
     number = whole_number("a number of runs, at least 1", least=1)
     parser.add_argument("--random", metavar="N", type=number, help="N runs with values drawn at random, not every mix")
