@@ -20,6 +20,9 @@ if TYPE_CHECKING:  # the process that distributes tests loads no torch
     from meshwright.testing.ranks import RankPool
 
 
+ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+
+
 def compute_with_one_thread() -> None:
     """From now on, runs in this process and its forks compute with one thread, as ranks do.
 
@@ -62,6 +65,15 @@ def _poison() -> None:
         from meshwright.testing.poison import fill_uninitialized_memory
 
         fill_uninitialized_memory()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _tests_leave_the_checkout_as_it_was() -> Iterator[None]:
+    """What a test writes there by a relative path would be committed with the next change."""
+    before = set(os.listdir(ROOT))
+    yield
+    new = {name for name in set(os.listdir(ROOT)) - before if not name.startswith(".")}
+    assert not new - {"runs", "site"}, f"a test wrote {', '.join(sorted(new))} into {ROOT}"
 
 
 @pytest.fixture(scope="session")

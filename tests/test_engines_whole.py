@@ -27,7 +27,7 @@ from meshwright.trainer.resolve import resolve_run
 
 RECIPE = """\
 model: {family: llama, hidden: 32, num_layers: 2, num_heads: 4, num_kv_heads: 2, tied_embeddings: true}
-data: {sources: "*.txt", tokenizer_vocab: 300, sequence_length: 32, cache_dir: cache}
+data: {sources: "*.txt", tokenizer_vocab: 300, sequence_length: 32}
 training: {steps: 4, global_batch: 8, micro_batch: 2, precision: fp32, lr_schedule: {warmup: 3}}
 checkpoint: {every: 2}
 device: cpu
@@ -58,7 +58,9 @@ SAME = ("step", "loss", "gnorm", "lr", "tokens")
 
 def resolved(folder: Path, layout: str, overrides: list[str]) -> ResolvedRun:
     (folder / "a.txt").write_text("".join(f"{n} cats sat on {n * n} mats\n" for n in range(400)))
-    run = parse_spec(RECIPE, Run, overrides).model_copy(update={"layout": layout_called(layout)})
+    run = parse_spec(RECIPE, Run, [*overrides, f"data.cache_dir={folder / 'cache'}"]).model_copy(
+        update={"layout": layout_called(layout)}
+    )
     return resolve_run(run, base_dir=folder)
 
 

@@ -1,4 +1,4 @@
-"""The derived split of a model that transformers computes: derived once, in a process of its own, then read from the cache."""
+"""The split of a model that transformers computes: derived once, in a process of its own, then read from the cache."""
 
 import hashlib
 import json
