@@ -25,8 +25,8 @@ from meshwright.engines.report import as_json, describe, markdown, text
 from meshwright.launch.programs import NoStepError, ProgramError
 from meshwright.spec.recipe import parse_spec
 from meshwright.spec.run import ResolvedRun, Run
+from meshwright.trainer.corpus import corpus_of
 from meshwright.trainer.resolve import resolve_run
-from meshwright.trainer.run import corpus_of
 
 RECIPE = """\
 model: {family: llama, hidden: 32, num_layers: 2, num_heads: 4, num_kv_heads: 2, tied_embeddings: true}

@@ -14,8 +14,8 @@ from meshwright.engines.registry import ENGINES
 from meshwright.prove.shrink import shrink
 from meshwright.spec.recipe import parse_spec
 from meshwright.spec.run import ResolvedRun, Run
+from meshwright.trainer.corpus import corpus_of
 from meshwright.trainer.resolve import resolve_run
-from meshwright.trainer.run import corpus_of
 from test_engines_train import RECIPE, trained
 
 LORA = ["finetune={method: lora, rank: 4, alpha: 8}", "model.weights=random", "training.optimizer.lr=1e-2"]
@@ -137,8 +137,10 @@ def test_a_wrong_scale_of_adapters_is_found(folder):
         name, files = ENGINES["peft"].files(resolved)
         place = "optimizer = torch.optim.AdamW("
         assert place in files[name]
-        scale = "for m in model.modules():\n    if hasattr(m, 'lora_A'):\n        m.scaling['default'] *= 2\n"
-        return name, files | {name: files[name].replace(place, scale + place, 1)}
+        lines = ("for m in model.modules():", "    if hasattr(m, 'lora_A'):", "        m.scaling['default'] *= 2")
+        before, after = files[name].split(place, 1)
+        indent = before.rpartition("\n")[2]  # the line's
+        return name, files | {name: before + "".join(f"{line}\n{indent}" for line in lines) + place + after}
 
     engine: Engine = type("Changed", (type(ENGINES["peft"]),), {"files": changed})()
     proof = verify_engine(resolved, engine, steps=1)

@@ -16,8 +16,8 @@ from meshwright.imports.recipe import import_files
 from meshwright.spec.errors import UserError
 from meshwright.spec.recipe import parse_spec
 from meshwright.spec.run import ResolvedRun, Run
+from meshwright.trainer.folder import RESOLVED
 from meshwright.trainer.resolve import resolve_run
-from meshwright.trainer.start import RESOLVED
 
 CONFIG = """\
 {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 384, "hidden_size": 64,

@@ -13,10 +13,10 @@ from meshwright.callbacks import Callback, Training
 from meshwright.spec.plugins import plugged_in
 from meshwright.spec.run import Run
 from meshwright.testing.ranks import RankPool
+from meshwright.trainer.corpus import corpus_of, with_datasets
 from meshwright.trainer.plugins import Plugins
 from meshwright.trainer.resolve import resolve_run
-from meshwright.trainer.run import corpus_of, train
-from meshwright.trainer.start import with_datasets
+from meshwright.trainer.run import train
 from sessions import train as train_here
 
 pytestmark = pytest.mark.slow

@@ -30,9 +30,10 @@ from meshwright.testing.equivalence import build_here, loader_for, whole
 from meshwright.testing.layouts import LAYOUTS
 from meshwright.testing.ranks import RankPool
 from meshwright.trainer import run as run_module
+from meshwright.trainer.banner import banner
+from meshwright.trainer.corpus import corpus_of
+from meshwright.trainer.folder import read_resolved
 from meshwright.trainer.resolve import resolve_run
-from meshwright.trainer.run import banner, corpus_of
-from meshwright.trainer.start import read_resolved
 from meshwright.trainer.state import begin, restore, state_tensors, state_values
 from meshwright.trainer.weights import SAMPLED_BYTES, SAMPLES, _sample
 from tiny import tiny_run

@@ -14,7 +14,7 @@ from meshwright.data.tokenizer import train_tokenizer
 from meshwright.families import parameter_table, resolve_model
 from meshwright.models import build_model, initialize
 from meshwright.spec.model import ModelFields
-from meshwright.trainer.start import read_resolved
+from meshwright.trainer.folder import read_resolved
 
 RECIPE = """\
 model: {name: org/tiny-1.0, weights: pretrained}

@@ -13,8 +13,9 @@ from meshwright.data.prepare import prepare_corpus
 from meshwright.spec.errors import UserError
 from meshwright.spec.recipe import load_recipe
 from meshwright.spec.run import Run
+from meshwright.trainer.corpus import starting_model
+from meshwright.trainer.folder import read_resolved
 from meshwright.trainer.resolve import resolve_run
-from meshwright.trainer.start import read_resolved, starting_model
 
 
 def recipe(folder: Path, **training: Any) -> Run:

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import traceback
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from math import inf
 from pathlib import Path
 from typing import Any
@@ -43,13 +43,13 @@ from meshwright.trainer.held import OUTSIDE, held
 from meshwright.trainer.out_of_memory import (
     MOST_RETRIES,
     PAGE,
+    Attempts,
     OutOfMemoryState,
     is_out_of_memory,
     moment_of,
     page_of,
     page_of_killed,
     shortage,
-    train_again,
 )
 from meshwright.trainer.remedies import remedies
 from meshwright.trainer.resolve import resolve_run
@@ -400,7 +400,7 @@ def test_a_single_process_that_the_kernel_may_kill_has_a_launcher(
         started.append(given.layout.world_size)
         return STUCK
 
-    def rank(*_: Any, **__: Any) -> bool:
+    def rank(*_: Any, **__: Any) -> int:
         here.append(1)
         raise UserError("trained here")
 
@@ -501,6 +501,13 @@ def test_train_draws_a_step_whose_numbers_are_those_without(folder: Path, capfd:
     assert re.search(r"<td>exp_avg of [\w.]+\.weight</td><td>optimizer</td>", page)
 
 
+def attempt_all(train: Callable[[Run, str | None], int], run: Run, resume: str | None, *, retry: bool) -> int:
+    attempts = Attempts(run, resume, retry=retry)
+    for changed, which in attempts:
+        attempts.status = train(changed, which)
+    return attempts.status
+
+
 def test_it_never_starts_again_for_ever(tmp_path: Path, capfd: pytest.CaptureFixture) -> None:
     run = Run.model_validate({"model": "gpt2", "run_dir": str(tmp_path)})
     tried = list[tuple[Any, str | None]]()
@@ -512,17 +519,17 @@ def test_it_never_starts_again_for_ever(tmp_path: Path, capfd: pytest.CaptureFix
         (tmp_path / PAGE).write_text(json.dumps(page))
         return OUT_OF_MEMORY
 
-    assert train_again(functools.partial(train, same=False), run, None, retry=True) == OUT_OF_MEMORY
+    assert attempt_all(functools.partial(train, same=False), run, None, retry=True) == OUT_OF_MEMORY
     assert tried == [("auto", None), *((2 ** (8 - number), "auto") for number in range(MOST_RETRIES))]
     assert "no further change to try" in capfd.readouterr().err
     tried.clear()
-    assert train_again(functools.partial(train, same=True), run, None, retry=True) == OUT_OF_MEMORY
+    assert attempt_all(functools.partial(train, same=True), run, None, retry=True) == OUT_OF_MEMORY
     assert tried == [("auto", None), (64, "auto")]
     tried.clear()
-    assert train_again(functools.partial(train, same=True), run, "newest", retry=False) == OUT_OF_MEMORY
+    assert attempt_all(functools.partial(train, same=True), run, "newest", retry=False) == OUT_OF_MEMORY
     assert tried == [("auto", "newest")]
     # A page of an earlier run does not apply to this one.
-    assert train_again(lambda run, resume: OUT_OF_MEMORY, run, None, retry=True) == OUT_OF_MEMORY
+    assert attempt_all(lambda run, resume: OUT_OF_MEMORY, run, None, retry=True) == OUT_OF_MEMORY
 
 
 def test_a_checkpoint_that_has_no_room_is_written_without_a_copy(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

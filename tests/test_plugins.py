@@ -34,10 +34,11 @@ from meshwright.spec.recipe import dump_recipe, parse_spec
 from meshwright.spec.run import ResolvedRun, Run
 from meshwright.testing.equivalence import largest_difference, whole_of_all
 from meshwright.testing.ranks import RankPool
+from meshwright.trainer.corpus import check_objective, with_datasets
 from meshwright.trainer.metrics import History, read_journal
 from meshwright.trainer.plugins import Plugins
-from meshwright.trainer.run import check_same
-from meshwright.trainer.start import check_objective, require_plugins, with_datasets
+from meshwright.trainer.rank import check_same
+from meshwright.trainer.start import require_plugins
 from sessions import train
 from tiny import tiny_run
 

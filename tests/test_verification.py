@@ -25,10 +25,10 @@ from meshwright.spec.training import TrainingSpec
 from meshwright.testing.equivalence import build_here, whole
 from meshwright.testing.ranks import RankPool
 from meshwright.trainer import verification
+from meshwright.trainer.corpus import corpus_of
 from meshwright.trainer.loop import build_loader
 from meshwright.trainer.metrics import read_journal
 from meshwright.trainer.plugins import Plugins
-from meshwright.trainer.run import corpus_of
 from meshwright.trainer.snapshot import write_after, write_before
 from meshwright.trainer.step import TrainStep
 from meshwright.trainer.verification import VerifyGuard

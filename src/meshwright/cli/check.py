@@ -41,19 +41,12 @@ from meshwright.spec.recipe import RecipeError
 from meshwright.spec.run import ResolvedRun, Run
 from meshwright.spec.text import counted
 from meshwright.terminal import printable
+from meshwright.trainer.corpus import check_objective, check_tokenizer, check_vocabulary, starting_model, with_datasets
 from meshwright.trainer.derived import with_split
 from meshwright.trainer.display import ProgressLine, model_size, short
+from meshwright.trainer.folder import check_writable
 from meshwright.trainer.resolve import resolve_run
-from meshwright.trainer.start import (
-    check_objective,
-    check_start,
-    check_tokenizer,
-    check_vocabulary,
-    check_writable,
-    require_plugins,
-    starting_model,
-    with_datasets,
-)
+from meshwright.trainer.start import check_start, require_plugins
 
 READ_BYTES = 1 << 28
 """Limit of the bytes read from the corpus, so that a check takes seconds."""

@@ -19,9 +19,10 @@ from meshwright.data.overlap import NGRAM, Overlap, find_overlap
 from meshwright.data.prepare import Corpus, prepare_corpus
 from meshwright.spec.run import ResolvedRun, Run
 from meshwright.terminal import printable
+from meshwright.trainer.corpus import starting_model, with_datasets
 from meshwright.trainer.display import ProgressLine, short
 from meshwright.trainer.resolve import resolve_run
-from meshwright.trainer.start import require_plugins, starting_model, with_datasets
+from meshwright.trainer.start import require_plugins
 
 ACTIONS = ("prepare", "show", "audit")
 

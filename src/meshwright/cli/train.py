@@ -86,8 +86,8 @@ def run(arguments: argparse.Namespace) -> int:
     from meshwright.data.tokenizer import load_tokenizer
     from meshwright.launch.launcher import find_worker
     from meshwright.launch.status import TrainingFailed
+    from meshwright.trainer.folder import TOKENIZER
     from meshwright.trainer.run import train
-    from meshwright.trainer.start import TOKENIZER
 
     if recipe.layout.world_size > 1 and find_worker() is None and untouched:
         forkserver.fork_here()

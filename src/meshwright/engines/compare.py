@@ -19,9 +19,9 @@ from meshwright.launch.programs import ProgramError, RankedProgram
 from meshwright.plan.machine import find_machine
 from meshwright.spec.errors import UserError
 from meshwright.spec.run import ResolvedRun
+from meshwright.trainer.corpus import check_vocabulary, corpus_of
 from meshwright.trainer.metrics import read_journal
-from meshwright.trainer.run import corpus_of
-from meshwright.trainer.start import check_start, check_vocabulary
+from meshwright.trainer.start import check_start
 
 JOURNAL, OUTPUT = "metrics.jsonl", "output.log"
 

@@ -12,9 +12,10 @@ from meshwright.spec.errors import UserError
 from meshwright.spec.recipe import load_recipe
 from meshwright.spec.run import ResolvedRun
 from meshwright.storage.durable import complete_folder
+from meshwright.trainer.corpus import check_vocabulary, corpus_of
+from meshwright.trainer.folder import RESOLVED, read_resolved
 from meshwright.trainer.resolve import resolve_run
-from meshwright.trainer.run import corpus_of
-from meshwright.trainer.start import RESOLVED, check_start, check_vocabulary, read_resolved
+from meshwright.trainer.start import check_start
 
 LEFT_OUT = "left-out.md"
 """The file that lists what the program leaves out."""

@@ -17,8 +17,9 @@ from meshwright.checkpoint.peft import stored_places
 from meshwright.data.mixture import Mixture
 from meshwright.data.packing import ConcatenatedSamples
 from meshwright.data.token_file import file_in_memory
+from meshwright.data.tokenizer import numbers_tokenizer
 from meshwright.engines.engine import Engine, explained
-from meshwright.engines.materials import DATA, write_order, write_start
+from meshwright.engines.materials import DATA, START, write_order, write_start
 from meshwright.engines.ours import Ours
 from meshwright.engines.readback import check_what_ran
 from meshwright.engines.registry import check_installed
@@ -150,6 +151,7 @@ def _write_inputs(resolved: ResolvedRun, folder: Path, steps: int) -> Mixture:
     shuffled, seed = resolved.run.data.order == "shuffled", resolved.run.training.seed
     samples = Mixture([ConcatenatedSamples(file.tokens, length)], shuffled=shuffled)
     write_start(resolved, proof_weights(resolved), folder)
+    numbers_tokenizer(resolved.model.vocab).save(folder / START)
     write_order([file], samples, folder / DATA, seed=seed, count=count)
     return samples
 

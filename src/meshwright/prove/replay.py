@@ -32,13 +32,13 @@ from meshwright.spec.errors import UserError
 from meshwright.spec.plugins import plugged_in
 from meshwright.spec.run import ResolvedRun
 from meshwright.storage.durable import write_durably
+from meshwright.trainer.corpus import corpus_of
+from meshwright.trainer.folder import RESOLVED, read_resolved
 from meshwright.trainer.loop import build_loader
 from meshwright.trainer.plugins import Plugins, read_plugins
 from meshwright.trainer.reference import with_references
-from meshwright.trainer.run import corpus_of
 from meshwright.trainer.setup import RankContext, Trainer, build_trainer
 from meshwright.trainer.snapshot import HeldTensor, file_of, read_index, read_values, restore_before, results
-from meshwright.trainer.start import RESOLVED, read_resolved
 from meshwright.trainer.verification import VERDICT
 
 RUNS, WIDE = 2, 32

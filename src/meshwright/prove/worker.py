@@ -11,8 +11,8 @@ from meshwright.prove.inputs import proof_weights
 from meshwright.prove.verify import OWN, PROOF, RESOLVED, prove_rank
 from meshwright.spec.errors import UserError
 from meshwright.spec.pieces import pieces_of
+from meshwright.trainer.folder import read_resolved
 from meshwright.trainer.setup import build_trainer, find_place
-from meshwright.trainer.start import read_resolved
 from meshwright.trainer.worker import report_to_parent
 
 

@@ -37,8 +37,8 @@ from meshwright.spec.errors import UserError
 from meshwright.spec.run import ResolvedRun
 from meshwright.torch_internals import local_tensor, passing_tensors
 from meshwright.trainer.evaluate import evaluate
+from meshwright.trainer.folder import read_resolved
 from meshwright.trainer.setup import RankContext, Trainer, build_parallel_model, give_state, has_group
-from meshwright.trainer.start import read_resolved
 from meshwright.trainer.state import gradient_errors, state_tensors
 
 LASTING = "model.", "optimizer.", ERRORS

@@ -54,11 +54,11 @@ from meshwright.spec.layout import LayoutSpec
 from meshwright.spec.model import ModelSpec
 from meshwright.spec.precision import BF16, FP32
 from meshwright.spec.run import ResolvedRun
+from meshwright.trainer.corpus import corpus_of
 from meshwright.trainer.device import choose_device
 from meshwright.trainer.evaluate import Evaluation, evaluate, joined
+from meshwright.trainer.folder import RESOLVED, read_resolved, records_of
 from meshwright.trainer.resolve import ENOUGH_TOKENS
-from meshwright.trainer.run import corpus_of
-from meshwright.trainer.start import RESOLVED, read_resolved, records_of
 from meshwright.trainer.weights import base_of, check_base, kept_weights
 
 MAX_TOKENS = 128

@@ -2,6 +2,7 @@
 
 import fcntl
 import glob
+import json
 import math
 import os
 import secrets
@@ -10,6 +11,7 @@ import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 from meshwright.spec.errors import UserError
 from meshwright.storage.lock import Lock
@@ -112,3 +114,8 @@ def complete_folder(directory: Path) -> Iterator[Path]:
             staging.rename(directory)
         finally:
             shutil.rmtree(staging, ignore_errors=True)
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write a readable JSON file."""
+    write_durably(path, json.dumps(value, indent=2) + "\n")

@@ -6,7 +6,7 @@ from pathlib import Path
 from meshwright.data.mixture import training_samples
 from meshwright.data.prepare import prepare_corpus
 from meshwright.spec.run import Run
-from meshwright.trainer.start import starting_model
+from meshwright.trainer.corpus import starting_model
 
 ROUNDING = 1e-9
 """Part of a step that an error of rounding may add to a number of epochs."""

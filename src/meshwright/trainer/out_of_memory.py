@@ -8,7 +8,7 @@ import shlex
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -17,18 +17,19 @@ import torch
 from torch import nn
 
 from meshwright.launch.memory import memory_room, memory_there, resident
-from meshwright.launch.status import OUT_OF_MEMORY, OutOfMemoryError
+from meshwright.launch.status import OUT_OF_MEMORY, OutOfMemoryError, RunError
 from meshwright.plan.forecast import forecast
 from meshwright.plan.machine import Machine, find_machine
 from meshwright.spec.errors import UserError
 from meshwright.spec.files import regular
 from meshwright.spec.recipe import dump_recipe, parse_spec
 from meshwright.spec.run import ResolvedRun, Run
+from meshwright.storage.durable import write_json
 from meshwright.terminal import printable
 from meshwright.trainer import held as kinds
 from meshwright.trainer.held import HeldMemory, held
 from meshwright.trainer.remedies import remedies, remedy_lines
-from meshwright.trainer.setup import Trainer, write_json
+from meshwright.trainer.setup import Trainer
 from meshwright.trainer.state import AUTO
 
 GB = 1e9
@@ -249,28 +250,35 @@ def check_retry(retry: bool, *, alone: bool) -> None:
         )
 
 
-def train_again(train: Callable[[Run, str | None], int], run: Run, resume: str | None, *, retry: bool) -> int:
-    """The exit status of `train(run, resume)`; with `retry`, after an out-of-memory error, that of the run with a
-    remedy.
+class Attempts:
+    """The attempts of a run, each a recipe and what to resume from: one; with `retry`, after each that runs out of
+    memory, one with a remedy. A remedy never changes the global batch or the order of samples."""
 
-    A remedy never changes the global batch or the order of samples.
-    """
-    run_dir, tried = Path(run.run_dir), set[tuple[str, ...]]()
-    while True:
-        before, _ = read_page(run_dir)
-        try:
-            status = train(run, resume)
-        except OutOfMemoryError as error:
-            print(f"error: {printable(str(error))}", file=sys.stderr, flush=True)
-            status = error.status
-        if status != OUT_OF_MEMORY or not retry:
-            return status
-        page, remedies = read_page(run_dir)
-        fresh = [tuple(overrides) for overrides in remedies] if page != before else []
-        chosen = next((overrides for overrides in fresh if overrides not in tried), None)
-        if chosen is None or len(tried) == MOST_RETRIES:
-            print("error: no further change to try (--retry-oom)", file=sys.stderr, flush=True)
-            return status
-        tried.add(chosen)
-        print(f"starting again with {shlex.join(chosen)} (--retry-oom)", file=sys.stderr, flush=True)
-        run, resume = parse_spec(dump_recipe(run), Run, chosen), AUTO
+    def __init__(self, run: Run, resume: str | None, *, retry: bool) -> None:
+        self._run, self._resume, self._retry = run, resume, retry
+        self.status = 0
+        """The last attempt's exit status; set it before the next one."""
+
+    def __iter__(self) -> Iterator[tuple[Run, str | None]]:
+        run, resume, run_dir = self._run, self._resume, Path(self._run.run_dir)
+        tried = set[tuple[str, ...]]()
+        while True:
+            before, _ = read_page(run_dir)
+            yield run, resume
+            if self.status != OUT_OF_MEMORY or not self._retry:
+                return
+            page, remedies = read_page(run_dir)
+            fresh = [tuple(overrides) for overrides in remedies] if page != before else []
+            chosen = next((overrides for overrides in fresh if overrides not in tried), None)
+            if chosen is None or len(tried) == MOST_RETRIES:
+                print("error: no further change to try (--retry-oom)", file=sys.stderr, flush=True)
+                return
+            tried.add(chosen)
+            print(f"starting again with {shlex.join(chosen)} (--retry-oom)", file=sys.stderr, flush=True)
+            run, resume = parse_spec(dump_recipe(run), Run, chosen), AUTO
+
+
+def print_error(error: RunError) -> int:
+    """Print the error; returns its exit status."""
+    print(f"error: {printable(str(error))}", file=sys.stderr, flush=True)
+    return error.status

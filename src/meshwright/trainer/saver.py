@@ -5,8 +5,8 @@ import time
 from meshwright.checkpoint.manifest import list_checkpoints
 from meshwright.checkpoint.writer import CheckpointWriter, SaveOutcome
 from meshwright.launch.status import UnsavedError
+from meshwright.trainer.folder import run_files
 from meshwright.trainer.session import Session
-from meshwright.trainer.start import run_files
 from meshwright.trainer.state import state_tensors, state_values
 
 LAST_ATTEMPTS, LAST_PAUSE = 30, 10.0

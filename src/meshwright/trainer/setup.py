@@ -1,7 +1,6 @@
 """Builds, in order, all objects that a rank needs to train."""
 
 import functools
-import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -36,7 +35,6 @@ from meshwright.spec.layout import LayoutSpec
 from meshwright.spec.model import Parameter
 from meshwright.spec.run import ResolvedRun, Run
 from meshwright.state import StateStore, Tier, choose_store
-from meshwright.storage.durable import write_durably
 from meshwright.trainer.device import (
     check_own_gpu,
     choose_device,
@@ -261,8 +259,3 @@ def build_tier(
     tier = make_tier(offload, directory.absolute(), device, worker.rank, free)
     tier.prepare()
     return tier
-
-
-def write_json(path: Path, value: Any) -> None:
-    """Write a readable JSON file."""
-    write_durably(path, json.dumps(value, indent=2) + "\n")

@@ -25,8 +25,8 @@ from meshwright.spec.data import SourceSpec
 from meshwright.spec.layout import LayoutSpec
 from meshwright.spec.run import ResolvedRun
 from meshwright.spec.training import LrScheduleSpec
+from meshwright.trainer.folder import starting_checkpoint
 from meshwright.trainer.setup import Trainer
-from meshwright.trainer.start import starting_checkpoint
 from meshwright.trainer.weights import base_of, check_base
 
 NEWEST, AUTO = "newest", "auto"

@@ -23,12 +23,12 @@ from meshwright.launch.status import VerificationError
 from meshwright.spec.errors import UserError
 from meshwright.spec.recipe import dump_recipe
 from meshwright.storage.durable import own_folder
+from meshwright.trainer.folder import RESOLVED
 from meshwright.trainer.plugins import Plugins, write_plugins
 from meshwright.trainer.replicas import replica_fault
 from meshwright.trainer.session import Session
 from meshwright.trainer.setup import Trainer
 from meshwright.trainer.snapshot import write_after, write_before
-from meshwright.trainer.start import RESOLVED
 
 FOLDER, VERDICT, LOG = ".verify", "verdict.json", "log"
 """A folder in the run directory, and files in it."""

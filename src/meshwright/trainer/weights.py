@@ -21,7 +21,7 @@ from meshwright.parallel.materialize import RowSource
 from meshwright.spec.finetune import FullSpec
 from meshwright.spec.model import ModelSpec, Parameter
 from meshwright.spec.run import ResolvedRun
-from meshwright.trainer.start import checkpoint_at, starting_checkpoint
+from meshwright.trainer.folder import checkpoint_at, starting_checkpoint
 
 SAMPLED_BYTES, SAMPLES = 2**16, 64
 """The number and size in bytes of the pieces of each base file in its fingerprint; a shorter file is used whole."""

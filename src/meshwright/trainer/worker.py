@@ -12,13 +12,13 @@ import torch.distributed as dist
 
 from meshwright.launch.launcher import exit_at_once, find_worker
 from meshwright.launch.signals import StopRequest, end_with
-from meshwright.launch.status import MISUSE, STOPPED, RunError
+from meshwright.launch.status import MISUSE, RunError
 from meshwright.spec.errors import UserError
 from meshwright.spec.plugins import plugged_in
 from meshwright.terminal import printable
+from meshwright.trainer.folder import read_resolved
 from meshwright.trainer.plugins import Plugins, read_plugins
-from meshwright.trainer.run import train_rank
-from meshwright.trainer.start import read_resolved
+from meshwright.trainer.rank import train_rank
 
 
 def main() -> int:
@@ -37,8 +37,7 @@ def main() -> int:
             resolved = read_resolved(arguments.resolved)
             plugins = read_plugins(arguments.plugins) if arguments.plugins else Plugins()
             with plugged_in(plugins.objects()):
-                stopped = train_rank(resolved, worker, stop, resume=arguments.resume, plugins=plugins)
-            return STOPPED if stopped else 0
+                return train_rank(resolved, worker, stop, arguments.resume, plugins)
         except (UserError, RunError) as error:
             report_to_parent(str(error))
             return error.status if isinstance(error, RunError) else MISUSE
