@@ -10,6 +10,7 @@ SOURCE = Path(__file__).parents[1] / "src" / "meshwright"
 
 ROOMS = {
     "cli": "Floor 7: the command line",
+    "accept": "Between: the product tried on a machine's devices",
     "engines": "Between: other engines",
     "prove": "Floor 6: a layout compared with one process",
     "rehearse": "Floor 6: the whole job on fake ranks",
@@ -27,6 +28,7 @@ ROOMS = {
     "checkpoint": "Floor 3: checkpoints, and Hugging Face's files",
     "data": "Floor 3: from text to the batches of a rank, without torch",
     "objectives": "Between: training losses; no rank",
+    "derive": "Between: what ranks can split in a model of transformers, derived and proved",
     "models": "Floor 2: the model on one device; no mesh, no rank",
     "plan": "Floor 2: predictions of memory, time and cost; no torch",
     "comm": "Floor 1: communication between ranks",
@@ -39,24 +41,54 @@ ROOMS = {
     "testing": "Beside: helpers for tests",
 }
 
+PARTS = {
+    "the core": (
+        *("spec", "families", "comm", "models", "derive", "objectives", "parallel", "optim", "finetune", "data"),
+        *("checkpoint", "storage", "state", "callbacks", "launch", "trainer", "prove", "."),
+    ),
+    "the planner": ("plan", "validate"),
+    "other systems": ("imports", "engines"),
+    "a model in use": ("serve", "tasks", "judge"),
+    "inspection": ("rehearse", "accept", "pages"),
+    "the command line": ("cli",),
+    "tools of tests": ("testing",),
+}
+"""Part of the house -> its rooms."""
+
 BEGIN = """\
 # Every file and what it is for
 
-The first sentence of every source file, floor by floor. [ARCHITECTURE.md](../ARCHITECTURE.md) explains the floors.
+The first sentence of every source file, floor by floor. [ARCHITECTURE.md](../ARCHITECTURE.md) explains the floors and
+the parts.
 """
 
 
 def page() -> str:
     """The text of docs/files.md."""
-    return "\n".join([BEGIN, *(line for room in ROOMS for line in _room(room))])
+    return "\n".join([BEGIN, *_sizes(), *(line for room in ROOMS for line in _room(room))])
+
+
+def _sizes() -> Iterator[str]:
+    yield from ("| part | rooms | files | lines |", "|---|---|---|---|")
+    for part, rooms in PARTS.items():
+        files = [path for room in rooms for path in _files(room)]
+        lines = sum(len(path.read_text(encoding="utf-8").splitlines()) for path in files)
+        names = ", ".join(f"{room}/" for room in rooms if room != ".")
+        yield f"| {part} | {names} | {len(files)} | {lines:,} |"
+    yield ""
+
+
+def _files(room: str) -> Iterator[Path]:
+    """A room's files; those beside the rooms for "."."""
+    return (SOURCE / room).glob("*.py") if room == "." else (SOURCE / room).rglob("*.py")
 
 
 def _room(room: str) -> Iterator[str]:
     yield f"## {room}/\n\n{ROOMS[room]}.\n"
-    for path in sorted((SOURCE / room).glob("*.py")):
+    for path in sorted(_files(room)):
         tree = ast.parse(path.read_text(encoding="utf-8"))
         if path.name != "__init__.py":
-            yield f"- `{path.name}`: {_first_sentence(ast.get_docstring(tree) or '')}"
+            yield f"- `{path.relative_to(SOURCE / room)}`: {_first_sentence(ast.get_docstring(tree) or '')}"
     yield ""
 
 

@@ -11,9 +11,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from meshwright.machine import Machine
 from meshwright.plan.blueprint import blueprint
 from meshwright.plan.engine import engine_job
-from meshwright.plan.machine import Machine
 from meshwright.plan.memory import stage_memory
 from meshwright.plan.traffic import predict_traffic
 from meshwright.rehearse.world import rehearse, typical_ranks

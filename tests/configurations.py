@@ -12,10 +12,10 @@ from typing import Any
 
 import yaml
 
-from meshwright.imports.opening import read_data
 from meshwright.imports.reading import Reading
 from meshwright.imports.recipe import import_files
 from meshwright.spec.errors import UserError
+from meshwright.storage.opening import read_data
 
 FIXTURES = Path(__file__).parent / "fixtures"
 CORPUS = sorted(path for folder in ("imports", "claims") for path in (FIXTURES / folder).iterdir())

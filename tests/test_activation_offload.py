@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from meshwright.machine import Machine
 from meshwright.models.slots import Wrapped
 from meshwright.parallel import offload
 from meshwright.parallel.offload import HostCopy, Offloaded
@@ -16,7 +17,6 @@ from meshwright.plan.blueprint import blueprint
 from meshwright.plan.engine import engine_job
 from meshwright.plan.hardware import resolve_cluster
 from meshwright.plan.job import Job
-from meshwright.plan.machine import Machine
 from meshwright.plan.memory import predict_memory
 from meshwright.plan.step_time import predict_step_time
 from meshwright.rehearse.rank import rehearse_rank

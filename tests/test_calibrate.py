@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from meshwright.cli.main import main
+from meshwright.machine import Machine
 from meshwright.plan.hardware import resolve_cluster
-from meshwright.plan.machine import Machine
 from meshwright.spec.recipe import dump_recipe
 from meshwright.trainer.calibrate import calibrate
 

@@ -10,7 +10,7 @@ from meshwright import train
 from meshwright.cli import check
 from meshwright.cli.main import main
 from meshwright.launch import forkserver
-from meshwright.plan.machine import Machine
+from meshwright.machine import Machine
 from meshwright.spec.errors import UserError
 from meshwright.spec.recipe import load_recipe
 

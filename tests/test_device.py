@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from meshwright.plan.machine import Machine
+from meshwright.machine import Machine
 from meshwright.spec.precision import FP16, Precision
 from meshwright.trainer import device as module
 from meshwright.trainer.device import peak_flops

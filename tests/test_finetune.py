@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from meshwright.families import count_trained, find_adapters, finetuned_table
+from meshwright.families.flops import flops_per_token
 from meshwright.finetune import apply_finetune
 from meshwright.models import Decoder, build_model
 from meshwright.models.adapters import Lora
@@ -15,7 +16,6 @@ from meshwright.models.dropout import Draws, Dropout
 from meshwright.models.linear import Linear
 from meshwright.optim.adamw import ShardedAdamW
 from meshwright.parallel.traffic import Traffic
-from meshwright.plan.flops import flops_per_token
 from meshwright.spec.finetune import LoraSpec
 from meshwright.spec.layout import LayoutSpec
 from meshwright.spec.model import Parameter

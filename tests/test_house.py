@@ -26,7 +26,7 @@ READS_ENVIRONMENT = {
     "launch/launcher.py",
     "trainer/worker.py",
     "cli/judge.py",
-    "plan/machine.py",
+    "machine.py",
 }
 TORCH_FREE = ("cli", "data", "families", "imports", "pages", "plan", "spec", "storage", "validate")
 """Rooms used by `--help`, `init`, `check` and `doctor`: importing them never loads torch."""
@@ -236,7 +236,7 @@ NAMES_DEVICES = {
     "devices.py": "the file for it",
     "torch_internals.py": "the history of allocations, which is not public",
     "spec/run.py": "the recipe's word",
-    "plan/machine.py": "the recipe's word, and names of the driver's programs",
+    "machine.py": "the recipe's word, and names of the driver's programs",
     "cli/common.py": "the option with the recipe's words",
     "cli/accept.py": "the option with the recipe's words",
     "cli/verify.py": "the option with the recipe's words",

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from meshwright.plan import machine
-from meshwright.plan.machine import ASK_TORCH, Gpu, Machine, find_gpus, find_machine
+from meshwright import machine
+from meshwright.machine import ASK_TORCH, Gpu, Machine, find_gpus, find_machine
 from meshwright.spec.errors import UserError
 from meshwright.trainer import device as device_module
 from meshwright.trainer.device import check_own_gpu, choose_device

@@ -9,8 +9,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from losses import summed_loss
 from meshwright.families import parameter_table, resolve_model
+from meshwright.families.flops import flops_per_token, forward_flops_per_token, matmul_parameters
 from meshwright.models import build_model, initialize
-from meshwright.plan.flops import flops_per_token, forward_flops_per_token, matmul_parameters
 from meshwright.spec.model import ModelFields
 
 BATCH, LENGTH = 2, 24

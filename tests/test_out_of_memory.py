@@ -23,11 +23,11 @@ from meshwright.callbacks import Callback
 from meshwright.callbacks.memory_page import memory_page
 from meshwright.cli.main import main
 from meshwright.launch.status import OUT_OF_MEMORY, STUCK, OutOfMemoryError, TrainingFailed
+from meshwright.machine import Machine
 from meshwright.models.batch import to_device
 from meshwright.parallel.ledger import Ledger, Storages
 from meshwright.parallel.timeline import BACKWARD, FORWARD, NAMED_EVERY, RecordingLedger
 from meshwright.plan.forecast import forecast
-from meshwright.plan.machine import Machine
 from meshwright.rehearse.rank import rehearse_rank
 from meshwright.spec.errors import UserError
 from meshwright.spec.layout import LayoutSpec

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
+from meshwright.machine import Machine
 from meshwright.models.linear import Linear
 from meshwright.parallel.weight_gradients import WeightGradients, add_weight_gradients
-from meshwright.plan.machine import Machine
 from meshwright.plan.stages import describe_pipeline
 from meshwright.spec.batch import Batch
 from meshwright.spec.layout import LayoutSpec

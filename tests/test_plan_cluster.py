@@ -11,6 +11,7 @@ from statistics import mean
 import pytest
 
 from meshwright.cli.main import main
+from meshwright.machine import Machine
 from meshwright.plan.comm import CommGroup, Wires, axis_group, visited
 from meshwright.plan.constants import FITTED
 from meshwright.plan.hardware import (
@@ -21,7 +22,6 @@ from meshwright.plan.hardware import (
     multiplies_fp8,
     resolve_cluster,
 )
-from meshwright.plan.machine import Machine
 from meshwright.spec.cluster import HOST_GB, ClusterSpec
 from meshwright.spec.recipe import dump_recipe
 

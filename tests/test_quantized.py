@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from meshwright.comm.quantize import Coded
+from meshwright.machine import Machine
 from meshwright.plan.blueprint import blueprint
 from meshwright.plan.engine import engine_job
-from meshwright.plan.machine import Machine
 from meshwright.plan.memory import predict_memory
 from meshwright.plan.traffic import predict_traffic
 from meshwright.prove.gathered import round_blocks

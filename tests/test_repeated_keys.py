@@ -11,10 +11,10 @@ from meshwright.data.readers import read_documents, told_apart
 from meshwright.data.sources import find_files
 from meshwright.data.tokenizer import load_tokenizer
 from meshwright.families.resolve import read_hf_directory
-from meshwright.imports.opening import read_data, read_text
 from meshwright.judge.questions import read_questions
 from meshwright.spec.data import DataSpec
 from meshwright.storage.jsonl import parse_json, read_objects
+from meshwright.storage.opening import read_data, read_text
 
 TWICE = "an object has the key 'a' twice; remove or rename one"
 

@@ -7,7 +7,7 @@ import pytest
 import yaml
 from pydantic import ValidationError
 
-from meshwright.plan.machine import Machine
+from meshwright.machine import Machine
 from meshwright.spec.errors import UserError
 from meshwright.spec.layout import LayoutSpec
 from meshwright.spec.recompute import RecomputeSpec

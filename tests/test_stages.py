@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from meshwright.families import resolve_model
-from meshwright.plan.flops import forward_flops_per_token
+from meshwright.families.flops import forward_flops_per_token
 from meshwright.plan.stages import balanced_stages, layer_costs
 from meshwright.spec.model import ModelFields
 

@@ -16,8 +16,8 @@ from meshwright.cli import verify as verb
 from meshwright.cli.main import main
 from meshwright.families import resolve_model
 from meshwright.launch.status import STOPPED
+from meshwright.machine import Machine
 from meshwright.models.norm import RMSNorm
-from meshwright.plan.machine import Machine
 from meshwright.prove import verify as verify_module
 from meshwright.prove.rounding import PartSums, judge
 from meshwright.prove.shrink import shrink

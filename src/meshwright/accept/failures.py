@@ -10,7 +10,7 @@ from pathlib import Path
 from meshwright.accept.check import Check, Place, command, meshwright
 from meshwright.accept.runs import SMALL, write_recipe
 from meshwright.launch.status import OUT_OF_MEMORY
-from meshwright.plan.machine import find_machine
+from meshwright.machine import find_machine
 
 ENDS = 10
 """Seconds in which a run ends after one of its ranks was killed."""

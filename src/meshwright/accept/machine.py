@@ -11,9 +11,9 @@ import torch
 from meshwright.accept.check import Check, Place, meshwright, within
 from meshwright.accept.runs import device_of
 from meshwright.devices import synchronize
-from meshwright.plan.machine import find_machine
-from meshwright.plan.peaks import datasheet_flops
+from meshwright.machine import find_machine
 from meshwright.spec.precision import BF16
+from meshwright.trainer.peaks import datasheet_flops
 
 SHARE = 0.6
 """Share of the datasheet's FLOP/s that a large product reaches at least: an H100's 600 of 989 TFLOP/s."""

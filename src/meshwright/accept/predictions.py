@@ -8,8 +8,8 @@ from typing import Any
 
 from meshwright.accept.check import Check, Place, within
 from meshwright.accept.runs import SMALL, device_of, run_of, train_here
+from meshwright.machine import find_machine
 from meshwright.plan.forecast import forecast
-from meshwright.plan.machine import find_machine
 from meshwright.spec.cluster import ClusterSpec
 from meshwright.spec.run import ResolvedRun
 from meshwright.trainer.calibrate import calibrate

@@ -13,8 +13,8 @@ from typing import Any
 
 import meshwright
 from meshwright.accept.run import StepOutcome
+from meshwright.machine import find_machine, run_program
 from meshwright.pages.shell import header, page, section, table
-from meshwright.plan.machine import find_machine, run_program
 from meshwright.storage.durable import write_durably
 
 MARKS = {True: "ok", False: "FAILED", None: "-"}

@@ -12,7 +12,7 @@ from meshwright.accept.run import WORK, StepOutcome, run_steps
 from meshwright.accept.steps import STEPS, named
 from meshwright.cli.common import positive, stoppable
 from meshwright.cli.output import add_json_argument, print_json
-from meshwright.plan.machine import find_machine
+from meshwright.machine import find_machine
 from meshwright.spec.errors import UserError
 
 FAILED = 1

@@ -31,8 +31,8 @@ from meshwright.data.tokenizer import train_tokenizer
 from meshwright.families import active_parameters, count_trained, parameter_table, pretrained_directory, resolve_model
 from meshwright.families.described import describe_split, describe_table
 from meshwright.families.wrapped import describe_files
+from meshwright.machine import find_machine
 from meshwright.plan.forecast import forecast, warnings
-from meshwright.plan.machine import find_machine
 from meshwright.plan.stages import describe_pipeline
 from meshwright.plan.traffic import predict_traffic
 from meshwright.spec.errors import UserError

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Literal
 
 from meshwright.cli.output import add_json_argument, print_result
-from meshwright.plan.machine import find_machine
+from meshwright.machine import find_machine
 
 PYTHON = (3, 11)
 ROOM = 10 * 10**9

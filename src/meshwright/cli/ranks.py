@@ -133,8 +133,8 @@ def _joined(worker: Any, degree: int, device_name: str) -> Any:
     import torch
 
     from meshwright.launch.launcher import RankJob, join_group, threads_per_rank
+    from meshwright.machine import find_machine
     from meshwright.parallel import build_meshes
-    from meshwright.plan.machine import find_machine
     from meshwright.serve.ranks import Ranks
     from meshwright.trainer.device import choose_device
     from meshwright.trainer.worker import report_to_parent

@@ -9,7 +9,7 @@ from typing import Any, get_args
 from meshwright.cli.common import add_recipe_arguments, positive, read_recipe, stoppable
 from meshwright.cli.output import add_json_argument, print_json, progress_on_stderr
 from meshwright.launch.status import CRASH_LOOP, TrainingStopped
-from meshwright.plan.machine import find_machine
+from meshwright.machine import find_machine
 from meshwright.prove.pairs import MOST_RANKS, pair_layouts
 from meshwright.prove.shrink import shrink
 from meshwright.spec.errors import UserError

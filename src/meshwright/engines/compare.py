@@ -16,7 +16,7 @@ from meshwright.engines.readback import check_optimizer, check_what_ran
 from meshwright.engines.registry import MissingPackageError, check_installed
 from meshwright.launch.launcher import find_worker
 from meshwright.launch.programs import ProgramError, RankedProgram
-from meshwright.plan.machine import find_machine
+from meshwright.machine import find_machine
 from meshwright.spec.errors import UserError
 from meshwright.spec.run import ResolvedRun
 from meshwright.trainer.corpus import check_vocabulary, corpus_of

@@ -11,12 +11,12 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-from meshwright.imports.opening import read_data
 from meshwright.imports.reading import Reading, flat
 from meshwright.spec.data import DataSpec
 from meshwright.spec.errors import UserError
 from meshwright.spec.run import DEFAULT_GLOBAL_BATCH
 from meshwright.spec.training import TrainingSpec
+from meshwright.storage.opening import read_data
 
 DIGITS = re.compile(r"[0-9a-f]{4}")
 IN_A_LINE = 22

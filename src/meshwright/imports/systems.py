@@ -22,11 +22,11 @@ from meshwright.imports import (
     nemo,
     torchtitan,
 )
-from meshwright.imports.opening import read_data, read_text
 from meshwright.imports.program import is_program, read_program
 from meshwright.imports.reading import Reading, Rule, flat, of_section, refusing
 from meshwright.imports.titan_python import is_titan_python
 from meshwright.spec.errors import UserError
+from meshwright.storage.opening import read_data, read_text
 
 FORMATS = (
     "a DeepSpeed JSON, transformers' TrainingArguments (YAML or JSON), an Accelerate, axolotl, LLaMA-Factory, "

@@ -5,7 +5,7 @@ import resource
 from contextlib import suppress
 from pathlib import Path
 
-from meshwright.plan.machine import field_of, limited_groups, memory_there
+from meshwright.machine import field_of, limited_groups, memory_there
 
 GB = 1e9
 ADVICE = "use a smaller training.micro_batch, training.recompute=full, or shard over more ranks"

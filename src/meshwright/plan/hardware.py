@@ -7,7 +7,7 @@ from difflib import get_close_matches
 from importlib import resources
 from pathlib import Path
 
-from meshwright.plan.machine import Machine, find_machine
+from meshwright.machine import Machine, find_machine
 from meshwright.spec.cluster import HOST_GB, ClusterSpec, Measured, parse_cluster_name
 from meshwright.spec.errors import UserError
 from meshwright.spec.recipe import load_spec

@@ -8,8 +8,8 @@ from functools import cached_property
 from itertools import accumulate
 from typing import Any, Literal, assert_never
 
+from meshwright.families.flops import finetuning_flops
 from meshwright.plan.blueprint import Blueprint, LayerParameters, Matrix
-from meshwright.plan.flops import finetuning_flops
 from meshwright.plan.stages import balanced_stages
 from meshwright.spec.layout import AXES, LayoutSpec
 from meshwright.spec.precision import MIXED, Precision
@@ -217,7 +217,7 @@ class Job:
 
     @property
     def flops_per_token(self) -> float:
-        """Operations of training, as `plan/flops.py` counts them."""
+        """Operations of training, as `families/flops.py` counts them."""
         whole = self.model.model_flops(self.sequence)
         if self.adapters is None:
             return whole

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.families import resolve_model
+from meshwright.machine import find_machine
 from meshwright.plan.blueprint import blueprint
 from meshwright.plan.candidate import TIGHT
 from meshwright.plan.changes import Change
@@ -13,7 +14,6 @@ from meshwright.plan.engine import Case, Processor, engine_job
 from meshwright.plan.explain import describe_candidate, short
 from meshwright.plan.hardware import resolve_cluster
 from meshwright.plan.layouts import SearchLimits
-from meshwright.plan.machine import find_machine
 from meshwright.plan.report import Plan, make_plan, plan_facts
 from meshwright.plan.search import ALIKE
 from meshwright.spec.cluster import ClusterSpec

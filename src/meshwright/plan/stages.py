@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from itertools import accumulate, pairwise
 from pathlib import Path
 
+from meshwright.families.flops import attention_flops_per_token
 from meshwright.families.table import active_numel, parameter_table
-from meshwright.plan.flops import attention_flops_per_token
 from meshwright.spec.errors import UserError
 from meshwright.spec.model import ModelSpec
 from meshwright.spec.run import ResolvedRun

@@ -29,6 +29,7 @@ from meshwright.families.hub import cached_snapshot
 from meshwright.families.quantized import split_misfit
 from meshwright.families.wrapped import kept_config
 from meshwright.finetune import apply_finetune
+from meshwright.machine import find_machine
 from meshwright.models import Decoder, build_model, named_state, named_tensors
 from meshwright.models.dtypes import torch_dtype
 from meshwright.models.foreign import ForeignDecoder
@@ -38,7 +39,6 @@ from meshwright.objectives import NextToken
 from meshwright.parallel import WholeModel
 from meshwright.parallel.materialize import materialize
 from meshwright.parallel.tensor import apply_tensor_parallel
-from meshwright.plan.machine import find_machine
 from meshwright.serve.engine import InferenceEngine, requests_of
 from meshwright.serve.from_disk import (
     checkpoint_model_from_disk,

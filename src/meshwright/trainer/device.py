@@ -24,12 +24,12 @@ from meshwright.devices import (
     synchronize,
 )
 from meshwright.launch.launcher import make_cublas_deterministic
+from meshwright.machine import Machine
 from meshwright.models.cpu_kernels import matmul
 from meshwright.models.dtypes import torch_dtype
-from meshwright.plan.machine import Machine
-from meshwright.plan.peaks import datasheet_flops
 from meshwright.spec.errors import UserError
 from meshwright.spec.precision import Precision
+from meshwright.trainer.peaks import datasheet_flops
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # malloc.h
 SIZES = {"cpu": (256, 512, 1024), "gpu": (1024, 2048, 4096, 8192)}

@@ -7,7 +7,7 @@ from meshwright.data.loader import Loader
 from meshwright.data.mixture import mean_context, training_samples
 from meshwright.data.prepare import Corpus
 from meshwright.devices import synchronize
-from meshwright.plan.flops import flops_per_token
+from meshwright.families.flops import flops_per_token
 from meshwright.spec.run import ResolvedRun
 from meshwright.trainer.device import peak_memory_bytes
 from meshwright.trainer.metrics import StepClock, StepRecord

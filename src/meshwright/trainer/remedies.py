@@ -8,13 +8,13 @@ from math import inf
 from pathlib import Path
 from typing import Any
 
+from meshwright.machine import Machine
 from meshwright.plan.candidate import MARGIN, Candidate, evaluate, verdict
 from meshwright.plan.changes import CHANGES
 from meshwright.plan.engine import LayoutCheck, layout_check, refusal
 from meshwright.plan.forecast import forecast
 from meshwright.plan.job import Job
 from meshwright.plan.layouts import divisors
-from meshwright.plan.machine import Machine
 from meshwright.plan.memory import MemoryUse
 from meshwright.plan.search import least_recompute
 from meshwright.plan.step_time import StepModel

@@ -6,12 +6,12 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.families import describe_low_precision, parameter_table, resolve_model, starting_weights
+from meshwright.machine import Machine, find_machine
 from meshwright.plan.blueprint import blueprint
 from meshwright.plan.engine import Processor, engine_job, layout_check
 from meshwright.plan.hardware import device_cluster, multiplies_fp8, resolve_cluster
 from meshwright.plan.job import Job
 from meshwright.plan.layouts import SearchLimits
-from meshwright.plan.machine import Machine, find_machine
 from meshwright.plan.memory import predict_memory
 from meshwright.plan.recipe import choice_reason, plan_recipe, planned_run
 from meshwright.plan.search import least_recompute

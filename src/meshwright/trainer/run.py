@@ -17,10 +17,10 @@ from meshwright.launch.launcher import WORKER, Worker, find_nodes, find_worker, 
 from meshwright.launch.signals import StopRequest, end_with
 from meshwright.launch.status import STOPPED, OutOfMemoryError, RunError, TrainingFailed, TrainingStopped
 from meshwright.launch.supervise import RestartPolicy, after_stop
+from meshwright.machine import find_machine
 from meshwright.models import Model
 from meshwright.objectives import Objective
 from meshwright.pages.view import RunsPage
-from meshwright.plan.machine import find_machine
 from meshwright.spec.errors import UserError
 from meshwright.spec.plugins import plugged_in
 from meshwright.spec.run import ResolvedRun, Run

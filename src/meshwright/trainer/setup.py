@@ -17,6 +17,7 @@ from meshwright.families.split import Arrangement, arrangements
 from meshwright.finetune import apply_finetune
 from meshwright.launch.launcher import Worker, join_group, threads_per_rank
 from meshwright.launch.memory import memory_for_files
+from meshwright.machine import Machine, find_machine
 from meshwright.models import build_model, named_tensors
 from meshwright.models.attention_kernels import Asked, check_kernel
 from meshwright.models.dtypes import torch_dtype
@@ -29,7 +30,6 @@ from meshwright.parallel.data import release_gathered
 from meshwright.parallel.materialize import RowSource, fill
 from meshwright.parallel.passes import evaluating
 from meshwright.parallel.quantized import error_feedback
-from meshwright.plan.machine import Machine, find_machine
 from meshwright.spec.fit import context_method
 from meshwright.spec.layout import LayoutSpec
 from meshwright.spec.model import Parameter

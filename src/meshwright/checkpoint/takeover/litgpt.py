@@ -8,10 +8,10 @@ import torch
 
 from meshwright.checkpoint.takeover.found import FoundWeights, load_plain
 from meshwright.families import resolve_model
-from meshwright.imports.opening import read_data, read_text
 from meshwright.spec.errors import UserError
 from meshwright.spec.model import ModelFields, ModelSpec
 from meshwright.spec.problems import foreign_problems, read_foreign
+from meshwright.storage.opening import read_data, read_text
 
 WEIGHTS, CONFIG = "lit_model.pth", "model_config.yaml"
 

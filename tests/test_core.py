@@ -1,0 +1,110 @@
+"""The core and its satellites: what each may use of the other."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from test_house import FILES, imports, modules, rooms, trees_are_dropped  # noqa: F401
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "docs"))
+from make_files_md import PARTS, ROOMS
+
+CORE = set(PARTS["the core"])
+SATELLITES = {room for part, names in PARTS.items() for room in names if part not in ("the core", "tools of tests")}
+
+OPEN = {"spec", "families", "storage", "machine", "devices", "terminal", "torch_internals"}
+"""Rooms and files of the core that are public as a whole: what describes a run, and what reads and writes files."""
+API = {
+    "callbacks": "",
+    "checkpoint": "dcp hf hf_proof manifest peft peft_config takeover.convert verify",
+    "comm": "objects",
+    "data": "audit chat describe fewest_tokens loader mixture overlap packing plugged prepare readers sources "
+    "token_file tokenizer tools",
+    "finetune": "",
+    "launch": "forkserver launcher memory programs signals status supervise",
+    "models": "attention batch compiled dtypes foreign from_disk generate head logits loss masks packed rope",
+    "objectives": "",
+    "parallel": "data materialize tensor",
+    "prove": "difference inputs pairs reference shrink tolerance verify",
+    "trainer": "calibrate corpus derived device display evaluate folder metrics out_of_memory remedies resolve run "
+    "start weights worker",
+}
+"""Room of the core -> its public modules; the package itself is public too."""
+INSIDE = {
+    "comm": "collectives staged",
+    "models": "attention_kernels blockwise dropout grouped_low_precision low_precision moe norm partial_attention "
+    "slots",
+    "optim": "adamw bf16 shards",
+    "parallel": "error_feedback expert ledger offload pipeline traffic",
+    "state": "",
+    "trainer": "peaks setup state",
+}
+"""The same, for the two satellites that look at a run from the inside: `rehearse/` and `accept/`."""
+SEAMS = {
+    "trainer/resolve.py": "plan",
+    "trainer/remedies.py": "plan",
+    "trainer/out_of_memory.py": "plan",
+    "trainer/origin.py": "plan",
+    "trainer/banner.py": "plan",
+    "trainer/calibrate.py": "plan",
+    "trainer/tasks.py": "tasks",
+    "trainer/run.py": "pages",
+    "callbacks/memory_page.py": "pages",
+}
+"""File of the core -> the satellite that it asks."""
+
+
+def targets(file: str) -> set[str]:
+    """The modules of ours that a file imports, `trainer.run` for `meshwright.trainer.run`; names in them left out."""
+    modules_used = set[str]()
+    for name, _ in imports(modules()[file]):
+        parts = name.split(".")
+        if parts[0] == "meshwright":
+            inner = parts[1:]
+            while inner and not is_module(inner):
+                inner = inner[:-1]
+            modules_used.add(".".join(inner))
+    return modules_used - {""}
+
+
+def is_module(parts: list[str]) -> bool:
+    path = "/".join(parts)
+    return f"{path}.py" in FILES or f"{path}/__init__.py" in FILES or any(file.startswith(f"{path}/") for file in FILES)
+
+
+def room_of(file: str) -> str:
+    return file.split("/")[0] if "/" in file else "."
+
+
+def test_every_room_is_in_one_part_and_on_the_page_of_files() -> None:
+    named = [room for names in PARTS.values() for room in names]
+    here = {room_of(file) for file in FILES}
+    assert sorted(named) == sorted(here)
+    assert set(ROOMS) == here
+
+
+def test_the_core_asks_satellites_in_few_files() -> None:
+    seams = {
+        (file, target.split(".")[0])
+        for file in FILES
+        if room_of(file) in CORE and file not in ("__init__.py", "__main__.py")
+        for target in targets(file)
+        if target.split(".")[0] in SATELLITES
+    }
+    assert seams == set(SEAMS.items())
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_satellites_use_the_cores_public_modules_alone(inside: bool) -> None:
+    """And every public module is used, so the list only holds what satellites need."""
+    allowed = {f"{room}.{name}".rstrip(".") for room, names in API.items() for name in ("", *names.split())}
+    if inside:
+        allowed |= {f"{room}.{name}".rstrip(".") for room, names in INSIDE.items() for name in ("", *names.split())}
+    lookers = {"rehearse", "accept"}
+    files = rooms(*(lookers if inside else SATELLITES - lookers))
+    used = {(file, target) for file in files for target in targets(file) if target.split(".")[0] in CORE - OPEN}
+    assert {(file, target) for file, target in used if target not in allowed} == set()
+    if not inside:
+        modules_used = {target for _, target in used}
+        assert {name for name in allowed if "." in name} <= modules_used
