@@ -9,7 +9,8 @@ import pytest
 
 from meshwright.cli import doctor
 from meshwright.cli.common import presets
-from meshwright.cli.main import VERBS, main
+from meshwright.cli.main import main
+from meshwright.cli.parser import VERBS
 from meshwright.families import PRESETS, resolve_model
 from meshwright.spec.recipe import load_recipe, parse_spec
 from meshwright.spec.run import Run

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from meshwright.cli.common import presets
-from meshwright.cli.main import VERBS, Parser
+from meshwright.cli.parser import VERBS, Parser
 from meshwright.cli.sweep import plan_trials
 from meshwright.spec.recipe import dump_recipe, load_recipe, parse_spec
 from meshwright.spec.run import Run

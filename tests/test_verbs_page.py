@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from meshwright.cli.main import VERBS, Parser
+from meshwright.cli.parser import VERBS, Parser
 
 PAGE = (Path(__file__).resolve().parents[1] / "docs" / "verbs.md").read_text()
 COMMON = {"-h", "--help", "--debug"}

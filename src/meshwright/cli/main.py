@@ -3,44 +3,18 @@
 `EXIT` lists the exit statuses; `launch/status.py` lists those of a run.
 """
 
-import argparse
-import difflib
 import importlib
 import os
 import sys
 import traceback
-from collections.abc import Iterator, Sequence
-from typing import Any, NoReturn
+from collections.abc import Sequence
 
-import meshwright
+from meshwright.cli.parser import BROKEN_PIPE, INTERRUPTED, VERBS, Parser, UsageError, similar_word
 from meshwright.spec.errors import UserError
 from meshwright.terminal import guarded_terminal, printable
+from meshwright.version import VERSION
 
-VERBS = {
-    "init": "list the preset recipes, or print one to start from",
-    "import": "convert configuration files of other systems to a recipe",
-    "check": "report every error in a recipe, without training",
-    "plan": "predict which layouts fit, their speed and cost, without training",
-    "verify": "prove that a recipe's layout computes the same as one process",
-    "data": "tokenize a corpus, show its samples, prove which tokens a run will see",
-    "train": "train a recipe, on one process or many",
-    "view": "show runs: one page of curves for one run or many, live or as a file",
-    "runs": "list the runs in a folder: state, figures, and what sets their recipes apart",
-    "diff": "show what differs between two runs: recipes, versions, data, code",
-    "sweep": "train a recipe with several values of its settings, and name the best",
-    "compare": "train a recipe in several engines: speed, memory, losses",
-    "rehearse": "run the whole job on fake ranks: memory, collectives, what would break",
-    "generate": "continue prompts with a trained model",
-    "chat": "chat with a trained model in the terminal",
-    "serve": "serve a trained model with OpenAI's API and a chat page",
-    "eval": "measure a trained model: loss and perplexity on any text, accuracy in tasks",
-    "judge": "compare models' answers by a judge model, or by people's votes",
-    "export": "write a trained model for Hugging Face or llama.cpp, or its adapters for peft",
-    "accept": "try the product on this machine's devices, and write one report",
-    "doctor": "show what this machine has and what is missing",
-    "demo": "train, evaluate and sample a small model on this machine",
-}
-"""Every verb lives in `meshwright/cli/VERB.py`, imported only when it is used: `--help` never loads torch."""
+ABOUT = "Meshwright trains and fine-tunes language models with any parallel strategy from one recipe."
 
 FIRST_STEPS = """\
 first steps:
@@ -56,55 +30,6 @@ exit status: 0 success; 1 a finding: an error (check, data audit), a difference 
 something missing (doctor), or nothing fits (plan); 2 an error in the command line, the recipe or the data;
 130 interrupted; train has more
 """
-
-INTERRUPTED = 130
-BROKEN_PIPE = 141
-"""Exit statuses that a shell reports for a program ended by SIGINT or SIGPIPE."""
-
-
-class UsageError(UserError):
-    """An invalid command line."""
-
-
-class Parser(argparse.ArgumentParser):
-    """An argparse parser that raises `UsageError` and suggests a name for unknown options."""
-
-    def __init__(self, verb: str) -> None:
-        super().__init__(
-            prog=f"meshwright {verb}",
-            description=f"{VERBS[verb][0].upper()}{VERBS[verb][1:]}.",
-            formatter_class=argparse.RawDescriptionHelpFormatter,
-            allow_abbrev=False,
-        )
-        self.add_argument("--debug", action="store_true", help="show the stack trace of an error")
-
-    def error(self, message: str) -> NoReturn:
-        """Raise `UsageError`; argparse calls this on an error."""
-        raise UsageError(f"{message}; see '{self.prog} --help'")
-
-    def parse(self, words: Sequence[str]) -> argparse.Namespace:
-        """Parse options and operands in any order; raise `UsageError` for unknown ones."""
-        arguments, unknown = self.parse_known_intermixed_args(list(self._completed(words)))
-        for word in unknown:
-            if not word.startswith("-"):
-                self.error(f"unexpected '{word}'")
-            name = word.lstrip("-").split("=")[0]
-            if "setting_called" in arguments and (setting := arguments.setting_called(name)):
-                raise UsageError(f"unknown option '{word}'; to change a setting of the recipe, write {setting}=VALUE")
-            hint = _did_you_mean(word.split("=")[0], self._option_string_actions) or f"; see '{self.prog} --help'"
-            raise UsageError(f"unknown option '{word}'{hint}")
-        return arguments
-
-    def _completed(self, words: Sequence[str]) -> Iterator[str]:
-        """The words, with the default inserted after an option whose optional value does not follow it.
-
-        In `--resume training.steps=500`, argparse would read the setting as a checkpoint.
-        """
-        for word, following in zip(words, [*words[1:], ""], strict=False):
-            action = self._option_string_actions.get(word)
-            if action is not None and action.nargs == "?" and not _accepted(action.type, following):
-                word = f"{word}={action.const}"
-            yield word
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -142,13 +67,13 @@ def _run(words: list[str]) -> int:
     if words[0] == "--debug" and len(words) > 1:
         words = words[1:]
     if words[0] == "--version":
-        print(f"meshwright {meshwright.__version__}")
+        print(f"meshwright {VERSION}")
         return 0
     verb = words[0]
     if verb not in VERBS:
         what = "option" if verb.startswith("-") else "verb"
         known = ["--help", "--version"] if what == "option" else VERBS
-        hint = _did_you_mean(verb, known) or "; see 'meshwright --help'"
+        hint = similar_word(verb, known) or "; see 'meshwright --help'"
         raise UsageError(f"unknown {what} '{verb}'{hint}")
     module = importlib.import_module(f"meshwright.cli.{verb}")
     parser = Parser(verb)
@@ -167,23 +92,9 @@ def _run(words: list[str]) -> int:
         raise RecipeError([with_place(line, arguments) for line in _lines(error)]) from error
 
 
-def _accepted(convert: Any, word: str) -> bool:
-    try:
-        convert(word)
-    except ValueError:
-        return False
-    return True
-
-
 def _help() -> str:
     verbs = "\n".join(f"  {verb:<10}{line}" for verb, line in VERBS.items())
-    about = (meshwright.__doc__ or "").splitlines()[0]
-    return f"usage: meshwright VERB ...\n\n{about}\n\nverbs:\n{verbs}\n\n{FIRST_STEPS}\n{EXIT}"
-
-
-def _did_you_mean(word: str, known: Sequence[str] | dict) -> str:
-    near = difflib.get_close_matches(word, list(known), n=1)
-    return f"; did you mean '{near[0]}'?" if near else ""
+    return f"usage: meshwright VERB ...\n\n{ABOUT}\n\nverbs:\n{verbs}\n\n{FIRST_STEPS}\n{EXIT}"
 
 
 def _lines(error: UserError | OSError) -> list[str]:

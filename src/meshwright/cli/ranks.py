@@ -10,7 +10,7 @@ import signal
 import sys
 from typing import Any
 
-from meshwright.cli.main import INTERRUPTED, Parser
+from meshwright.cli.parser import INTERRUPTED, Parser
 from meshwright.spec.errors import UserError
 from meshwright.spec.layout import LayoutSpec
 from meshwright.terminal import guarded_terminal

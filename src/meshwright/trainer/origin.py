@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 
-import meshwright
 from meshwright.devices import name_of
 from meshwright.machine import Machine, run_program
 from meshwright.plan.forecast import forecast
@@ -23,6 +22,7 @@ from meshwright.spec.recipe import dump_recipe
 from meshwright.spec.run import ResolvedRun
 from meshwright.trainer.out_of_memory import on_this_machine
 from meshwright.trainer.setup import Trainer
+from meshwright.version import VERSION
 
 PACKAGES = ("torch", "numpy", "safetensors", "tokenizers", "transformers", "peft", "bitsandbytes")
 """Packages whose versions may change a run's numbers."""
@@ -39,7 +39,7 @@ def commit() -> str | None:
     """The commit of this source tree, `-changed` if files differ from it; None for an installed package."""
     git = ["git", "-C", str(Path(__file__).parent)]
     name = (run_program([*git, "rev-parse", "--short=12", "HEAD"]) or "").strip()
-    tracked = (run_program([*git, "ls-files", "--", str(meshwright.__file__)]) or "").strip()
+    tracked = (run_program([*git, "ls-files", "--", str(Path(__file__).parents[1] / "__init__.py")]) or "").strip()
     if not name or not tracked:  # a package inside another project's tree
         return None
     changed = (run_program([*git, "status", "--porcelain", "--untracked-files=no"]) or "").strip()
@@ -51,7 +51,7 @@ def describe_origin(resolved: ResolvedRun, data: list[dict[str, Any]]) -> dict[s
     versions = {name: version for name in PACKAGES if (version := _version(name))}
     recipe = dump_recipe(resolved.asked or resolved.run)
     return {
-        "meshwright": meshwright.__version__,
+        "meshwright": VERSION,
         "commit": commit(),
         "python": platform.python_version(),
         "packages": versions,
