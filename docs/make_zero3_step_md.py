@@ -77,8 +77,8 @@ as the head. DDP's all-reduce makes 2.
 
 ## What the trainer adds
 
-`layout: {{dp_shard: {world}}}` does the same through PyTorch's FSDP2 (`parallel/data.py`); a test compares its losses with
-those of this file. The trainer adds:
+`layout: {{dp_shard: {world}}}` does the same through PyTorch's FSDP2 (`parallel/data.py`); a test compares the two
+programs' losses. The trainer adds:
 
 - **prefetch**: the next layer is gathered while this one computes, so most messages cost no time;
 - **ZeRO-2** (`layout.zero: 2`): the weights stay whole after the forward pass, which saves the second gather;
