@@ -297,8 +297,8 @@ def _train_rank(
         signal = train_loop(session)
     if signal:
         display.say(f"stopped by {signal_name(signal)} after step {trainer.step}")
-    elif session.why:
-        display.say(f"stopped after step {trainer.step}: {session.why}")
+    elif session.reason:
+        display.say(f"stopped after step {trainer.step}: {session.reason}")
     leave_group()
     return bool(signal)
 
