@@ -173,8 +173,8 @@ class Message:
 
     def wait(self) -> torch.Tensor:
         """The tensor, after it has arrived or been sent."""
-        if (told := WAITS.get()) is not None:
-            told(self.tensor)
+        if (observe := WAITS.get()) is not None:
+            observe(self.tensor)
         self._work.wait()
         return self.tensor
 
@@ -225,8 +225,8 @@ class Swap:
 
     def wait(self) -> torch.Tensor:
         """The tensor that has arrived."""
-        if (told := WAITS.get()) is not None:
-            told(self.received)
+        if (observe := WAITS.get()) is not None:
+            observe(self.received)
         for work in self.works:
             work.wait()
         return self.received
