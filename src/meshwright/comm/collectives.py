@@ -160,7 +160,7 @@ def all_reduce_(
 
 
 WAITS: ContextVar[Callable[[torch.Tensor], None] | None] = ContextVar("WAITS", default=None)
-"""Is told of the tensor of each message that is waited for. While something listens, every message is waited for."""
+"""Called with the tensor of each message that is waited for. While something listens, every message is waited for."""
 
 
 class Message:

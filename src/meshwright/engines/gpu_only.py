@@ -39,7 +39,7 @@ class DeepSpeedPlugIn(GpuOnly):
 
     strategies = ("zero1", "zero2", "zero3")
     counts: ClassVar[bool] = False
-    """Whether the package itself tells DeepSpeed the number of microbatches of a step."""
+    """Whether the package itself passes DeepSpeed the number of microbatches of a step."""
 
     def cannot_offload(self, layout: LayoutSpec) -> str:
         """As DeepSpeed: the optimizer's state and parameters to host memory."""

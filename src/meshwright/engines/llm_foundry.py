@@ -23,7 +23,7 @@ SHUFFLED = Names("data.order", {"shuffled": True, "given": False})
 SHARDED = Names("layout.zero", {3: ("FULL_SHARD", "HYBRID_SHARD"), 2: ("SHARD_GRAD_OP", "_HYBRID_SHARD_ZERO2")})
 """FSDP's strategy over all ranks, and that over those of one replica."""
 DETECTED = ("auto", "messages", "prompt_completion")
-"""Formats of records that LLM-Foundry tells from their columns."""
+"""Formats of records that LLM-Foundry recognises by their columns."""
 LOADERS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet"}
 """By a file's ending, the builder of `datasets` that reads it."""
 KEYS = dotted({

@@ -117,7 +117,7 @@ class MegatronBridgeConfig(WrittenEngine):
 
 
 def _model(resolved: ResolvedRun) -> dict[str, Any]:
-    """What sizes do not tell of the model, and what is recomputed."""
+    """What the sizes of the model leave open, and what is recomputed."""
     model, kinds = resolved.model, set(resolved.recompute)
     full = kinds == {"full"}
     return {

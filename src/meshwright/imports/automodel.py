@@ -147,7 +147,7 @@ def _ranks(reading: Reading, default: str) -> None:
 
 
 def _dtypes(reading: Reading, default: str) -> None:
-    """FSDP2 computes in bf16 unless it is told, on weights as they are stored."""
+    """FSDP2 computes in bf16 by default, on weights as they are stored."""
     sharded = reading.known("strategy", "fsdp2") == "fsdp2"
     storage, where = reading.facts.get("storage", ("bf16", f"{default}: torch_dtype=auto, usually bf16"))
     plain = ("bf16", default) if sharded else (storage, where)

@@ -59,12 +59,12 @@ def _evaluation(reading: Reading, value: Any, origin: str) -> None:
 
 
 def _warmup(reading: Reading, value: Any, origin: str) -> None:
-    """axolotl warms up for 2 steps where it is told 1; a number below 1 is a share."""
+    """axolotl warms up for 2 steps where the key is 1; a number below 1 is a share."""
     apply(HF_RULES["warmup_steps"], reading, 2 if value == 1 else value, origin)
 
 
 def _kept(reading: Reading, value: Any, origin: str) -> None:
-    """axolotl keeps 4 checkpoints where it is told 0."""
+    """axolotl keeps 4 checkpoints where the key is 0."""
     check_number(value, origin)
     reading.set("checkpoint.keep_last", value or MOST_KEPT, origin)
 
@@ -91,7 +91,7 @@ def _targets(reading: Reading, value: Any, origin: str) -> None:
 
 
 def _recomputed(reading: Reading, value: Any, origin: str) -> None:
-    """Whether layers recompute; a word tells where their inputs are kept."""
+    """Whether layers recompute; a word says where their inputs are kept."""
     apply(HF_RULES["gradient_checkpointing"], reading, bool(value), origin)
     if isinstance(value, str):
         reading.notes.append(

@@ -245,7 +245,7 @@ def settle_schedule(reading: Reading, values: Mapping[str, Any], file: str) -> N
 
 
 def settle_what_no_file_gives(reading: Reading) -> None:
-    """Tell what a DeepSpeed file leaves to the program that uses it, if no other file gives it, and which file is
+    """Report what a DeepSpeed file leaves to the program that uses it, if no other file gives it, and which file is
     missing.
 
     Without a scheduler, DeepSpeed keeps the rate as it is.

@@ -82,7 +82,7 @@ def _experts(name: str, base_dir: Path) -> _Experts | None:
         if directory := pretrained_directory(ModelFields(name=name), base_dir=base_dir):
             config = json.loads(regular(directory / "config.json").read_text(encoding="utf-8"))
     except (UserError, OSError, ValueError):
-        pass  # which training will tell
+        pass  # which training will report
     family = config.get("model_type") if isinstance(config, Mapping) else None
     if family is None and published in PRESETS:
         family = PRESETS[published].family

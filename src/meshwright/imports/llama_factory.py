@@ -271,7 +271,7 @@ def read_dataset_info(reading: Reading, values: Mapping[str, Any], file: str) ->
 
 
 def _packing(reading: Reading, values: Mapping[str, Any], default: str) -> None:
-    """Texts (stage pt) are joined and cut, answers have a row each, unless it is told otherwise."""
+    """Texts (stage pt) are joined and cut, answers have a row each, unless a key says otherwise."""
     texts = values.get("stage") == "pt"
     packed, where = reading.facts.get("packing", (texts, f"{default}: packing={texts}"))
     if "stage" in reading.facts:

@@ -1,6 +1,6 @@
 """LLaMA-Factory's v1 configuration (`src/llamafactory/v1/config`), whose parts are plugins with a name each.
 
-Its program chooses sft, dpo or rm on the command line; a table of preference pairs tells dpo.
+Its program chooses sft, dpo or rm on the command line; a table of preference pairs means dpo.
 """
 
 from collections.abc import Mapping

@@ -1,6 +1,6 @@
 """Settings that follow from several of Megatron-LM's flags, and its defaults that a recipe lacks.
 
-Megatron-Bridge and NeMo have the same settings under other names, which a `MegatronForm` tells.
+Megatron-Bridge and NeMo have the same settings under other names, which a `MegatronForm` lists.
 """
 
 from collections.abc import Callable, Collection, Mapping

@@ -328,7 +328,7 @@ def _rates(reading: Reading, default: str) -> None:
 
 
 def _decay(reading: Reading) -> None:
-    """Nanotron decays norms and biases too, unless it is told names."""
+    """Nanotron decays norms and biases too, unless a key names exceptions."""
     decay, where = reading.settings.get("training.optimizer.weight_decay", (0, ""))
     if decay and "excluded" not in reading.facts:
         reading.notes.append(f"{where}: Nanotron also decays norms and biases; Meshwright does not")

@@ -32,7 +32,7 @@ SCHEDULES = {"CosineAnnealing": "cosine", "WarmupAnnealing": "linear", "WarmupHo
 
 
 def _activation(reading: Reading, value: Any, origin: str) -> None:
-    """NeMo's word for the activation, which tells whether layers are gated."""
+    """NeMo's word for the activation, which says whether layers are gated."""
     if str(value).removeprefix("fast-") in ("swiglu", "silu"):
         reading.fact("swiglu", True, origin)
     elif str(value) in ("gelu", "openai-gelu"):
@@ -42,7 +42,7 @@ def _activation(reading: Reading, value: Any, origin: str) -> None:
 
 
 def _function(reading: Reading, value: Any, origin: str) -> None:
-    """The function of Megatron-Bridge; another key tells whether layers are gated."""
+    """The function of Megatron-Bridge; another key says whether layers are gated."""
     word = "silu" if "silu" in str(value) else "gelu" if "gelu" in str(value) else ""
     if word:
         reading.fact("activation", word, origin)

@@ -27,7 +27,7 @@ def scale_of(scale: Scale, index: int) -> float:
 
 
 class GradientSync:
-    """What a strategy that shards `model` is told around backward passes. This one shards nothing and does nothing."""
+    """The calls around backward passes to a strategy that shards `model`. This one shards nothing and does nothing."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model

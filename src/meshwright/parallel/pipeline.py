@@ -95,7 +95,7 @@ class Pipeline(Passes):
 
         Args:
             model: this rank's part, after all other strategies.
-            sync: is told of backward passes.
+            sync: is called around backward passes.
             weights: defers weight gradients, where the schedule splits backward passes.
         """
         super().__init__(model, objective)

@@ -1,4 +1,4 @@
-"""The chat page and the arena, their browser policy, and the headers that tell browsers' requests apart."""
+"""The chat page and the arena, their browser policy, and the headers that distinguish browsers' requests."""
 
 import base64
 import hashlib

@@ -66,7 +66,7 @@ class Ranks:
         self._leading = True
 
     def dismiss(self) -> None:
-        """Tell the others to end, if this process leads them."""
+        """End the others, if this process leads them."""
         if self._leading:
             self.send(None)
             self._leading = False

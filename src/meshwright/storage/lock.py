@@ -185,7 +185,7 @@ class Lock:
 
 
 def is_held(path: Path) -> bool:
-    """Whether a process holds the lock `path`, as far as one look can tell."""
+    """Whether a process holds the lock `path`, as far as one look shows."""
     if not path.parent.is_dir():
         return False
     names = [name for name in path.parent.iterdir() if re.fullmatch(rf"{re.escape(path.name)}-\d+", name.name)]
