@@ -15,7 +15,7 @@ from meshwright.data.sources import find_files
 from meshwright.data.structs import readers_of
 from meshwright.spec.data import DataSpec
 from meshwright.spec.recipe import load_recipe
-from meshwright.testing.conversations import called, said
+from meshwright.testing.conversations import called, turn
 
 pyarrow = pytest.importorskip("pyarrow")
 parquet = importlib.import_module("pyarrow.parquet")
@@ -31,12 +31,12 @@ ADD = tool("add", {"a": NUMBER, "b": NUMBER}, ["a", "b"])
 PLACE = {"type": "object", "properties": {"city": TEXT, "zip": NUMBER}}
 FIND = tool("find", {"where": PLACE, "steps": {"type": "array", "items": PLACE}}, ["where"])
 ROWS = [
-    {"messages": [said("user", "2 + 3?"), called(("add", {"a": 2, "b": 3})), said("tool", "5")], "tools": [ADD]},
+    {"messages": [turn("user", "2 + 3?"), called(("add", {"a": 2, "b": 3})), turn("tool", "5")], "tools": [ADD]},
     {
         "messages": [
-            said("user", "Where?", origin={"site": "x"}),
+            turn("user", "Where?", origin={"site": "x"}),
             called(("find", {"where": {"city": "Oslo"}, "steps": [{"city": "Rome"}, {"zip": 7}, {}]})),
-            said("tool", "there", origin={"page": 3}),
+            turn("tool", "there", origin={"page": 3}),
         ],
         "tools": [FIND, ADD],
     },
@@ -133,7 +133,7 @@ def test_a_null_that_the_tool_requires_is_kept(schema, required, kept, tmp_path)
     """An argument that the schema requires, and that may be null, cannot be absent; any other null is an absent key."""
     asks = tool("ask", {"unit": schema, "n": NUMBER}, ["unit"] * required)
     rows = [
-        {"messages": [said("user", "?"), called(("ask", {"unit": unit, "n": 1}))], "tools": json.dumps([asks])}
+        {"messages": [turn("user", "?"), called(("ask", {"unit": unit, "n": 1}))], "tools": json.dumps([asks])}
         for unit in (None, "m")
     ]
     (first, note), (second, _) = read(tmp_path, "a.parquet", rows)
@@ -149,7 +149,7 @@ def test_a_required_null_is_kept_inside_objects_and_lists(tmp_path):
     place = {"type": "object", "properties": {"zip": NULLABLE, "city": NULLABLE}, "required": ["zip"]}
     asks = tool("ask", {"to": place, "via": {"type": "array", "items": place}})
     arguments = {"to": {"zip": None}, "via": [{"zip": None, "city": "Rome"}, {"zip": "1"}]}
-    rows = [{"messages": [said("user", "?"), called(("ask", arguments))], "tools": [asks]}]
+    rows = [{"messages": [turn("user", "?"), called(("ask", arguments))], "tools": [asks]}]
     (first, _), _ = read(tmp_path, "a.parquet", [*rows, {**ROWS[0], "tools": [asks, ADD]}])
     assert first["messages"][1]["tool_calls"][0]["function"]["arguments"] == arguments
 
@@ -157,7 +157,7 @@ def test_a_required_null_is_kept_inside_objects_and_lists(tmp_path):
 @pytest.mark.filterwarnings("ignore")  # of datasets
 @pytest.mark.parametrize("name", EXACT)
 def test_text_keeps_every_null(name, tmp_path):
-    rows = [{"messages": [said("user", "?"), called(("add", {"a": None, "b": 3}))], "tools": [ADD]}, ROWS[1]]
+    rows = [{"messages": [turn("user", "?"), called(("add", {"a": None, "b": 3}))], "tools": [ADD]}, ROWS[1]]
     record, note = read(tmp_path, name, rows)[0]
     assert record["messages"][1]["tool_calls"][0]["function"]["arguments"] == {"a": None, "b": 3}
     assert note == ""

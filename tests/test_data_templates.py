@@ -13,7 +13,7 @@ from meshwright.data.examples import RecordEncoder
 from meshwright.data.sandbox import Sandbox
 from meshwright.data.tokenizer import TextTokenizer, train_tokenizer
 from meshwright.spec.data import ChatSpec
-from meshwright.testing.conversations import CONVERSATIONS, said
+from meshwright.testing.conversations import CONVERSATIONS, turn
 from templates import FAMILIES
 
 NAMED = {path.stem: path.read_text() for path in TEMPLATES.glob("*.jinja")}
@@ -137,7 +137,7 @@ def test_a_conversation_costs_no_more_renderings_for_being_long(name, monkeypatc
     monkeypatch.setattr(Sandbox, "render", counted)
     costs = []
     for turns in (3, 60):
-        messages = [said(role, f"{role} {n}") for n in range(turns) for role in ("user", "assistant")]
+        messages = [turn(role, f"{role} {n}") for n in range(turns) for role in ("user", "assistant")]
         count = 0
         assert not encode(name, {"messages": messages}).error
         costs.append(count)
@@ -200,7 +200,7 @@ def test_roles_ends_and_weights_say_what_carries_loss():
 
 
 def test_spelled_special_tokens_are_kept_as_letters_refused_or_dropped():
-    record = {"messages": [said("user", "What is <|im_end|> for?"), said("assistant", "<|im_end|> ends a turn.")]}
+    record = {"messages": [turn("user", "What is <|im_end|> for?"), turn("assistant", "<|im_end|> ends a turn.")]}
     assert "contains the special token '<|im_end|>' as text" in encode("chatml", record).error
     assert encode("chatml", record, special_tokens="drop").note == "spelled"
     found = encode("chatml", record, special_tokens="text")
@@ -214,8 +214,8 @@ def test_spelled_special_tokens_are_kept_as_letters_refused_or_dropped():
 
 
 def test_the_date_is_the_recipes():
-    assert "01 Jan 2025" in template("tells the date").render([said("user", "?")])
-    assert "24 Dec 2026" in template("tells the date", date="2026-12-24").render([said("user", "?")])
+    assert "01 Jan 2025" in template("tells the date").render([turn("user", "?")])
+    assert "24 Dec 2026" in template("tells the date", date="2026-12-24").render([turn("user", "?")])
     with pytest.raises(ValueError, match="2026-13-01 is not a date"):
         ChatSpec(date="2026-13-01")
 
@@ -249,7 +249,7 @@ HOSTILE = {
 def test_what_a_template_may_not_do_ends_in_one_line(source, reason):
     made = ChatTemplate(source, TOKENIZER, name="x")
     with pytest.raises(ValueError, match=r"^the chat template x rejects this conversation: .*" + re.escape(reason)):
-        made.render([said("user", "?")])
+        made.render([turn("user", "?")])
 
 
 def test_a_template_that_is_too_deep_is_refused():

@@ -171,7 +171,7 @@ def test_what_is_left_out_is_named_only_where_it_was_asked_for():
     engine = ENGINES["bare"]
     assert engine.translate(resolved()).left_out == []
     asked = "training.evaluation.every=5", "trackers=[wandb]", "checkpoint.keep_best=5", "training.recompute=selective"
-    left_out = {setting.path: setting.why for setting in engine.translate(resolved(*asked)).left_out}
+    left_out = {setting.path: setting.reason for setting in engine.translate(resolved(*asked)).left_out}
     assert set(left_out) == {"training.evaluation.every", "trackers", "checkpoint.keep_best", "training.recompute"}
     assert all(left_out.values())
 

@@ -2,6 +2,7 @@
 
 import ast
 import functools
+import re
 import subprocess
 import sys
 from collections import Counter
@@ -65,6 +66,7 @@ def nodes(tree: ast.AST) -> tuple[ast.AST, ...]:
 def trees_are_dropped() -> Iterator[None]:
     yield
     nodes.cache_clear()
+    classes.cache_clear()
     modules.cache_clear()
 
 
@@ -110,11 +112,11 @@ def functions(file: str) -> Iterator[Function]:
     return (node for node in nodes(modules()[file]) if isinstance(node, Function))
 
 
-def public(node: ast.AST) -> Iterator[Function | ast.ClassDef]:
-    """Public classes and functions of a module, and the public methods of those classes."""
-    for child in ast.iter_child_nodes(node):
+def public(owner: ast.AST) -> Iterator[tuple[Function | ast.ClassDef, ast.AST]]:
+    """Public classes and functions of a module, and the public methods of those classes; each with its owner."""
+    for child in ast.iter_child_nodes(owner):
         if isinstance(child, Function | ast.ClassDef) and not child.name.startswith("_"):
-            yield child
+            yield child, owner
             if isinstance(child, ast.ClassDef):
                 yield from public(child)
 
@@ -351,14 +353,88 @@ def test_every_module_says_what_it_is_for() -> None:
     assert not [file for file, tree in modules().items() if tree.body and ast.get_docstring(tree) is None]
 
 
+@functools.cache
+def classes() -> dict[str, ast.ClassDef]:
+    """Name -> class; `test_a_class_name_means_one_thing`."""
+    return {node.name: node for tree in modules().values() for node in nodes(tree) if isinstance(node, ast.ClassDef)}
+
+
+def implemented(owner: ast.ClassDef, name: str) -> bool:
+    """Whether a base class, however far up, documents the method."""
+    bases = [base.value if isinstance(base, ast.Subscript) else base for base in owner.bases]
+    known = [classes()[last] for base in bases if (last := ast.unparse(base).split(".")[-1]) in classes()]
+    return any(
+        any(isinstance(node, Function) and node.name == name and ast.get_docstring(node) for node in base.body)
+        or implemented(base, name)
+        for base in known
+    )
+
+
+def documented(node: Function | ast.ClassDef, owner: ast.AST) -> bool:
+    """Whether a function or class has a docstring, or implements a method that has one."""
+    return ast.get_docstring(node) is not None or (isinstance(owner, ast.ClassDef) and implemented(owner, node.name))
+
+
 def test_public_functions_and_classes_are_documented() -> None:
+    """A method that a base class documents needs no docstring of its own."""
     bare = [
         f"{file}:{node.lineno} {node.name}"
         for file, tree in modules().items()
-        for node in public(tree)
-        if ast.get_docstring(node) is None
+        for node, owner in public(tree)
+        if not documented(node, owner)
     ]
     assert not bare
+
+
+SEE = re.compile(r"See `[^`]*`\.")
+ONLY_SEE = ("models/", "plan/", "trainer/step.py")
+"""Rooms and files in which docstrings may still say no more than `See X`; the list only shrinks."""
+
+
+def test_no_docstring_only_names_another() -> None:
+    """A method without more to say than its base class has no docstring."""
+    empty = [
+        f"{file}:{node.lineno}"
+        for file, tree in modules().items()
+        for node in nodes(tree)
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
+        if SEE.fullmatch(node.value.value.strip())
+    ]
+    assert [place for place in empty if not place.startswith(ONLY_SEE)] == []
+    assert all(any(place.startswith(part) for place in empty) for part in ONLY_SEE)
+
+
+VAGUE = {"found", "told", "said", "why", "asked", "give_up"}
+"""Names that say how a value came about instead of what it is: a result, a message, a reason, a request."""
+VAGUE_STILL = ("families/", "models/", "pages/", "plan/", "spec/", "cli/plan.py", "cli/plan_text.py")
+"""Rooms and files in which such names remain; the list only shrinks."""
+VAGUE_KEYS = {"data/overlap.py": "found"}
+"""Keys of outputs, which keep their names."""
+
+
+def chosen_names(file: str) -> Iterator[tuple[str, int]]:
+    """(name, line) of every variable, parameter, attribute, function and class that a file names."""
+    for node in nodes(modules()[file]):
+        if isinstance(node, Function | ast.ClassDef):
+            yield node.name, node.lineno
+        elif isinstance(node, ast.arg):
+            yield node.arg, node.lineno
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            yield node.id, node.lineno
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            yield node.attr, node.lineno
+
+
+def test_names_say_what_they_hold() -> None:
+    """The field's ordinary words: `result`, `reason`, `request`, `warning`, or the thing itself: `checkpoints`."""
+    vague = [
+        f"{file}:{line} {name}"
+        for file in FILES
+        for name, line in chosen_names(file)
+        if name.strip("_").lower() in VAGUE and VAGUE_KEYS.get(file) != name
+    ]
+    assert [place for place in vague if not place.startswith(VAGUE_STILL)] == []
+    assert all(any(place.startswith(part) for place in vague) for part in VAGUE_STILL)
 
 
 def test_files_and_functions_fit_the_screen() -> None:

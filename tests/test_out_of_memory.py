@@ -105,7 +105,7 @@ def test_the_moment_names_the_phase_and_nearly_every_byte(phase: str, settings: 
     found = moment.held.kinds
     named = found[kinds.ACTIVATIONS] + found[kinds.TEMPORARIES] + found[kinds.GRADIENTS] + found[kinds.COMMUNICATION]
     # The refused tensor is already made, and some temporaries of the refused operation are in no variable.
-    assert named >= 0.75 * (device.now - moment.asked)
+    assert named >= 0.75 * (device.now - moment.request)
     layers = set(moment.held.layers) - {OUTSIDE}
     assert layers <= {"layers.0", "layers.1", "layers.2"}
     assert "layers.0" in layers
@@ -353,7 +353,7 @@ def test_the_first_remedy_of_each_situation_fits_when_it_is_rehearsed(
     ((too_much, fits),) = apart.run(1, rehearsed_apart, [(run, machine is GPU) for run in (before, after)])
     assert too_much["peak"] + cost.context > limit
     # A rehearsal has one kind of memory: offloaded state in host memory is counted too.
-    assert fits["peak"] - first.found.memory.host + cost.context <= limit
+    assert fits["peak"] - first.candidate.memory.host + cost.context <= limit
     assert max(too_much["peak_by_kind"], key=lambda kind: too_much["peak_by_kind"][kind]) == most
     monkeypatch.setattr(out_of_memory, "find_machine", lambda device: machine)
     page = str(page_of(before, OutOfMemoryState(0, "the forward pass", limit=limit)))

@@ -41,13 +41,13 @@ def test_what_is_said_to_fit_is_accepted_and_fits(machine: Machine, limit: float
     resolved = resolve_run(run, base_dir=Path(), machine=machine)
     found = remedies(resolved, machine, limit * 1e9)
     assert found
-    assert [remedy.found.time.total for remedy in found] == sorted(remedy.found.time.total for remedy in found)
+    assert [remedy.candidate.time.total for remedy in found] == sorted(remedy.candidate.time.total for remedy in found)
     for remedy in found:
         assert shlex.split(remedy.words) == list(remedy.overrides)
         changed = parse_spec(dump_recipe(run), Run, remedy.overrides)
         cost = forecast(resolve_run(changed, base_dir=Path(), machine=machine), machine)
         where = cost.cluster.model_copy(update={"memory_gb": limit})
-        assert cost.memory == remedy.found.memory
+        assert cost.memory == remedy.candidate.memory
         assert verdict(cost.memory, where, 0.1) == "fits"
 
 

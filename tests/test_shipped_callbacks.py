@@ -245,10 +245,10 @@ class Asked:
     def __init__(self, step: int = 0, **training: Any) -> None:
         fields = {"steps": 9, "evaluation": {"every": 1}, **training}
         self.run = Run.model_validate({"model": "gpt2", "training": fields})
-        self.step, self.world_size, self.rank, self.why = step, 2, 0, ""
+        self.step, self.world_size, self.rank, self.reason = step, 2, 0, ""
 
-    def stop(self, why: str) -> None:
-        self.why = why
+    def stop(self, reason: str) -> None:
+        self.reason = reason
 
 
 def stopped_at(stopping: EarlyStopping, values: list[float | None], kind: str = "evaluation") -> tuple[int, str]:
@@ -257,8 +257,8 @@ def stopped_at(stopping: EarlyStopping, values: list[float | None], kind: str = 
     for step, value in enumerate(values, 1):
         stopping.on_record(training, {"kind": "other", "step": step, "loss": 0.0})
         stopping.on_record(training, {"kind": kind, "step": step, "loss": value})
-        if training.why:
-            return step, training.why
+        if training.reason:
+            return step, training.reason
     return 0, ""
 
 

@@ -178,7 +178,7 @@ and use, and the entry of memory.stat. Version 2 has one tree; version 1 has one
 
 def limited_groups(root: Path) -> list[ControlGroup]:
     """The control groups with a limit that this process is in."""
-    found, lines = [], []
+    groups, lines = [], []
     with suppress(OSError):
         lines = (root / "proc/self/cgroup").read_text().splitlines()
     for line in lines:
@@ -190,8 +190,8 @@ def limited_groups(root: Path) -> list[ControlGroup]:
         for folder in (place, *place.parents):
             with suppress(OSError, ValueError):  # without a limit version 2 says "max"
                 allowed, used = (int((folder / name).read_text()) for name in (limit, use))
-                found.append(ControlGroup(allowed, used - field_of(folder / "memory.stat", cache)))
-    return found
+                groups.append(ControlGroup(allowed, used - field_of(folder / "memory.stat", cache)))
+    return groups
 
 
 def field_of(file: Path, name: str) -> int:

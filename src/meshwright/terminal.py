@@ -21,7 +21,7 @@ controls."""
 
 def printable(text: str) -> str:
     """`text` with control characters escaped, as in `\\x1b[2J`."""
-    return ACTS.sub(lambda found: ascii(found[0])[1:-1], text)
+    return ACTS.sub(lambda match: ascii(match[0])[1:-1], text)
 
 
 class Terminal(io.TextIOWrapper):

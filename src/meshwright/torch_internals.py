@@ -492,7 +492,7 @@ def _inputs_of(frame: Any) -> Any:
 
 def all_tensors() -> list[torch.Tensor]:
     """Every tensor that Python holds: 2.11-2.15 register them with the garbage collector; public: none."""
-    return [found for found in gc.get_objects() if issubclass(type(found), torch.Tensor)]
+    return [value for value in gc.get_objects() if issubclass(type(value), torch.Tensor)]
 
 
 def record_allocations() -> None:

@@ -42,8 +42,8 @@ PIPELINE = [
     Mutant(
         "gradients of embedding and head are never reduced over replicas",
         "parallel/pipeline.py",
-        "tell([self.model], action == self.completes_ends)",
-        "tell([self.model], False)",
+        "notify([self.model], action == self.completes_ends)",
+        "notify([self.model], False)",
         "pp ddp",
         ENDS,
     ),

@@ -54,10 +54,10 @@ def _attention(place: Place) -> Iterator[Check]:
         lacking = []
         for head_dim in (64, 128, 192) if name not in ("auto", "math") else ():
             for mask, (documents, window) in MASKS.items():
-                asked = Asked(device_of(place), torch.bfloat16, head_dim, documents, window)
-                if serves(name, asked):
+                request = Asked(device_of(place), torch.bfloat16, head_dim, documents, window)
+                if serves(name, request):
                     yield tried(
-                        _attends, f"{name}, heads of {head_dim}, {mask}", name, asked, 64 if not place.on_gpu else 512
+                        _attends, f"{name}, heads of {head_dim}, {mask}", name, request, 64 if not place.on_gpu else 512
                     )
                 else:
                     lacking.append(f"heads of {head_dim}, {mask}")
@@ -65,18 +65,18 @@ def _attention(place: Place) -> Iterator[Check]:
             yield Check(f"{name}, not on this device", None, "; ".join(lacking))
 
 
-def _attends(title: str, name: AttentionName, asked: Asked, length: int) -> Check:
+def _attends(title: str, name: AttentionName, request: Asked, length: int) -> Check:
     def results(name: AttentionName, device: torch.device, dtype: torch.dtype) -> Tensors:
-        mask = attention_mask(length, length, window=asked.window, device=device) if asked.window else None
-        if asked.documents:
-            mask = Documents(torch.arange(length, device=device)[None] // 100, window=asked.window)
-        inputs = [x.to(device, dtype).requires_grad_() for x in _heads(asked.head_dim, length)]
-        y = NamedCore(name, asked.window)(inputs[0], inputs[1], inputs[2], mask)
+        mask = attention_mask(length, length, window=request.window, device=device) if request.window else None
+        if request.documents:
+            mask = Documents(torch.arange(length, device=device)[None] // 100, window=request.window)
+        inputs = [x.to(device, dtype).requires_grad_() for x in _heads(request.head_dim, length)]
+        y = NamedCore(name, request.window)(inputs[0], inputs[1], inputs[2], mask)
         y.backward(_drawn(tuple(y.shape), 9).to(y))
         return (y.detach(), *(x.grad for x in inputs if x.grad is not None))
 
-    plain = results("math", asked.device, asked.dtype)
-    return _no_worse(title, results(name, asked.device, asked.dtype), plain, results("math", CPU, torch.float64))
+    plain = results("math", request.device, request.dtype)
+    return _no_worse(title, results(name, request.device, request.dtype), plain, results("math", CPU, torch.float64))
 
 
 def _heads(head_dim: int, length: int) -> list[torch.Tensor]:

@@ -33,9 +33,9 @@ class StepOutcome:
 
 
 def run_steps(
-    steps: Sequence[Step], place: Place, out: Path, seconds: float, tell: Callable[[Sequence[StepOutcome]], None]
+    steps: Sequence[Step], place: Place, out: Path, seconds: float, report: Callable[[Sequence[StepOutcome]], None]
 ) -> list[StepOutcome]:
-    """Run steps one after another, at most `seconds` in all; `tell` gets the outcomes so far after each."""
+    """Run steps one after another, at most `seconds` in all; `report` gets the outcomes so far after each."""
     outcomes, ends = list[StepOutcome](), time.monotonic() + seconds
     (out / RESULTS).mkdir(parents=True, exist_ok=True)
     for step in steps:
@@ -44,7 +44,7 @@ def run_steps(
             outcomes.append(StepOutcome(step, "not run", note="no time was left"))
         else:
             outcomes.append(_run(step, place, out / RESULTS, min(left, step.seconds) if place.on_gpu else left))
-        tell(outcomes)
+        report(outcomes)
     return outcomes
 
 

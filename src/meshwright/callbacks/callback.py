@@ -62,10 +62,10 @@ class Training(Protocol):
         """Optimizer steps done."""
         ...
 
-    def stop(self, why: str) -> None:
+    def stop(self, reason: str) -> None:
         """Request the end of the run after this step, as if it were the last: all ranks evaluate, save and end.
 
-        One rank's request suffices. `why` is printed and written with the last record.
+        One rank's request suffices. `reason` is printed and written with the last record.
         """
         ...
 

@@ -82,9 +82,7 @@ class EarlyStopping(Callback):
             self.since += 1
 
     def state_dict(self) -> dict[str, Any]:
-        """See `Callback`."""
         return {"best": self.best, "best_step": self.best_step, "since": self.since}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """See `Callback`."""
         self.best, self.best_step, self.since = state["best"], state["best_step"], state["since"]

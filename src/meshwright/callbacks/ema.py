@@ -51,15 +51,13 @@ class EMA(Callback):
     def on_evaluate(self, training: Training, record: Record) -> None:
         """Measure the averaged weights on the same text."""
         with training.with_weights(self.average):
-            found = training.measure()
-        if found is not None:
-            training.log("ema", **found)
-            training.say(f"step {training.step}  held-out loss {found['loss']:.3f} with averaged weights")
+            losses = training.measure()
+        if losses is not None:
+            training.log("ema", **losses)
+            training.say(f"step {training.step}  held-out loss {losses['loss']:.3f} with averaged weights")
 
     def state_dict(self) -> dict[str, Any]:
-        """See `Callback`."""
         return {"updates": self.updates}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """See `Callback`."""
         self.updates = state["updates"]

@@ -58,7 +58,6 @@ class MemoryTimeline(Callback):
         self._begin(training)
 
     def abandon(self) -> None:
-        """See `Callback`."""
         running, self._running = self._running, None
         if running is not None:
             running.__exit__(None, None, None)

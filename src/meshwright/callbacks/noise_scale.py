@@ -49,28 +49,26 @@ class GradientNoiseScale(Callback):
             return  # a half without any label has no gradient
         signs = [1 / first] * half + [-1 / second] * (len(batch.terms) - half)
         whole, contrast = batch.gradient_norm([1 / total] * len(batch.terms)), batch.gradient_norm(signs)
-        found = unbiased(whole, contrast, first, second)
-        if not all(map(math.isfinite, found)):
+        estimates = unbiased(whole, contrast, first, second)
+        if not all(map(math.isfinite, estimates)):
             return
-        old = self.averages or found
-        self.averages = [self.decay * a + (1 - self.decay) * b for a, b in zip(old, found, strict=True)]
+        old = self.averages or estimates
+        self.averages = [self.decay * a + (1 - self.decay) * b for a, b in zip(old, estimates, strict=True)]
         square, trace = self.averages
         scale = max(trace, 0.0) / square if square > 0 else None
         sequences = None if scale is None else scale * batch.num_sequences / total
         names = ("gradient_square", "trace")
-        training.log("noise_scale", terms=scale, sequences=sequences, **dict(zip(names, found, strict=True)))
+        training.log("noise_scale", terms=scale, sequences=sequences, **dict(zip(names, estimates, strict=True)))
         if sequences is None:
-            said = "not yet known: the gradient is smaller than its noise"
+            text = "not yet known: the gradient is smaller than its noise"
         else:
-            said = f"{sequences:.3g} sequences a step (now {batch.num_sequences})"
-        training.say(f"step {training.step}  gradient noise scale {said}")
+            text = f"{sequences:.3g} sequences a step (now {batch.num_sequences})"
+        training.say(f"step {training.step}  gradient noise scale {text}")
 
     def state_dict(self) -> dict[str, Any]:
-        """See `Callback`."""
         return {"averages": self.averages}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """See `Callback`."""
         self.averages = list(state["averages"])
 
 

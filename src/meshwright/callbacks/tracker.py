@@ -30,7 +30,6 @@ class Tracker(Callback):
         """After the last record."""
 
     def on_record(self, training: Training, record: Record) -> None:
-        """See `Callback`."""
         if not self._opened:
             self.open(training.run)
             self._opened = True
@@ -38,7 +37,6 @@ class Tracker(Callback):
             self.write(record)
 
     def on_stop(self, training: Training, record: Record) -> None:
-        """See `Callback`."""
         if self._opened:
             self.close()
             self._opened = False
@@ -55,18 +53,15 @@ class TensorBoard(Tracker):
     """The tracker `tensorboard`: every figure as scalar, by torch's writer, in the folder `tensorboard` of the run."""
 
     def open(self, run: Run) -> None:
-        """See `Tracker`."""
         folder = f"{run.run_dir}/tensorboard"
         self._writer = importlib.import_module("torch.utils.tensorboard").SummaryWriter(log_dir=folder)
 
     def write(self, record: Record) -> None:
-        """See `Tracker`."""
         for name, value in numbers_of(record).items():
             self._writer.add_scalar(f"{record['kind']}/{name}", value, record["step"])
         self._writer.flush()
 
     def close(self) -> None:
-        """See `Tracker`."""
         self._writer.close()
 
 
@@ -75,7 +70,6 @@ class WandB(Tracker):
     stays one run there: its id is in `wandb-id` of the run directory."""
 
     def open(self, run: Run) -> None:
-        """See `Tracker`."""
         kept = Path(run.run_dir) / "wandb-id"
         if not kept.is_file():
             write_durably(kept, secrets.token_hex(8) + "\n")
@@ -88,10 +82,8 @@ class WandB(Tracker):
         )
 
     def write(self, record: Record) -> None:
-        """See `Tracker`."""
         numbers = {f"{record['kind']}/{name}": value for name, value in numbers_of(record).items()}
         self._session.log(numbers, step=record["step"])
 
     def close(self) -> None:
-        """See `Tracker`."""
         self._session.finish()

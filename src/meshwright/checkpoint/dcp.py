@@ -81,12 +81,12 @@ class ArrangedPart:
 def in_model_order(tensors: Mapping[str, torch.Tensor], arrangements: Mapping[str, Arrangement]) -> dict[str, Any]:
     """A run's tensors for `plan_shards` and `load_tensors`, with those as `ArrangedPart` that belong to a parameter
     with an arrangement, by its name within theirs."""
-    found: dict[str, Any] = dict(tensors)
+    arranged: dict[str, Any] = dict(tensors)
     for name, tensor in tensors.items():
         for parameter, arrangement in arrangements.items():
             if isinstance(tensor, DTensor) and tensor.dim() and f".{parameter}." in f".{name}.":
-                found[name] = ArrangedPart(tensor, arrangement)
-    return found
+                arranged[name] = ArrangedPart(tensor, arrangement)
+    return arranged
 
 
 @dataclass(frozen=True)

@@ -61,13 +61,15 @@ class HfWeights:
         }
         self._scales = {
             key: scale_of(stored, key, spec.fp8)
-            for found in self._tensors.values()
-            for key, tensor in found
+            for stored_parts in self._tensors.values()
+            for key, tensor in stored_parts
             if tensor.dtype == FP8
         }
         self._block = spec.fp8 and spec.fp8.block
         _refuse_unknown(
-            without_scales(stored, spec.fp8), {key for found in self._tensors.values() for key, _ in found}, spec
+            without_scales(stored, spec.fp8),
+            {key for stored_parts in self._tensors.values() for key, _ in stored_parts},
+            spec,
         )
         self._twin = _second_head(stored, spec)
 
@@ -206,7 +208,7 @@ def export_hf(
         _write_configs(spec, staging, form)
         differences = {}
         if reference is not None:
-            differences = prove_export(reference, staging, lambda found: HfWeights(staging, found).read_rows)
+            differences = prove_export(reference, staging, lambda written: HfWeights(staging, written).read_rows)
         if seal is not None:
             seal(staging, differences)
     return differences

@@ -48,12 +48,12 @@ def prove_export(
     batch = Batch(probe_tokens(spec))
     expected_BTV = reference.logits(batch)
 
-    found = read_hf_directory(directory, family=spec.family)
-    read_rows = open_weights(found)
-    reread = build_model(found, device="cpu")
+    written = read_hf_directory(directory, family=spec.family)
+    read_rows = open_weights(written)
+    reread = build_model(written, device="cpu")
     tensors = named_tensors(reread)
     expected = named_tensors(reference)
-    for row in parameter_table(found) + state_table(found):
+    for row in parameter_table(written) + state_table(written):
         tensors[row.name].copy_(read_rows(row.name, 0, row.shape[0]))
     logits_BTV, other = reread.logits(batch), partial(_first_other, expected, tensors)
     worst = {"meshwright": compare_logits(expected_BTV, logits_BTV, "read back", where=other)}
@@ -165,9 +165,9 @@ def _transformers_model(directory: Path, **options: Any) -> nn.Module:
     return load(directory, local_files_only=True, dtype=torch.float32, **options).eval()
 
 
-def _first_other(expected: Mapping[str, torch.Tensor], found: Mapping[str, torch.Tensor]) -> str:
+def _first_other(expected: Mapping[str, torch.Tensor], tensors: Mapping[str, torch.Tensor]) -> str:
     """The first tensor that was stored wrongly."""
-    wrong = (name for name, tensor in expected.items() if not torch.equal(tensor, found[name]))
+    wrong = (name for name, tensor in expected.items() if not torch.equal(tensor, tensors[name]))
     return next(wrong, "none: the computation differs")
 
 

@@ -37,8 +37,8 @@ class SafeReader(dcp.FileSystemReader):
         except OSError:
             raise
         except Exception as error:  # a pickle can be malformed in any way
-            why = " ".join(str(error).split()) or type(error).__name__
-            raise CheckpointError(f"{path}: not readable as checkpoint metadata ({why})") from error
+            reason = " ".join(str(error).split()) or type(error).__name__
+            raise CheckpointError(f"{path}: not readable as checkpoint metadata ({reason})") from error
         metadata.storage_meta = metadata.storage_meta or StorageMeta()
         metadata.storage_meta.load_id = self.load_id
         return metadata

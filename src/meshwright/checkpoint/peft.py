@@ -129,17 +129,17 @@ def read_adapter(
         if header[place.key].dtype not in DTYPES:
             raise AdapterError(f"{file}: tensor {place.key} is {header[place.key].dtype}, not a floating-point type")
     with open_tensors(file) as stored:
-        found = {key: stored.get_tensor(key) for key in keys}
+        tensors = {key: stored.get_tensor(key) for key in keys}
         metadata = stored.metadata() or {}
-    if metadata.get(DIGEST, digest := _digest(found)) != digest:
+    if metadata.get(DIGEST, digest := _digest(tensors)) != digest:
         raise AdapterError(f"{file} is damaged: its tensors do not match their checksum")
     if metadata.get(BASE, fingerprint) != fingerprint:
         raise AdapterError(
             f"{directory} was trained on another base ({metadata[BASE]}) than the recipe's ({fingerprint})"
         )
     if tied:
-        _check_tied(directory, found, tied, ours=BASE in metadata)
-    return {name: place.from_file(found[place.key], shapes[name]) for name, place in places.items()}
+        _check_tied(directory, tensors, tied, ours=BASE in metadata)
+    return {name: place.from_file(tensors[place.key], shapes[name]) for name, place in places.items()}
 
 
 def tied_keys(model: ModelSpec, finetune: AdapterSpec) -> tuple[str, str] | None:
@@ -151,14 +151,14 @@ def tied_keys(model: ModelSpec, finetune: AdapterSpec) -> tuple[str, str] | None
     return f"{PREFIX}{hf_tensors(model)[embedding].key}", f"{PREFIX}{head}.weight"
 
 
-def _check_tied(directory: Path, found: Mapping[str, torch.Tensor], tied: tuple[str, str], *, ours: bool) -> None:
+def _check_tied(directory: Path, tensors: Mapping[str, torch.Tensor], tied: tuple[str, str], *, ours: bool) -> None:
     """Raise `AdapterError` if peft's head differs from the embedding, to which it is tied here.
 
     `ours`: written by Meshwright; its earlier versions left out the head.
     """
     embedding, head = tied
-    if head in found:
-        if not torch.equal(found[head], found[embedding]):
+    if head in tensors:
+        if not torch.equal(tensors[head], tensors[embedding]):
             raise AdapterError(
                 f"{directory}: {head} and {embedding} differ, but in this model they are one matrix (tied); "
                 "merge the adapter in peft and train the merged model"
@@ -174,18 +174,18 @@ def _check_tied(directory: Path, found: Mapping[str, torch.Tensor], tied: tuple[
 
 def stored_places(model: ModelSpec, finetune: AdapterSpec) -> dict[str, Stored]:
     """The place of every trained parameter in an adapter's file, by our names."""
-    found: dict[str, Stored] = {}
+    places: dict[str, Stored] = {}
     for adapter in find_adapters(model, finetune):
         module = hf_module(model, adapter)
         for row in adapter.rows():
-            found[row.name] = _place(adapter, row, module)
+            places[row.name] = _place(adapter, row, module)
     for row in finetuned_table(model, finetune):
         if row.trained and not row.adapter:
             place = hf_tensors(model)[row.name]
             if place.experts is not None or place.offset or len(place.shape) != len(row.shape):
                 raise UserError(f"{row.name} cannot be stored in a peft adapter; leave it out of finetune.train")
-            found[row.name] = Stored(PREFIX + place.key, place.shape, place.transposed)
-    return found
+            places[row.name] = Stored(PREFIX + place.key, place.shape, place.transposed)
+    return places
 
 
 def _place(adapter: Adapter, row: Parameter, module: str) -> Stored:
@@ -201,8 +201,8 @@ def _place(adapter: Adapter, row: Parameter, module: str) -> Stored:
 
 
 def _digest(stored: Mapping[str, torch.Tensor]) -> str:
-    found = hashlib.sha256()
+    digest = hashlib.sha256()
     for key in sorted(stored):
-        found.update(key.encode())
-        found.update(stored[key].contiguous().view(-1).view(torch.uint8).numpy().data)
-    return found.hexdigest()
+        digest.update(key.encode())
+        digest.update(stored[key].contiguous().view(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()

@@ -280,8 +280,8 @@ def _left_out(module: str, config: dict[str, Any]) -> bool:
     if wanted is None or wanted == []:
         return False
     for name in [lists] if isinstance(lists, str) else lists or [r"[^.]*"]:
-        if found := re.match(rf"(?:^|.*?\.){name}\.(\d+)\.", module):
-            return int(found[1]) not in (wanted if isinstance(wanted, list) else [wanted])
+        if match := re.match(rf"(?:^|.*?\.){name}\.(\d+)\.", module):
+            return int(match[1]) not in (wanted if isinstance(wanted, list) else [wanted])
     return True
 
 

@@ -58,10 +58,10 @@ class UnmappedTensor:
             return self[places[0]][:, places[1]]
         count, *rest = self._tensor.shape or (1,)
         start, stop, _ = places.indices(count)
-        found = torch.empty(max(0, stop - start), *rest, dtype=named_dtype(self._tensor))
-        content = found.view(-1).view(torch.uint8).numpy().data if found.numel() else memoryview(b"")
+        rows = torch.empty(max(0, stop - start), *rest, dtype=named_dtype(self._tensor))
+        content = rows.view(-1).view(torch.uint8).numpy().data if rows.numel() else memoryview(b"")
         with self._tensor.file.open("rb", buffering=0) as stream:
-            stream.seek(self._tensor.begin + start * prod(rest) * found.itemsize)
+            stream.seek(self._tensor.begin + start * prod(rest) * rows.itemsize)
             while content:
                 size = stream.readinto(content)
                 if not size:
@@ -70,7 +70,7 @@ class UnmappedTensor:
                         "replacing it"
                     )
                 content = content[size:]
-        return found
+        return rows
 
 
 class TensorFileWriter:

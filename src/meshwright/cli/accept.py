@@ -68,13 +68,13 @@ def run(arguments: argparse.Namespace) -> int:
         return _write_references(place, arguments.write_references)
     facts = machine_facts(arguments.device)
 
-    def tell(outcomes: Sequence[StepOutcome]) -> None:
+    def report(outcomes: Sequence[StepOutcome]) -> None:
         write_report(outcomes, facts, arguments.out)
         lines = step_lines(outcomes[-1])
         print("\n".join(lines), file=sys.stderr if arguments.json else sys.stdout, flush=True)
 
     with stoppable("the acceptance"):
-        outcomes = run_steps(steps, place, arguments.out, arguments.seconds, tell)
+        outcomes = run_steps(steps, place, arguments.out, arguments.seconds, report)
     if arguments.json:
         print_json(as_data(outcomes, facts))
     else:

@@ -83,9 +83,9 @@ def run(arguments: argparse.Namespace) -> int:
 def labels(sources: list[Path]) -> list[str]:
     """Distinct short names: the folders' names, with parent folders where needed."""
     for length in range(1, max(len(source.parts) for source in sources) + 1):
-        found = ["/".join(source.parts[-length:]) for source in sources]
-        if len(set(found)) == len(found):
-            return found
+        names = ["/".join(source.parts[-length:]) for source in sources]
+        if len(set(names)) == len(names):
+            return names
     return [f"{source} ({number})" for number, source in enumerate(sources, 1)]
 
 
@@ -182,7 +182,7 @@ class Talk:
         turns = [partner.turns.pop() for partner in self.partners if partner.turns]
         if not turns:
             raise UserError("no question to undo")
-        self.note(f"removed: {turns[0].asked}")
+        self.note(f"removed: {turns[0].question}")
 
     def set(self, words: str) -> None:
         """Change a setting, or show all."""

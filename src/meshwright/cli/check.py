@@ -276,10 +276,10 @@ def _beginning(files: list[SourceFile], characters: int) -> list[str]:
     """The first documents, up to this many characters in total. More of the corpus is read, but only checked."""
     texts, num_bytes = [], 0
     total = min(READ_BYTES, sum(file.path.stat().st_size for file in files))
-    with ProgressLine() as tell:
+    with ProgressLine() as report:
         for document in read_documents(files):
             num_bytes += document.num_bytes
-            tell("reading the data", min(num_bytes, total), total)
+            report("reading the data", min(num_bytes, total), total)
             if characters > 0:
                 texts.append(document.text[:characters])
                 characters -= len(texts[-1])

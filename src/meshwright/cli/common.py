@@ -209,8 +209,8 @@ def read_recipe(arguments: argparse.Namespace) -> Run:
 
 def with_place(message: str, arguments: argparse.Namespace) -> str:
     """The message, prefixed by `run.yaml:12: ` if it begins with a setting or section on line 12 of the recipe."""
-    found = re.match(r"\w+(\.\w+)*", message)
-    setting = found[0] if found else ""
+    match = re.match(r"\w+(\.\w+)*", message)
+    setting = match[0] if match else ""
     # File names at the start of a message have dots too: model.safetensors, or a recipe named data.yaml.
     if not is_setting(setting, Run) or any(override.startswith(setting) for override in arguments.overrides):
         return message

@@ -97,8 +97,8 @@ def run(arguments: argparse.Namespace) -> int:
     (folder / "compare.json").write_text(json.dumps(as_data(rows, about), indent=1) + "\n")
     (folder / "compare.md").write_text(markdown(rows, about))
     (folder / "compare.html").write_text(comparison_page(rows, about))
-    told = f"\n{text(rows)}\n\n{folder}/compare.md, compare.html and compare.json; programs beside them"
-    print_result(arguments, as_json(rows), [told])
+    summary = f"\n{text(rows)}\n\n{folder}/compare.md, compare.html and compare.json; programs beside them"
+    print_result(arguments, as_json(rows), [summary])
     return NOT_MEASURED if any(row.error and (names or not row.absent) for row in rows) else 0
 
 
@@ -109,11 +109,11 @@ def read_recipes(arguments: argparse.Namespace) -> dict[Path, Run]:
         raise UserError("compare needs a recipe: meshwright compare run.yaml")
     if len(set(paths)) < len(paths):
         raise UserError("a recipe is named twice; name each once")
-    arguments.overrides, found = [word for word in arguments.recipes if "=" in word], {}
+    arguments.overrides, recipes = [word for word in arguments.recipes if "=" in word], {}
     for path in paths:
         arguments.recipe = path
-        found[path] = read_recipe(arguments)
-    return found
+        recipes[path] = read_recipe(arguments)
+    return recipes
 
 
 @contextlib.contextmanager

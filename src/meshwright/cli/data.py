@@ -141,7 +141,7 @@ def _audit(arguments: argparse.Namespace, recipe: Run, corpus: Corpus) -> int:
         report = audit(planned, stack.enter_context(ProgressLine()))
     overlaps = find_overlap(corpus, arguments.against, arguments.ngram or NGRAM) if arguments.against else []
     ok = report.ok and not any(overlap.shared for overlap in overlaps)
-    found = {name: {"count": report.counts[name], "examples": report.findings[name]} for name in CHECKS}
+    checks = {name: {"count": report.counts[name], "examples": report.findings[name]} for name in CHECKS}
     facts = {"samples": report.samples, "tokens": report.tokens, "duplicates": report.duplicates}
     facts |= {"steps": planned.steps, "ranks": planned.world_size, "overlap": [asdict(one) for one in overlaps]}
     masked = any(stream.train.trained is not None for stream in corpus.streams)
@@ -153,7 +153,7 @@ def _audit(arguments: argparse.Namespace, recipe: Run, corpus: Corpus) -> int:
         *_verdicts(report, left_out),
         *(line for overlap in overlaps for line in _overlap_lines(overlap, arguments.ngram or NGRAM)),
     ]
-    print_result(arguments, {"ok": ok, **facts, "checks": found}, lines)
+    print_result(arguments, {"ok": ok, **facts, "checks": checks}, lines)
     return 0 if ok else 1
 
 

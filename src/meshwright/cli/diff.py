@@ -33,13 +33,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Print every difference; returns 1 if there is one."""
     pair = describe(arguments.a), describe(arguments.b)
-    found = {section: _differing(pair[0].get(section), pair[1].get(section)) for section in SECTIONS}
+    differences = {section: _differing(pair[0].get(section), pair[1].get(section)) for section in SECTIONS}
     if not arguments.all:
         for name in ("run_dir", "data.cache_dir"):
-            found["recipe"].pop(name, None)
+            differences["recipe"].pop(name, None)
     unknown = [name for name in SECTIONS if None in (pair[0].get(name), pair[1].get(name))]
-    print_result(arguments, {"differences": found, "unknown": unknown}, _lines(found, unknown))
-    return 1 if any(found.values()) else 0
+    print_result(arguments, {"differences": differences, "unknown": unknown}, _lines(differences, unknown))
+    return 1 if any(differences.values()) else 0
 
 
 def describe(path: Path) -> dict[str, Any]:
@@ -80,8 +80,8 @@ def _plain(value: Any) -> Any:
     return list(value) if isinstance(value, tuple) else value
 
 
-def _lines(found: dict[str, dict[str, tuple[Any, Any]]], unknown: list[str]) -> Iterator[str]:
-    for section, differing in found.items():
+def _lines(differences: dict[str, dict[str, tuple[Any, Any]]], unknown: list[str]) -> Iterator[str]:
+    for section, differing in differences.items():
         if differing:
             yield section
         for name, (a, b) in differing.items():
@@ -90,7 +90,7 @@ def _lines(found: dict[str, dict[str, tuple[Any, Any]]], unknown: list[str]) -> 
                 yield line
             else:
                 yield from (f"  {name}:", f"    {flow_text(a)}", f"    {flow_text(b)}")
-    same = [name for name in SECTIONS if not found[name] and name not in unknown]
+    same = [name for name in SECTIONS if not differences[name] and name not in unknown]
     if same:
         yield f"equal: {', '.join(same)}"
     if unknown:

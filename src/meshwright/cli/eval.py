@@ -88,17 +88,17 @@ def _loss(arguments: argparse.Namespace) -> Callable[[Path], Measured]:
 
     def measure(path: Path) -> Measured:
         trained = _opened(arguments, path)
-        found = evaluate_texts(
+        evaluation = evaluate_texts(
             trained,
             sources=arguments.source,
             sequence_length=arguments.sequence_length,
             num_samples=arguments.samples,
         )
-        figures = {"source": what, **_figures(found)}
-        if found.sources:
-            figures["sources"] = {name: _figures(part) for name, part in found.sources.items()}
-        parts = [f"  {name}: {_line(part)}" for name, part in found.sources.items()]
-        return str(trained.source), figures, [f"{trained.source} on {what}", _line(found), *parts]
+        figures = {"source": what, **_figures(evaluation)}
+        if evaluation.sources:
+            figures["sources"] = {name: _figures(part) for name, part in evaluation.sources.items()}
+        parts = [f"  {name}: {_line(part)}" for name, part in evaluation.sources.items()]
+        return str(trained.source), figures, [f"{trained.source} on {what}", _line(evaluation), *parts]
 
     return measure
 
@@ -142,8 +142,8 @@ def _curve(arguments: argparse.Namespace, measure: Callable[[Path], Measured]) -
         with progress_on_stderr(arguments.json):
             _, figures, _ = measure(checkpoint)
         rows.append((step_of(checkpoint), figures))
-    facts = {"model": str(arguments.model), "checkpoints": [{"step": step, **found} for step, found in rows]}
-    print_result(arguments, facts, _plot([(step, _columns(found)) for step, found in rows]))
+    facts = {"model": str(arguments.model), "checkpoints": [{"step": step, **figures} for step, figures in rows]}
+    print_result(arguments, facts, _plot([(step, _columns(figures)) for step, figures in rows]))
     return 0
 
 
@@ -152,9 +152,9 @@ def _plot(columns: Sequence[tuple[int, dict[str, float]]]) -> Iterator[str]:
         values = [values[name] for _, values in columns]
         low, high = min(values), max(values)
         yield f"{name}, from {low:.4g} to {high:.4g}"
-        for step, found in columns:
-            length = 1 + round(39 * (found[name] - low) / (high - low)) if high > low else 1
-            yield f"  step {step:>8}  {found[name]:>10.4f}  {'#' * length}"
+        for step, figures in columns:
+            length = 1 + round(39 * (figures[name] - low) / (high - low)) if high > low else 1
+            yield f"  step {step:>8}  {figures[name]:>10.4f}  {'#' * length}"
 
 
 def _columns(figures: dict[str, Any]) -> dict[str, float]:
@@ -163,14 +163,14 @@ def _columns(figures: dict[str, Any]) -> dict[str, float]:
         return {"loss": figures["loss"]}
     return {
         f"{task} {name}": metric["value"]
-        for task, found in figures["tasks"].items()
-        for name, metric in found["metrics"].items()
+        for task, result in figures["tasks"].items()
+        for name, metric in result["metrics"].items()
     }
 
 
-def _figures(found: Any) -> dict[str, Any]:
-    return {"loss": found.loss, "perplexity": found.perplexity, "tokens": found.tokens}
+def _figures(evaluation: Any) -> dict[str, Any]:
+    return {"loss": evaluation.loss, "perplexity": evaluation.perplexity, "tokens": evaluation.tokens}
 
 
-def _line(found: Any) -> str:
-    return f"loss {found.loss:.4f} nats/token  perplexity {found.perplexity:.2f}  {found.tokens} tokens"
+def _line(evaluation: Any) -> str:
+    return f"loss {evaluation.loss:.4f} nats/token  perplexity {evaluation.perplexity:.2f}  {evaluation.tokens} tokens"

@@ -124,7 +124,7 @@ def _push(arguments: argparse.Namespace, trained: "TrainedModel") -> int:
         dry_run=arguments.dry_run,
         vllm=arguments.vllm,
     )
-    told = {"repository": pushed.repository, "url": pushed.url, "files": pushed.files, "card": pushed.card}
+    destination = {"repository": pushed.repository, "url": pushed.url, "files": pushed.files, "card": pushed.card}
     what = f"would be pushed to {pushed.repository}" if pushed.url is None else f"pushed to {pushed.url}"
     lines = [f"{trained.source} {what} in {receipt.dtype}; read back by", *_read_back(receipt)]
     lines += [f"  {size:>12,}  {name}" for name, size in pushed.files.items()]
@@ -132,7 +132,12 @@ def _push(arguments: argparse.Namespace, trained: "TrainedModel") -> int:
         lines.append(f"\n{pushed.card}")
     print_result(
         arguments,
-        {"model": str(trained.source), **told, "dtype": receipt.dtype, "readings": receipt.as_json()["readings"]},
+        {
+            "model": str(trained.source),
+            **destination,
+            "dtype": receipt.dtype,
+            "readings": receipt.as_json()["readings"],
+        },
         lines,
     )
     return 0
@@ -163,8 +168,8 @@ def _export_adapter(arguments: argparse.Namespace, trained: "TrainedModel") -> i
         "largest_logit_difference": receipt.largest_difference,
         "readings": receipt.as_json()["readings"],
     }
-    told = f"{trained.source} written to {arguments.adapter}: {parameters} parameters, in fp32; read back by"
-    print_result(arguments, facts, [told, *_read_back(receipt), next_commands(commands)])
+    summary = f"{trained.source} written to {arguments.adapter}: {parameters} parameters, in fp32; read back by"
+    print_result(arguments, facts, [summary, *_read_back(receipt), next_commands(commands)])
     return 0
 
 
@@ -185,9 +190,9 @@ def _export_model(arguments: argparse.Namespace, trained: "TrainedModel") -> int
         "largest_logit_difference": receipt.largest_difference,
         **{key: receipt.as_json()[key] for key in ("readings", "proved", "notes")},
     }
-    told = f"{trained.source} written to {into} in {receipt.dtype}; read back by"
+    summary = f"{trained.source} written to {into} in {receipt.dtype}; read back by"
     commands = _next(arguments, trained.spec.max_positions, chats=trained.tokenizer.chat_template is not None)
-    print_result(arguments, facts, [told, *_read_back(receipt), next_commands(commands)])
+    print_result(arguments, facts, [summary, *_read_back(receipt), next_commands(commands)])
     return 0
 
 
@@ -221,7 +226,7 @@ def _hand_over(arguments: argparse.Namespace) -> int:
     engine = find_engine(arguments.engine, written=True)
     with progress_on_stderr(arguments.json):
         translation = hand_over(run_at(arguments.model, arguments.overrides), engine, arguments.program)
-    left_out = {setting.path: setting.why for setting in translation.left_out}
+    left_out = {setting.path: setting.reason for setting in translation.left_out}
     facts = {
         "directory": str(arguments.program),
         "engine": engine.name,
@@ -230,7 +235,7 @@ def _hand_over(arguments: argparse.Namespace) -> int:
         "notes": list(translation.notes),
     }
     lines = [f"{arguments.model} written to {arguments.program} as {translation.program}, {translation.lines} lines"]
-    lines += [f"left out    {path}: {why}" for path, why in left_out.items()]
+    lines += [f"left out    {path}: {reason}" for path, reason in left_out.items()]
     lines += [f"its own way {note}" for note in translation.notes]
     print_result(arguments, facts, lines)
     return 0

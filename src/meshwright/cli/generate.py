@@ -64,11 +64,11 @@ def run(arguments: argparse.Namespace) -> int:
     compile_steps(arguments, trained.model)
     prompts = [sys.stdin.read().rstrip("\n") if text == "-" else text for text in arguments.prompt]
     settings = Settings(sampling=sampling, max_tokens=arguments.max_tokens, stops=arguments.stop)
-    tell = note if blocks_from_disk(trained.model) is not None else lambda line: None
+    report = note if blocks_from_disk(trained.model) is not None else lambda line: None
     if arguments.chat:
-        texts = answer_texts(trained, prompts, settings, system=arguments.system, tell=tell)
+        texts = answer_texts(trained, prompts, settings, system=arguments.system, report=report)
     else:
-        texts = continue_texts(trained, prompts, settings, tell=tell)
+        texts = continue_texts(trained, prompts, settings, report=report)
     pairs, lines = [], []
     for number, (prompt, text) in enumerate(zip(prompts, texts, strict=True), 1):
         pairs.append({"prompt": prompt, "continuation": text})

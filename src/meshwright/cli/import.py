@@ -75,8 +75,8 @@ def run(arguments: argparse.Namespace) -> int:
         print(text, end="")
     for note in reading.notes:
         print(f"assumed: {note}", file=sys.stderr)
-    for origin, why in reading.without:
-        print(f"no counterpart: {origin}: {why}", file=sys.stderr)
+    for origin, reason in reading.without:
+        print(f"no counterpart: {origin}: {reason}", file=sys.stderr)
     return 0
 
 

@@ -83,15 +83,15 @@ def run(arguments: argparse.Namespace) -> int:
     questions = [] if arguments.questions is None else read_questions(arguments.questions, arguments.limit)
     if not questions and not arguments.votes:
         raise UserError("nothing to judge; give QUESTIONS with --answers and --judge, or --votes")
-    found: dict[str, Any] = {}
+    report: dict[str, Any] = {}
     votes = read_verdicts(arguments.votes)
     verdicts: list[Verdict] = []
     rated: list[Rated] = []
     with progress_on_stderr(arguments.json):
         if questions:
-            verdicts, rated = _judge(arguments, questions, found)
-    if "estimate" not in found:
-        found |= _compared(votes + verdicts, rated)
+            verdicts, rated = _judge(arguments, questions, report)
+    if "estimate" not in report:
+        report |= _compared(votes + verdicts, rated)
         categories = {question.id: question.category for question in questions}
         for title, group_of in (
             ("by_turn", lambda one: str(one.turn)),
@@ -99,7 +99,7 @@ def run(arguments: argparse.Namespace) -> int:
         ):
             groups = list(dict.fromkeys(map(group_of, [*verdicts, *rated])))
             if len(groups) > 1:
-                found[title] = {
+                report[title] = {
                     group: _compared(
                         [one for one in verdicts if group_of(one) == group],
                         [one for one in rated if group_of(one) == group],
@@ -107,25 +107,25 @@ def run(arguments: argparse.Namespace) -> int:
                     for group in groups
                 }
         if questions:
-            write_durably(arguments.out / "report.json", json.dumps(found, indent=2) + "\n")
-    print_result(arguments, found, _lines(found))
+            write_durably(arguments.out / "report.json", json.dumps(report, indent=2) + "\n")
+    print_result(arguments, report, _lines(report))
     return 0
 
 
 def _compared(verdicts: Sequence[Verdict], rated: Sequence[Rated]) -> dict[str, Any]:
     """The figures of some verdicts and ratings, as data."""
-    found: dict[str, Any] = {}
+    figures: dict[str, Any] = {}
     if verdicts:
         agreed = settled(verdicts)
-        found["pairs"] = [asdict(one) for one in versus(agreed)]
-        found["ratings"] = {name: asdict(one) for name, one in ratings(agreed).items()}
+        figures["pairs"] = [asdict(one) for one in versus(agreed)]
+        figures["ratings"] = {name: asdict(one) for name, one in ratings(agreed).items()}
     if rated:
-        found["mean_ratings"] = {name: asdict(one) for name, one in mean_ratings(rated).items()}
-    return found
+        figures["mean_ratings"] = {name: asdict(one) for name, one in mean_ratings(rated).items()}
+    return figures
 
 
 def _judge(
-    arguments: argparse.Namespace, questions: Sequence[JudgeQuestion], found: dict[str, Any]
+    arguments: argparse.Namespace, questions: Sequence[JudgeQuestion], report: dict[str, Any]
 ) -> tuple[list[Verdict], list[Rated]]:
     """Judge, record the cost in `found`, and return the verdicts on pairs and the ratings."""
     if not arguments.answers or (arguments.judge is None and not arguments.dry_run):
@@ -137,7 +137,7 @@ def _judge(
         spent = estimate(
             items, VerdictJournal(arguments.out / "verdicts.jsonl", arguments.judge_model or ""), arguments.max_tokens
         )
-        found["estimate"] = _figures(spent, arguments)
+        report["estimate"] = _figures(spent, arguments)
         return [], []
     given = os.environ.get(KEY, "").strip()
     key = read_key(arguments.api_key_file) or (check_key(given, f"${KEY}") if given else None)
@@ -159,17 +159,17 @@ def _judge(
         at_once=arguments.at_once,
         progress=progress,
     )
-    found |= {"judge": client.model, "questions": len(questions), "unclear": unclear(items, journal)}
-    found["spent"] = _figures(spent, arguments)
+    report |= {"judge": client.model, "questions": len(questions), "unclear": unclear(items, journal)}
+    report["spent"] = _figures(spent, arguments)
     return verdicts_of(items, journal), single_ratings(items, journal)
 
 
 def _answers(arguments: argparse.Namespace, questions: Sequence[JudgeQuestion]) -> list[ModelAnswers]:
-    found = []
+    model_answers = []
     for given in arguments.answers:
         name, _, path = given.rpartition("=")
         if Path(path).suffix == ".jsonl":
-            found.append(read_answers(Path(path), questions, name or None))
+            model_answers.append(read_answers(Path(path), questions, name or None))
             continue
         if arguments.dry_run:
             raise UserError(f"--answers {path}: a model would have to answer first; --dry-run needs .jsonl files")
@@ -181,40 +181,40 @@ def _answers(arguments: argparse.Namespace, questions: Sequence[JudgeQuestion]) 
         trained = open_trained(Path(path), device=arguments.device)
         name = name or default_name(trained)
         turns = answer_questions(trained, [question.turns for question in questions], max_tokens=arguments.max_tokens)
-        rows = [answer_record(question, name, said) for question, said in zip(questions, turns, strict=True)]
+        rows = [answer_record(question, name, answers) for question, answers in zip(questions, turns, strict=True)]
         place = arguments.out / f"answers-{name}.jsonl"
         write_durably(place, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
         print(f"answered  {place}: {len(rows)} questions by {trained.source}")
-        found.append(read_answers(place, questions, name))
-    return found
+        model_answers.append(read_answers(place, questions, name))
+    return model_answers
 
 
 def _figures(cost: TokensUsed, arguments: argparse.Namespace) -> dict[str, Any]:
     return {**asdict(cost), "price": cost.price(arguments.price)}
 
 
-def _lines(found: dict[str, Any]) -> Iterator[str]:
+def _lines(report: dict[str, Any]) -> Iterator[str]:
     for name in ("estimate", "spent"):
-        if name in found:
-            cost = found[name]
+        if name in report:
+            cost = report[name]
             price = "" if cost["price"] is None else f", price {cost['price']:.4g}"
             what = "would cost" if name == "estimate" else "cost"
             yield (
                 f"{what:10}{cost['requests']} requests, {cost['prompt_tokens']} tokens read and "
                 f"{cost['completion_tokens']} written{price}"
             )
-    if found.get("unclear"):
-        yield f"unclear   {found['unclear']} replies held no verdict; run again to ask again"
-    for pair in found.get("pairs", []):
+    if report.get("unclear"):
+        yield f"unclear   {report['unclear']} replies held no verdict; run again to ask again"
+    for pair in report.get("pairs", []):
         yield (
             f"{pair['model_a']} against {pair['model_b']}: {pair['wins']} wins, {pair['ties']} ties, "
             f"{pair['losses']} losses; win rate {_interval(pair['rate'], 3)}"
         )
     for title, key, digits in (("rating", "ratings", 0), ("mean rating", "mean_ratings", 2)):
-        for name, rated in found.get(key, {}).items():
+        for name, rated in report.get(key, {}).items():
             yield f"{title:12}{name}: {_interval(rated, digits)}"
         for heading in ("turn", "category"):
-            for group, compared in found.get(f"by_{heading}", {}).items():
+            for group, compared in report.get(f"by_{heading}", {}).items():
                 if key in compared:
                     shown = ", ".join(f"{name} {one['value']:.{digits}f}" for name, one in compared[key].items())
                     yield f"{title:12}{heading} {group or 'none'}: {shown}"

@@ -74,17 +74,17 @@ def _measure(arguments: argparse.Namespace, resolved: ResolvedRun, cluster: Clus
     on_gpu = cluster.device != "cpu"
     reports = rehearse(resolved, ranks, on_gpu=on_gpu, fp8="fp8" in cluster.tflops)
     memory_bytes = int(cluster.memory_gb * 1e9)
-    found = findings(reports, recipe.layout, memory_bytes=memory_bytes, per_node=cluster.per_node)
+    problems = findings(reports, recipe.layout, memory_bytes=memory_bytes, per_node=cluster.per_node)
     fits = all(device_peak(report) <= memory_bytes for report in reports)
     would_fit = [] if fits else remedies(resolved, _machine(cluster), memory_bytes)
     overrides = [list(remedy.overrides) for remedy in would_fit]
-    facts = {"layout": recipe.layout.model_dump(), "ranks": reports, "findings": found, "remedies": overrides}
-    lines = [*_lines(resolved, reports), *(f"would break: {finding}" for finding in found)]
-    lines += [] if found else ["no problems found"]
+    facts = {"layout": recipe.layout.model_dump(), "ranks": reports, "findings": problems, "remedies": overrides}
+    lines = [*_lines(resolved, reports), *(f"would break: {finding}" for finding in problems)]
+    lines += [] if problems else ["no problems found"]
     if not fits:
         lines += ["predicted to fit, fastest first:", *(f"  {line}" for line in remedy_lines(would_fit))]
     print_result(arguments, facts, lines)
-    return 1 if found else 0
+    return 1 if problems else 0
 
 
 def _prove(arguments: argparse.Namespace, resolved: ResolvedRun, cluster: ClusterSpec) -> int:

@@ -33,12 +33,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Print the runs, the one that began first at the top."""
     run_dirs = find_runs(arguments.folders)
-    found = [_read(run_dir, name) for run_dir, name in zip(run_dirs, names_of(run_dirs), strict=True)]
-    for name, values in differences(found):
+    runs = [_read(run_dir, name) for run_dir, name in zip(run_dirs, names_of(run_dirs), strict=True)]
+    for name, values in differences(runs):
         if name not in DATA_ONLY:
-            for one, value in zip(found, values, strict=True):
+            for one, value in zip(runs, values, strict=True):
                 one["differences"][name] = value
-    facts = [{key: value for key, value in one.items() if key != "settings"} for one in found]
+    facts = [{key: value for key, value in one.items() if key != "settings"} for one in runs]
     print_result(arguments, {"runs": facts}, _table(facts))
     return 0
 

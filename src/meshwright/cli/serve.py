@@ -83,10 +83,10 @@ def _add_limits(parser: argparse.ArgumentParser) -> None:
 
 def named(text: str) -> tuple[str, Path]:
     """Parse `NAME=RUN`; raise an error that argparse reports with the option's name."""
-    found = re.fullmatch(r"([^=\s]+)=(.+)", text)
-    if found is None:
+    match = re.fullmatch(r"([^=\s]+)=(.+)", text)
+    if match is None:
         raise argparse.ArgumentTypeError(f"'{text}' is not allowed: must be NAME=RUN")
-    return found[1], Path(found[2])
+    return match[1], Path(match[2])
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -127,9 +127,9 @@ def _choices(word: str) -> list[str] | tuple[float, float]:
     path, equals, text = word.partition("=")
     if not path or not equals:
         raise UserError(f"{word!r} is not a setting with values, as in training.optimizer.lr=1e-4,3e-4")
-    if found := RANGE.fullmatch(text):
+    if match := RANGE.fullmatch(text):
         try:
-            least, most = float(found[1]), float(found[2])
+            least, most = float(match[1]), float(match[2])
         except ValueError:
             least, most = 1.0, 0.0
         if not -math.inf < least < most < math.inf:

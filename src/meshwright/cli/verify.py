@@ -91,9 +91,9 @@ def run(arguments: argparse.Namespace) -> int:
     if resolved.run.layout.world_size > 1 and untouched:
         forkserver.fork_here()
     if resolved.run.layout.world_size <= MOST_RANKS or arguments.full:
-        status, found = _prove(recipe, resolved, arguments)
-        if arguments.json and found is not None:
-            print_json(found)
+        status, answer = _prove(recipe, resolved, arguments)
+        if arguments.json and answer is not None:
+            print_json(answer)
         return status
     return _prove_pairs(recipe, resolved, arguments)
 
@@ -101,17 +101,17 @@ def run(arguments: argparse.Namespace) -> int:
 def _prove_pairs(recipe: Run, whole: ResolvedRun, arguments: argparse.Namespace) -> int:
     """Prove each pair of axes, up to the first difference."""
     layouts, answers = pair_layouts(whole.run.layout), []
-    said = sys.stderr if arguments.json else sys.stdout
+    stream = sys.stderr if arguments.json else sys.stdout
     what = f"{whole.run.layout.strategy} has {whole.run.layout.world_size} ranks"
-    print(f"{what}: {len(layouts)} pairs of its axes are proved one by one (--full: the whole layout)", file=said)
+    print(f"{what}: {len(layouts)} pairs of its axes are proved one by one (--full: the whole layout)", file=stream)
     status, began = 0, time.monotonic()
     for number, layout in enumerate(layouts):
         left = (time.monotonic() - began) / number * (len(layouts) - number) if number else None
         estimate = "" if left is None else f"; about {left:.0f} s left"
-        print(f"\nproof {number + 1} of {len(layouts)}: {layout.strategy}{estimate}", file=said, flush=True)
+        print(f"\nproof {number + 1} of {len(layouts)}: {layout.strategy}{estimate}", file=stream, flush=True)
         pair = recipe.model_copy(update={"layout": layout})
-        status, found = _prove(pair, _prepare(pair, arguments), arguments)
-        answers.append(found)
+        status, answer = _prove(pair, _prepare(pair, arguments), arguments)
+        answers.append(answer)
         if status:
             break
     if arguments.json:
@@ -260,7 +260,7 @@ def _step(comparison: Any) -> list[str]:
 def _whole(proof: Any) -> list[str]:
     """The comparison of whole steps as lines of text."""
 
-    def told(comparison: Any) -> str:
+    def summary(comparison: Any) -> str:
         if comparison.wrong:
             name, difference = comparison.wrong
             return f"differs in {name}, by {_amount(difference)}"
@@ -268,7 +268,7 @@ def _whole(proof: Any) -> list[str]:
         worst = max(both, key=lambda name: both[name].share)
         return f"{len(both)} of {len(both)} equal; largest difference in {worst}: {_amount(both[worst])}"
 
-    lines = [f"  {comparison.name:<17}  {told(comparison)}" for comparison in proof.whole]
+    lines = [f"  {comparison.name:<17}  {summary(comparison)}" for comparison in proof.whole]
     return ["whole steps, as in training", *lines] if lines else []
 
 

@@ -160,7 +160,7 @@ def all_reduce_(
 
 
 WAITS: ContextVar[Callable[[torch.Tensor], None] | None] = ContextVar("WAITS", default=None)
-"""Is told of the tensor of each message that is waited for. While something listens, every message is waited for."""
+"""Called with the tensor of each message that is waited for. While something listens, every message is waited for."""
 
 
 class Message:
@@ -173,8 +173,8 @@ class Message:
 
     def wait(self) -> torch.Tensor:
         """The tensor, after it has arrived or been sent."""
-        if (told := WAITS.get()) is not None:
-            told(self.tensor)
+        if (observe := WAITS.get()) is not None:
+            observe(self.tensor)
         self._work.wait()
         return self.tensor
 
@@ -225,8 +225,8 @@ class Swap:
 
     def wait(self) -> torch.Tensor:
         """The tensor that has arrived."""
-        if (told := WAITS.get()) is not None:
-            told(self.received)
+        if (observe := WAITS.get()) is not None:
+            observe(self.received)
         for work in self.works:
             work.wait()
         return self.received

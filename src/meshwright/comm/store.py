@@ -33,7 +33,7 @@ class SignedStore(dist.Store):
         self._key = hmac.digest(secret, b"store", DIGEST)  # a separate key: signatures are not valid for objects
 
     def set(self, key: str, value: str | bytes) -> None:
-        """See `dist.Store`."""
+        """Store a value with its signature."""
         self._store.set(self._prefix + key, self._signed(key, value))  # type: ignore[arg-type]  (bytes are taken too)
 
     def get(self, key: str) -> bytes:
@@ -50,15 +50,15 @@ class SignedStore(dist.Store):
         )
 
     def add(self, key: str, value: int) -> int:
-        """See `dist.Store`."""
+        """Add to a counter, which has no signature; returns the sum."""
         return self._store.add(self._prefix + key, value)
 
     def check(self, keys: Sequence[str]) -> bool:  # type: ignore[override]
-        """See `dist.Store`."""
+        """Whether all keys have values."""
         return self._store.check([self._prefix + key for key in keys])
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:  # type: ignore[override]
-        """See `dist.Store`."""
+        """Wait until all keys have values."""
         names = [self._prefix + key for key in keys]
         if timeout is None:
             self._store.wait(names)
@@ -66,7 +66,7 @@ class SignedStore(dist.Store):
             self._store.wait(names, timeout)
 
     def has_extended_api(self) -> bool:
-        """See `dist.Store`."""
+        """No: values cannot be appended to, nor several keys set at once."""
         return False
 
     def _signed(self, key: str, value: str | bytes) -> bytes:

@@ -210,11 +210,11 @@ class _Reading:
         wanted = stream, index = self.run.mixture.locate(position, self.run.seed)
         expected = self._expected(stream, index)
         if not np.array_equal(row.inputs, expected.inputs):
-            found = self._recognise(row)
-            if found is None:
+            match = self._recognise(row)
+            if match is None:
                 self.report.add("rows", f"{where}: its tokens match no sample of any stream")
                 return
-            stream, index = found
+            stream, index = match
             expected = self._expected(stream, index)
             self.report.add("order", f"{where}: {self._name(stream, index)} instead of {self._name(*wanted)}")
         epoch, last_rank = self.samples[stream] // len(self.seen[stream]), int(self.last[stream][index, 1])
@@ -325,13 +325,13 @@ def document_problems(row: Sample, expected: Sample) -> Iterator[str]:
             yield "documents are separated, although data.separate_documents is false"
         return
     documents = np.zeros_like(row.inputs) if row.documents is None else row.documents
-    wanted, found = np.diff(expected.documents) != 0, np.diff(documents) != 0
-    if (wanted & ~found).any():
-        yield f"attention crosses {int((wanted & ~found).sum())} document boundaries, first at position " + str(
-            int(np.flatnonzero(wanted & ~found)[0]) + 1
+    wanted, borders = np.diff(expected.documents) != 0, np.diff(documents) != 0
+    if (wanted & ~borders).any():
+        yield f"attention crosses {int((wanted & ~borders).sum())} document boundaries, first at position " + str(
+            int(np.flatnonzero(wanted & ~borders)[0]) + 1
         )
-    if (found & ~wanted).any():
-        yield f"documents are cut at {int((found & ~wanted).sum())} positions that are not boundaries"
+    if (borders & ~wanted).any():
+        yield f"documents are cut at {int((borders & ~wanted).sum())} positions that are not boundaries"
 
 
 def attention_problems(sees: Callable[[np.ndarray], np.ndarray], row: Sample, documents_T: np.ndarray) -> Iterator[str]:

@@ -57,14 +57,14 @@ def trained_text_problems(stream: TokenStream, tokenizer: TextTokenizer, data: D
                 if any(not _holds_one(run, unwanted) for run in _runs(file, number, tokenizer, trained=False)):
                     yield f"document {number} has tokens without loss, though data.chat.train_on=all"
                 continue
-            found, cut = _runs(file, number, tokenizer), data.chat.overlong == "truncate"
-            if any(_in_order(" ".join(found), words) for words in richer):
+            texts, cut = _runs(file, number, tokenizer), data.chat.overlong == "truncate"
+            if any(_in_order(" ".join(texts), words) for words in richer):
                 continue
-            left = wanted.get(_stripped(found))
-            if not (left and _margins_fit(found, left.pop(), before)) and not (
-                cut and _is_beginning(_stripped(found), wanted)
+            left = wanted.get(_stripped(texts))
+            if not (left and _margins_fit(texts, left.pop(), before)) and not (
+                cut and _is_beginning(_stripped(texts), wanted)
             ):
-                shown = " ... ".join(found)[:80]
+                shown = " ... ".join(texts)[:80]
                 yield f"document {number} trains on {shown!r}, which is not an assistant's text in the records"
 
 
@@ -127,11 +127,11 @@ def _stripped(texts: Iterable[str]) -> tuple[str, ...]:
     return tuple(text.strip() for text in texts)
 
 
-def _margins_fit(found: Sequence[str], answers: Sequence[str], before: tuple[str, ...]) -> bool:
+def _margins_fit(trained: Sequence[str], answers: Sequence[str], before: tuple[str, ...]) -> bool:
     """Whether the whitespace around the trained text is the answer's own, none, or one of `before` in front."""
     return all(
         (run[1:] if run.startswith(before) else run) in (answer, answer.strip(), answer.removeprefix(" "))
-        for run, answer in zip(found, answers, strict=True)
+        for run, answer in zip(trained, answers, strict=True)
     )
 
 
@@ -156,9 +156,9 @@ def _runs(file: TokenFile, number: int, tokenizer: TextTokenizer, *, trained: bo
     return tuple(_EMPTY_THOUGHT.sub("", run) for run in runs)
 
 
-def _is_beginning(found: Sequence[str], wanted: Iterable[tuple[str, ...]]) -> bool:
+def _is_beginning(trained: Sequence[str], wanted: Iterable[tuple[str, ...]]) -> bool:
     """Whether this is the start of a truncated record."""
-    *whole, last = found or ("",)
+    *whole, last = trained or ("",)
     return any(
         list(answers[: len(whole)]) == whole and len(answers) > len(whole) and answers[len(whole)].startswith(last[:-1])
         for answers in wanted

@@ -62,15 +62,15 @@ def assign_bins(lengths: np.ndarray, capacity: int) -> tuple[np.ndarray, int]:
             fitting = open_rooms >> length
             if fitting:
                 room = length + (fitting & -fitting).bit_length() - 1
-                found = rooms[room].pop()
+                free = rooms[room].pop()
                 if not rooms[room]:
                     open_rooms &= ~(1 << room)
             else:
                 room = capacity
-                found = np.arange(num_bins, num_bins - (-len(items) // (capacity // length)))
-                num_bins += len(found)
+                free = np.arange(num_bins, num_bins - (-len(items) // (capacity // length)))
+                num_bins += len(free)
             each = room // length
-            used, unused = np.split(found, [-(-len(items) // each)])
+            used, unused = np.split(free, [-(-len(items) // each)])
             bins[items[: len(used) * each]] = np.repeat(used, each)[: len(items)]
             last = min(each, len(items) - each * (len(used) - 1))  # documents in the last bin used
             items = items[len(used) * each :]

@@ -141,11 +141,11 @@ class Tokenization:
 
             cut = (lambda text: [text]) if records else self.tokenizer.pieces
             for pieces, encoded in encoders.map(_chunks(_pieces(self.files, split, cut, place))):
-                for piece, found in zip(pieces, encoded, strict=True):
+                for piece, result in zip(pieces, encoded, strict=True):
                     writer = held_out if piece.held_out and held_out else train
-                    if found.error:
-                        raise UserError(f"{piece.where}: {found.error}")
-                    for ids in found.documents:
+                    if result.error:
+                        raise UserError(f"{piece.where}: {result.error}")
+                    for ids in result.documents:
                         if records:
                             writer.write_document(ids)
                         else:
@@ -153,7 +153,7 @@ class Tokenization:
                     if piece.ends_document and not records:
                         writer.end_document()
                     if piece.counts:
-                        census.add(*piece.counts, found.note)
+                        census.add(*piece.counts, result.note)
                 place = pieces[-1].place
                 if time.monotonic() - last_commit >= COMMIT_SECONDS:
                     commit_now()

@@ -48,8 +48,8 @@ def damage_of(directory: Path) -> str:
     try:
         for path in (directory / name for name in names):
             beside = [path.with_suffix(ending) for ending in (".idx", MASK)]
-            for found in [path, *(one for one in beside if one.exists())]:
-                BlockChecksums.beside(found, "").compare_all()
+            for checked in [path, *(one for one in beside if one.exists())]:
+                BlockChecksums.beside(checked, "").compare_all()
             json.loads(regular(path.with_suffix(".json")).read_bytes())
     except (OSError, ValueError) as error:
         return str(error)

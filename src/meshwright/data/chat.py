@@ -83,9 +83,9 @@ class ChatTemplate:
 
     def writes_tools(self) -> bool:
         """Whether it renders tools."""
-        tools, asked = [{"type": "function", "function": {"name": "probe_name"}}], {"role": "user", "content": "?"}
+        tools, question = [{"type": "function", "function": {"name": "probe_name"}}], {"role": "user", "content": "?"}
         try:
-            return "probe_name" in self.render([asked], tools=tools, answer=True)
+            return "probe_name" in self.render([question], tools=tools, answer=True)
         except UserError:  # it may demand a description, and so reads tools
             return True
 
@@ -94,10 +94,10 @@ class ChatTemplate:
 
         Raises UserError if the template refuses such a message.
         """
-        asked = {"role": "user", "content": "?"}
+        question = {"role": "user", "content": "?"}
         texts = []
-        for said in ({"role": "assistant", "content": "probe_words"}, message):
-            text, turns, _ = self.turns([asked, said], [1])
+        for reply in ({"role": "assistant", "content": "probe_words"}, message):
+            text, turns, _ = self.turns([question, reply], [1])
             texts.append(text[turns[1].parts[0].start : turns[1].end])
         before = texts[0].partition("probe_words")[0]
         return texts[1].removeprefix(before) if before else texts[1]
@@ -144,9 +144,9 @@ class ChatTemplate:
 
         Raises UserError if the template refuses a conversation of one question.
         """
-        asked, said = {"role": "user", "content": "?"}, {"role": "assistant", "content": "x"}
+        question, reply = {"role": "user", "content": "?"}, {"role": "assistant", "content": "x"}
         ends = list[str]()
-        for messages in ([asked, said], [asked, said, asked, said]):
+        for messages in ([question, reply], [question, reply, question, reply]):
             try:
                 text, turns, _ = self.turns(messages, [1])
             except UserError:
@@ -154,17 +154,17 @@ class ChatTemplate:
                     raise
                 continue
             ends.append(text[turns[1].end : turns[1].parts[-1].end].strip())
-        found = (self._token_id(end) for end in dict.fromkeys(ends))
-        return [number for number in found if number is not None]
+        numbers = (self._token_id(end) for end in dict.fromkeys(ends))
+        return [number for number in numbers if number is not None]
 
     def without_end(self) -> str:
         """The remark that no token ends the assistant's turn, so its end is not trained; empty if one does, or may do:
         some templates refuse the probe of a single question."""
-        asked, said = {"role": "user", "content": "?"}, {"role": "assistant", "content": "x"}
+        question, reply = {"role": "user", "content": "?"}, {"role": "assistant", "content": "x"}
         try:
             if self.ends_of_turn():
                 return ""
-            text, turns, _ = self.turns([asked, said, asked], [1])
+            text, turns, _ = self.turns([question, reply, question], [1])
         except UserError:
             return ""
         next_token = any_of(self._special).match(text[turns[1].end :].lstrip())
@@ -177,8 +177,8 @@ class ChatTemplate:
     @cached_property
     def writes_thoughts(self) -> bool:
         """Whether it renders thoughts from a separate field, at least in the last turn."""
-        said = {"role": "assistant", "content": "x", THOUGHTS[0]: "probe_thought"}
-        return "probe_thought" in self.render([{"role": "user", "content": "?"}, said])
+        reply = {"role": "assistant", "content": "x", THOUGHTS[0]: "probe_thought"}
+        return "probe_thought" in self.render([{"role": "user", "content": "?"}, reply])
 
     @cached_property
     def _form(self) -> ToolCallFormat:

@@ -60,8 +60,8 @@ class Checked(np.ndarray):
             else:
                 read = super().__getitem__(index) if isinstance(index, slice) else self
             self._sums.compare(read)
-        found = super().__getitem__(index)
-        return found.view(np.ndarray) if isinstance(found, np.ndarray) else found
+        values = super().__getitem__(index)
+        return values.view(np.ndarray) if isinstance(values, np.ndarray) else values
 
     def span(self, start: int, stop: int) -> "Checked":
         """A part that is compared when it is read."""
@@ -91,9 +91,9 @@ class BlockChecksums:
 
     def numbers(self, dtype: np.dtype, offset: int, count: int) -> np.ndarray:
         """`count` numbers starting at byte `offset`, compared when they are read."""
-        found = self._bytes[offset : offset + count * dtype.itemsize].view(dtype).view(Checked)
-        found._sums = self  # pyright: ignore
-        return found
+        numbers = self._bytes[offset : offset + count * dtype.itemsize].view(dtype).view(Checked)
+        numbers._sums = self  # pyright: ignore
+        return numbers
 
     def compare(self, part: np.ndarray) -> None:
         """Raise UserError if a block that overlaps `part`, one piece of the file, is damaged."""

@@ -97,21 +97,21 @@ def _send(value: Any, stream: Any) -> None:
 def _packed(encoded: Sequence[EncodedText]) -> tuple[bytes, bytes, bytes, list[tuple[str, str]]]:
     """As bytes: the number of documents of each text, the number of tokens of each document, all tokens; and each
     text's note and error, empty if there is none."""
-    documents = [ids for found in encoded for ids in found.documents]
-    counts = np.array([len(found.documents) for found in encoded], np.int32)
+    documents = [ids for text in encoded for ids in text.documents]
+    counts = np.array([len(text.documents) for text in encoded], np.int32)
     lengths = np.array([len(ids) for ids in documents], np.int32)
-    told = [(found.note, found.error) for found in encoded]
+    messages = [(text.note, text.error) for text in encoded]
     ids = np.concatenate([np.zeros(0, np.int32), *documents])
-    return counts.tobytes(), lengths.tobytes(), ids.tobytes(), told if any(map(any, told)) else []
+    return counts.tobytes(), lengths.tobytes(), ids.tobytes(), messages if any(map(any, messages)) else []
 
 
-def _unpacked(counts: bytes, lengths: bytes, ids: bytes, told: list[Any]) -> list[EncodedText]:
+def _unpacked(counts: bytes, lengths: bytes, ids: bytes, messages: list[Any]) -> list[EncodedText]:
     borders = np.cumsum(np.frombuffer(lengths, np.int32))
     documents = iter(np.split(np.frombuffer(ids, np.int32), borders))
     numbers = np.frombuffer(counts, np.int32)
     return [
         EncodedText(tuple(islice(documents, count)), note, error)
-        for count, (note, error) in zip(numbers, told or [("", "")] * len(numbers), strict=True)
+        for count, (note, error) in zip(numbers, messages or [("", "")] * len(numbers), strict=True)
     ]
 
 

@@ -176,11 +176,11 @@ class RecordEncoder:
 
     def _spelled(self, record: Mapping[str, Any]) -> tuple[str, str] | None:
         """(role, special token) of the first message whose text contains one."""
-        said = [(message["role"], json.dumps(message, ensure_ascii=False)) for message in record["messages"]]
+        texts = [(message["role"], json.dumps(message, ensure_ascii=False)) for message in record["messages"]]
         for name in ("tools", "variables"):
-            said.append((name, json.dumps(record.get(name), ensure_ascii=False)))
-        found = ((role, self._special.search(text)) for role, text in said)
-        return next(((role, match[0]) for role, match in found if match), None)
+            texts.append((name, json.dumps(record.get(name), ensure_ascii=False)))
+        matches = ((role, self._special.search(text)) for role, text in texts)
+        return next(((role, match[0]) for role, match in matches if match), None)
 
 
 Encoder = TextEncoder | RecordEncoder

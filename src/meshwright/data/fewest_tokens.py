@@ -96,6 +96,6 @@ def _letters() -> dict[str, int]:
     256 on in order."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
-    found = {chr(byte): byte for byte in printable} | {chr(256 + place): byte for place, byte in enumerate(others)}
-    assert found.keys() == set(pre_tokenizers.ByteLevel.alphabet())
-    return found
+    letters = {chr(byte): byte for byte in printable} | {chr(256 + place): byte for place, byte in enumerate(others)}
+    assert letters.keys() == set(pre_tokenizers.ByteLevel.alphabet())
+    return letters

@@ -134,14 +134,14 @@ class Loader:
         positions, places = self.positions(step), self._share.places
         samples = [self._mixture.sample(position, self._seed) for position in positions]
         microbatches = [slice(i, i + self._micro_batch) for i in range(0, self._per_rank, self._micro_batch)]
-        found = [_stack(samples[rows], places) for rows in microbatches]
+        batches = [_stack(samples[rows], places) for rows in microbatches]
         if self._numbered:
             length = len(samples[0].inputs)
-            found = [
+            batches = [
                 replace(batch, numbers=_numbers(positions[rows], length, places))
-                for batch, rows in zip(found, microbatches, strict=True)
+                for batch, rows in zip(batches, microbatches, strict=True)
             ]
-        return [_repadded(batch, self._share.padding) for batch in found]
+        return [_repadded(batch, self._share.padding) for batch in batches]
 
 
 def draws(resolved: ResolvedRun) -> bool:

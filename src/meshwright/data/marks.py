@@ -75,8 +75,8 @@ class Written:
         rank = ranks[-1] if ranks else -1
         if any(text.message < message for _, text in self.places[rank + 1 :]):
             return None
-        found = self._region([rank + 1, rank])
-        return found._replace(span=Span(found.room.end, found.room.end), fields=frozenset())
+        region = self._region([rank + 1, rank])
+        return region._replace(span=Span(region.room.end, region.room.end), fields=frozenset())
 
     @cached_property
     def regions(self) -> dict[int, Region]:
@@ -84,7 +84,7 @@ class Written:
         ranks: dict[int, list[int]] = {}
         for rank, (_, text) in enumerate(self.places):
             ranks.setdefault(text.message, []).append(rank)
-        return {message: self._region(found) for message, found in ranks.items()}
+        return {message: self._region(own) for message, own in ranks.items()}
 
     def _region(self, ranks: Sequence[int]) -> Region:
         first, last = ranks[0], ranks[-1]

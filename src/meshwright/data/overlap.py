@@ -61,13 +61,13 @@ def find_overlap(corpus: Corpus, files: Sequence[Path], length: int = NGRAM) -> 
     """
     rows = [(path, line, texts) for path in files for line, texts in _texts_of(path)]
     windows, owners = _windows(corpus.tokenizer, [texts for _, _, texts in rows], length)
-    found = [Shared(line, int((owners == index).sum())) for index, (_, line, _) in enumerate(rows)]
+    counted = [Shared(line, int((owners == index).sum())) for index, (_, line, _) in enumerate(rows)]
     if len(windows):
         for stream in corpus.streams:
-            _search(stream.name, stream.train, corpus.tokenizer, windows, owners, found)
+            _search(stream.name, stream.train, corpus.tokenizer, windows, owners, counted)
     reports = []
     for path in files:
-        mine = [one for (of, _, _), one in zip(rows, found, strict=True) if of == path]
+        mine = [one for (of, _, _), one in zip(rows, counted, strict=True) if of == path]
         shared = sorted((one for one in mine if one.found), key=lambda one: (-one.found / one.windows, one.line))
         reports.append(Overlap(str(path), len(mine), sum(not one.windows for one in mine), shared))
     return reports
@@ -101,9 +101,9 @@ def _windows(tokenizer: TextTokenizer, rows: Sequence[Sequence[str]], length: in
         encoded = tokenizer.encode_batch([text.strip() for text in texts])
         for ids in encoded:
             if len(ids) >= length:
-                found = sliding_window_view(np.asarray(ids, np.int64), length)
-                parts.append(found)
-                owners.append(np.full(len(found), index))
+                runs = sliding_window_view(np.asarray(ids, np.int64), length)
+                parts.append(runs)
+                owners.append(np.full(len(runs), index))
     return np.concatenate(parts), np.concatenate(owners)
 
 
@@ -121,7 +121,7 @@ def _search(
     tokenizer: TextTokenizer,
     windows: np.ndarray,
     owners: np.ndarray,
-    found: list[Shared],
+    counted: list[Shared],
 ) -> None:
     """Record which windows are among the file's tokens."""
     length = windows.shape[1]
@@ -140,7 +140,7 @@ def _search(
                 window = int(order[place])
                 if not seen[window] and np.array_equal(windows[window], tokens[hit : hit + length]):
                     seen[window] = True
-                    row = found[owners[window]]
+                    row = counted[owners[window]]
                     row.found += 1
                     if not row.example:
                         document = int(np.searchsorted(starts, begin + hit, side="right"))

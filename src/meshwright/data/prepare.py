@@ -192,13 +192,13 @@ def first_records(files: Sequence[SourceFile], encoder: RecordEncoder, num: int)
     """The first records of some files, encoded as for training, without the records that training drops."""
     read = list(islice(read_documents(files), num))
     encoded = encoder.encode([document.text for document in read])
-    for document, found in zip(read, encoded, strict=True):
-        if found.error:
-            raise UserError(f"{document.id}: {found.error}")
-    documents = [ids for found in encoded for ids in found.documents]
+    for document, record in zip(read, encoded, strict=True):
+        if record.error:
+            raise UserError(f"{document.id}: {record.error}")
+    documents = [ids for record in encoded for ids in record.documents]
     if not documents:
         raise UserError(f"{files[0].name}: all checked records are left out: too long, or without an answer")
-    notes = [note for document, found in zip(read, encoded, strict=True) for note in (document.note, found.note)]
+    notes = [note for document, record in zip(read, encoded, strict=True) for note in (document.note, record.note)]
     counts = Counter(filter(None, notes))
     return replace(file_in_memory(documents, masked=True), is_pairs=files[0].format == "preference", counts=counts)
 
@@ -243,11 +243,11 @@ def group_files(data: DataSpec, files: Sequence[SourceFile]) -> dict[str, list[S
         else:
             name = {"text": "text", "preference": "preferences"}.get(file.format, "conversations")
         streams.setdefault(name, []).append(file)
-    for name, found in streams.items():
-        if found[0].format == "preference" and not data.separate_documents:
+    for name, group in streams.items():
+        if group[0].format == "preference" and not data.separate_documents:
             raise UserError("one sample holds both answers of a preference pair; set data.separate_documents=true")
         kinds = {"text": "text", "preference": "preferences"}
-        if len(mixed := sorted({kinds.get(file.format, "conversations") for file in found})) > 1:
+        if len(mixed := sorted({kinds.get(file.format, "conversations") for file in group})) > 1:
             raise UserError(f"data source {name} mixes {' and '.join(mixed)}; make each its own source")
     return streams
 

@@ -76,13 +76,13 @@ def format_of(columns: Iterable[str], text_key: str, where: str) -> Format:
     names = set(columns)
     if "messages" in names and names & set(SWIFT):
         return "preference"
-    found: list[Format] = [format for format, needed in COLUMNS.items() if names.issuperset(needed)]
+    formats: list[Format] = [format for format, needed in COLUMNS.items() if names.issuperset(needed)]
     if text_key in names:
-        found.append("text")
-    if len(found) > 1:
-        raise UserError(f"{where}: its columns match {' and '.join(found)}; set the source's format")
-    if found:
-        return found[0]
+        formats.append("text")
+    if len(formats) > 1:
+        raise UserError(f"{where}: its columns match {' and '.join(formats)}; set the source's format")
+    if formats:
+        return formats[0]
     for needed in COLUMNS.values():
         lacking = set(needed) - names
         for name in sorted(names - set(needed)):
@@ -164,11 +164,11 @@ def _paired(fields: Mapping[str, Any], where: str) -> Mapping[str, Any]:
     if talk is None or fields.get("chosen") is not None or (other is None and response is None):
         return fields
     if other is None:
-        asked = [number for number, message in enumerate(_messages(talk, where)) if message["role"] == "user"]
+        questions = [number for number, message in enumerate(_messages(talk, where)) if message["role"] == "user"]
         answer = [{"role": "assistant", "content": response}] if isinstance(response, str) else response
-        if not asked or not isinstance(answer, list):
+        if not questions or not isinstance(answer, list):
             raise UserError(f"{where}: 'rejected_response' must be a text or messages, after a question of the user")
-        other = [*talk[: asked[-1] + 1], *answer]
+        other = [*talk[: questions[-1] + 1], *answer]
     return {**fields, "chosen": talk, "rejected": other, **dict.fromkeys(SWIFT)}
 
 
@@ -206,15 +206,15 @@ def _of_sharegpt(fields: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 
 def _of_alpaca(fields: Mapping[str, Any], where: str) -> dict[str, Any]:
-    asked = _string(fields, "instruction", where)
+    question = _string(fields, "instruction", where)
     if fields.get("input"):
-        asked += "\n\n" + _string(fields, "input", where)
+        question += "\n\n" + _string(fields, "input", where)
     messages = []
     for turn in fields.get("history") or []:
         if not (isinstance(turn, list) and len(turn) == 2 and all(isinstance(text, str) for text in turn)):
             raise UserError(f"{where}: 'history' is not a list of pairs of question and answer")
         messages += [{"role": "user", "content": turn[0]}, {"role": "assistant", "content": turn[1]}]
-    messages.append({"role": "user", "content": asked})
+    messages.append({"role": "user", "content": question})
     messages.append({"role": "assistant", "content": _string(fields, "output", where)})
     return {"messages": _system(fields, where) + messages, "given": 0}
 
@@ -297,7 +297,7 @@ def _message(message: Any, where: str) -> dict[str, Any]:
     made: dict[str, Any] = {"role": known, "content": content or ""}
     if calls:
         made["tool_calls"] = calls_of(calls, where)
-    thought = next((found for name in THOUGHTS if (found := fields.pop(name, None))), None)
+    thought = next((thinking for name in THOUGHTS if (thinking := fields.pop(name, None))), None)
     if thought is not None:
         if not isinstance(thought, str):
             raise UserError(f"{where}: its thought is not text but {type(thought).__name__}")

@@ -128,7 +128,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
 
     @staticmethod
     def _not_growing(name: str, plain: Callable[..., Any]) -> Callable[..., Any]:
-        @wraps(plain)  # also copies the mark that tells Jinja what the filter receives
+        @wraps(plain)  # also copies the mark by which Jinja knows what the filter receives
         def checked(*args: Any, **kwargs: Any) -> Any:
             text, *others = [value for value in (*args, *kwargs.values()) if not hasattr(value, "autoescape")]
             _check_growth(name, text, others)

@@ -81,15 +81,15 @@ class SourceFile:
 
     def identity(self) -> tuple[Any, ...]:
         """A value that changes when the data read from it changes; a cache looks at nothing else."""
-        found = self.path.stat()
+        status = self.path.stat()
         return (
             self.name,
             self.format if self.is_records else self.container,
             self.text_key,
             self.tokens,
             *([self.columns] if self.columns else []),
-            found.st_size,
-            found.st_mtime_ns,
+            status.st_size,
+            status.st_mtime_ns,
         )
 
 
@@ -123,27 +123,29 @@ def total_bytes(files: Sequence[SourceFile]) -> int:
     return sum(file.path.stat().st_size for file in files)
 
 
-def require(library: str, why: str) -> ModuleType:
+def require(library: str, purpose: str) -> ModuleType:
     """An optional library; raises UserError with the command that installs it."""
     try:
         return importlib.import_module(library)
     except ImportError as error:
         package = library.split(".")[0]
-        raise UserError(f"{why} needs {package}; install it: pip install 'meshwright[{EXTRAS[package]}]'") from error
+        raise UserError(
+            f"{purpose} needs {package}; install it: pip install 'meshwright[{EXTRAS[package]}]'"
+        ) from error
 
 
 def _files_of(source: SourceSpec, number: int, base_dir: Path) -> list[SourceFile]:
     if source.path == STDLIB:
         return _stdlib_files(number)
     if source.path.startswith(HUB):
-        found = _arrow_files(_hub_files(source), source)
+        files = _arrow_files(_hub_files(source), source)
     elif (folder := base_dir / os.path.expanduser(source.path)).is_dir():
-        found = _arrow_files(_saved_dataset(folder, source), source)
+        files = _arrow_files(_saved_dataset(folder, source), source)
     else:
-        found = _matching_files(source, base_dir)
+        files = _matching_files(source, base_dir)
     columns = tuple(source.columns.items())
     return [
-        replace(file, format=source.format, text_key=source.text_key, columns=columns, source=number) for file in found
+        replace(file, format=source.format, text_key=source.text_key, columns=columns, source=number) for file in files
     ]
 
 
@@ -229,11 +231,11 @@ def _hub_files(source: SourceSpec) -> list[Path]:
     """The arrow files in the cache of `datasets`, downloaded if missing."""
     datasets = require("datasets", f"data source {source.path}")
     try:
-        found = datasets.load_dataset(source.path.removeprefix(HUB), source.subset, split=source.split)
+        dataset = datasets.load_dataset(source.path.removeprefix(HUB), source.subset, split=source.split)
     except Exception as error:  # the network, the hub and a dataset's files can fail in any way
         reason = " ".join(str(error).split())
         raise UserError(f"data source {source.path}, split {source.split}, cannot be loaded: {reason}") from error
-    return [Path(file["filename"]) for file in found.cache_files]
+    return [Path(file["filename"]) for file in dataset.cache_files]
 
 
 def _stdlib_files(number: int) -> list[SourceFile]:

@@ -8,10 +8,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain, zip_longest
 
 
-def inside(found: Sequence[tuple[int, int]], texts: Sequence[tuple[int, int]]) -> Iterator[bool]:
+def inside(places: Sequence[tuple[int, int]], texts: Sequence[tuple[int, int]]) -> Iterator[bool]:
     """For each place, in order: whether it is inside one of the texts."""
     waiting, reach = deque(sorted(texts)), 0
-    for start, end in found:
+    for start, end in places:
         while waiting and waiting[0][0] <= start:
             reach = max(reach, waiting.popleft()[1])
         yield end <= reach

@@ -84,12 +84,12 @@ def with_required_nulls(arguments: Any, schema: Any) -> Any:
         return arguments
     properties, required = schema.get("properties"), _listed(schema.get("required"))
     properties = properties if isinstance(properties, Mapping) else {}
-    found = Struct()
-    found.names = arguments.names
+    struct = Struct()
+    struct.names = arguments.names
     for name in arguments.names:
         if name in arguments or (name in required and _may_be_null(properties.get(name))):
-            found[name] = with_required_nulls(arguments.get(name), properties.get(name))
-    return found
+            struct[name] = with_required_nulls(arguments.get(name), properties.get(name))
+    return struct
 
 
 def has_structs(fields: Mapping[str, Any]) -> bool:
@@ -111,12 +111,12 @@ def _struct_reader(children: Mapping[str, Read | None]) -> Read:
     names = tuple(children)
 
     def read_struct(value: Mapping[str, Any]) -> Struct:
-        found = Struct()
-        found.names = names
+        struct = Struct()
+        struct.names = names
         for name, read in children.items():
             if (inner := value[name]) is not None:
-                found[name] = read(inner) if read else inner
-        return found
+                struct[name] = read(inner) if read else inner
+        return struct
 
     return read_struct
 

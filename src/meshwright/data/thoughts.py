@@ -43,10 +43,10 @@ def kept(messages: Sequence[Message], wanted: Sequence[int], find: Find) -> Conv
     """
     answers = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
     whole = find(messages, sorted({*answers, *wanted}))
-    asked = [number for number, message in enumerate(messages) if message["role"] == "user"]
-    first = asked[0] if asked else 0
+    questions = [number for number, message in enumerate(messages) if message["role"] == "user"]
+    first = questions[0] if questions else 0
     newest: dict[int, Conversation] = {}
-    for start, stop in pairwise(asked):
+    for start, stop in pairwise(questions):
         inside = [number for number in answers if start < number < stop]
         if any(_has_thought(messages[number]) for number in inside):
             shift = start - first
@@ -74,8 +74,8 @@ def _joined(whole: Conversation, newest: dict[int, Conversation], wanted: Sequen
 
     for number, turn in sorted(whole.turns.items(), key=lambda item: item[1].parts[0].start):
         copy(whole, place, turn.parts[0].start)
-        found = newest.get(number)
-        source, own = (whole, turn) if found is None else (found, found.turns[0])
+        replacement = newest.get(number)
+        source, own = (whole, turn) if replacement is None else (replacement, replacement.turns[0])
         shift = copy(source, own.parts[0].start, own.end)
         parts = [Span(start + shift, end + shift) for start, end in own.parts]
         ending = turn.parts[-1].end - turn.end

@@ -241,7 +241,7 @@ def open_token_file(path: Path, tokenizer: TextTokenizer, *, rebuild: str = "") 
     try:
         about = json.loads(regular(path.with_suffix(ABOUT)).read_bytes()) if rebuild else _about(path)
         made_by = about and about["tokenizer"]
-        found = open_indexed(path, remedy=rebuild or None)
+        file = open_indexed(path, remedy=rebuild or None)
     except UserError as error:
         raise UserError(str(error).removesuffix(rebuild) + rebuild) from error
     except (OSError, KeyError, TypeError, ValueError, RecursionError) as error:
@@ -249,7 +249,7 @@ def open_token_file(path: Path, tokenizer: TextTokenizer, *, rebuild: str = "") 
     if made_by not in (None, tokenizer.fingerprint):
         raise UserError(f"{path} was made by another tokenizer{rebuild}")
     return replace(
-        found, trained=_open_mask(path, len(found.tokens), rebuild), counts=about.get("counts", {}) if about else {}
+        file, trained=_open_mask(path, len(file.tokens), rebuild), counts=about.get("counts", {}) if about else {}
     )
 
 
@@ -373,8 +373,8 @@ def _open_to_continue(path: Path, num_bytes: int) -> BinaryIO:
 def _about(path: Path) -> dict[str, Any] | None:
     """Our description next to a token file; None if it does not exist or the .json is not ours."""
     try:
-        found = json.loads(regular(path.with_suffix(ABOUT)).read_bytes())
+        about = json.loads(regular(path.with_suffix(ABOUT)).read_bytes())
     except (OSError, ValueError, RecursionError):
         return None
     ours = {"num_tokens", "dtype", "num_documents", "tokenizer"}
-    return found if isinstance(found, dict) and ours <= found.keys() else None
+    return about if isinstance(about, dict) and ours <= about.keys() else None

@@ -144,7 +144,7 @@ class TextTokenizer:
 
         Raises UserError if this tokenizer would encode the text around it differently.
         """
-        special = [found.span() for found in self.special_pattern.finditer(text)]
+        special = [match.span() for match in self.special_pattern.finditer(text)]
         spelled = list(inside(special, texts))
         if not any(spelled):
             return self._encode_parts(text, (), progress)
@@ -164,9 +164,9 @@ class TextTokenizer:
             marked = number % 2 == 0
             for piece in self.pieces(text[start:end], marked=marked):
                 with self._reading(marked=marked):
-                    (found,) = self._tokenizer.encode_batch([piece], add_special_tokens=False)
-                ids += self.checked(found.ids)
-                offsets += [(a + start, b + start) for a, b in found.offsets]
+                    (encoding,) = self._tokenizer.encode_batch([piece], add_special_tokens=False)
+                ids += self.checked(encoding.ids)
+                offsets += [(a + start, b + start) for a, b in encoding.offsets]
                 start += len(piece)
                 progress(len(ids))
         return ids, offsets
@@ -202,8 +202,8 @@ class TextTokenizer:
         pieces, ids = self.pieces(text), list[int]()
         for piece in pieces:
             with self._reading(marked=False):
-                (found,) = self._tokenizer.encode_batch_fast([piece], add_special_tokens=around and len(pieces) == 1)
-            ids += self.checked(found.ids)
+                (encoding,) = self._tokenizer.encode_batch_fast([piece], add_special_tokens=around and len(pieces) == 1)
+            ids += self.checked(encoding.ids)
             progress(len(ids))
         before, after = self._around if around and len(pieces) > 1 else ([], [])
         return [*before, *ids, *after]
@@ -220,9 +220,9 @@ class TextTokenizer:
     def _around(self) -> tuple[list[int], list[int]]:
         """The tokens that the tokenizer's own template puts before and after a text."""
         word = self.encode("a")
-        (found,) = self._tokenizer.encode_batch_fast(["a"], add_special_tokens=True)
-        start = next(place for place in range(len(found.ids)) if found.ids[place : place + len(word)] == word)
-        return found.ids[:start], found.ids[start + len(word) :]
+        (encoding,) = self._tokenizer.encode_batch_fast(["a"], add_special_tokens=True)
+        start = next(place for place in range(len(encoding.ids)) if encoding.ids[place : place + len(word)] == word)
+        return encoding.ids[:start], encoding.ids[start + len(word) :]
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text of token ids, special tokens by their names; bytes that are not UTF-8 become U+FFFD."""

@@ -26,8 +26,8 @@ TOKENIZER_FILES = (
 def named_tokens(config: Mapping[str, Any]) -> dict[str, str]:
     """The special tokens that a tokenizer_config.json names."""
     given = {key: value for key, value in config.items() if key.endswith("_token")}
-    found = {key: value.get("content") if isinstance(value, dict) else value for key, value in given.items()}
-    return {key: token for key, token in found.items() if isinstance(token, str)}
+    tokens = {key: value.get("content") if isinstance(value, dict) else value for key, value in given.items()}
+    return {key: token for key, token in tokens.items() if isinstance(token, str)}
 
 
 def chat_template(files: Mapping[str, bytes], config: Mapping[str, Any], where: str) -> str | None:
@@ -37,17 +37,17 @@ def chat_template(files: Mapping[str, bytes], config: Mapping[str, Any], where: 
             return files[CHAT_TEMPLATE].decode()
         except UnicodeDecodeError as error:
             raise UserError(f"{where}: {CHAT_TEMPLATE} is not UTF-8 at byte {error.start}") from error
-    found = config.get("chat_template")
-    if isinstance(found, list):  # several by name
-        named = [template for template in found if isinstance(template, dict) and "template" in template]
-        if len(named) != len(found):
+    source = config.get("chat_template")
+    if isinstance(source, list):  # several by name
+        named = [template for template in source if isinstance(template, dict) and "template" in template]
+        if len(named) != len(source):
             raise UserError(
                 f"{where}: chat_template in tokenizer_config.json is a list with entries other than name and template"
             )
-        found = {template.get("name"): template["template"] for template in named}.get("default")
-    if not isinstance(found, str | None):
-        raise UserError(f"{where}: chat_template in tokenizer_config.json is not text but {type(found).__name__}")
-    return found
+        source = {template.get("name"): template["template"] for template in named}.get("default")
+    if not isinstance(source, str | None):
+        raise UserError(f"{where}: chat_template in tokenizer_config.json is not text but {type(source).__name__}")
+    return source
 
 
 def end_of_text(files: Mapping[str, bytes], ids: Mapping[str, int], where: str) -> int:
@@ -62,13 +62,13 @@ def end_of_text(files: Mapping[str, bytes], ids: Mapping[str, int], where: str) 
             if not isinstance(token, str) or token not in ids:
                 raise UserError(f"{where}: {name} has eos_token {token!r}, which is not in tokenizer.json")
             return ids[token]
-    found = read_json(files, "generation_config.json", where).get("eos_token_id")
-    if isinstance(found, list):
-        found = found[0] if found else None
-    if found is not None:
-        if not isinstance(found, int) or found not in ids.values():
-            raise UserError(f"{where}: generation_config.json has eos_token_id {found}, which is not in tokenizer.json")
-        return found
+    eos = read_json(files, "generation_config.json", where).get("eos_token_id")
+    if isinstance(eos, list):
+        eos = eos[0] if eos else None
+    if eos is not None:
+        if not isinstance(eos, int) or eos not in ids.values():
+            raise UserError(f"{where}: generation_config.json has eos_token_id {eos}, which is not in tokenizer.json")
+        return eos
     for token in END_OF_TEXT_NAMES:
         if token in ids:
             return ids[token]

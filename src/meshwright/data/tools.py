@@ -64,9 +64,9 @@ def in_form(messages: Sequence[Mapping[str, Any]], form: ToolCallFormat) -> list
 
 def form_of(write: Callable[[Sequence[Mapping[str, Any]]], str]) -> ToolCallFormat:
     """The form in which `write` expects tool calls: the first that omits nothing and writes JSON once."""
-    asked = {"role": "user", "content": "?"}
+    question = {"role": "user", "content": "?"}
     call = {"type": "function", "function": {"name": "probe_name", "arguments": {"probe_key": "probe_value"}}}
-    messages = [asked, {"role": "assistant", "content": "", "tool_calls": [call]}, {"role": "tool", "content": "!"}]
+    messages = [question, {"role": "assistant", "content": "", "tool_calls": [call]}, {"role": "tool", "content": "!"}]
     for bare, ids, text in product((False, True), repeat=3):
         form = ToolCallFormat(arguments_as_text=text, without_content=bare, needs_ids=ids)
         for probe in (messages, messages[:2]):

@@ -169,35 +169,35 @@ class _Search:
         before = None if region.before is None else self.messages[region.before]["role"]
 
         def find() -> int:
-            ends = (self._start_asked(self.messages[:number], gap), self._start_prompted(number, gap))
-            found = [end for end in ends if end is not None]
-            if not found:
+            ends = (self._start_after(self.messages[:number], gap), self._start_prompted(number, gap))
+            starts = [end for end in ends if end is not None]
+            if not starts:
                 raise UserError(REWRITTEN)
-            return max(found)  # some templates prompt only after a question
+            return max(starts)  # some templates prompt only after a question
 
         return self.finder.split(("start", before, gap), find)
 
-    def _start_asked(self, before: Sequence[Message], gap: str) -> int | None:
+    def _start_after(self, before: Sequence[Message], gap: str) -> int | None:
         """The start of a turn in `gap`, found with this conversation's generation prompt: all of the prompt, or the
         part that the template still writes when an answer follows."""
         try:
-            plain, asked = self._tail(before), self._tail(before, answer=True)
+            plain, prompted = self._tail(before), self._tail(before, answer=True)
         except UserError:  # many templates want a question first
             return None
-        end = self.finder.common(asked, gap)
-        closed = self.finder.common(plain, asked)
-        whole = end == len(asked) or (end == len(gap) and end >= closed)
-        return end if whole or (asked[closed:end].strip() and not _begins_word(gap[end:])) else None
+        end = self.finder.common(prompted, gap)
+        closed = self.finder.common(plain, prompted)
+        whole = end == len(prompted) or (end == len(gap) and end >= closed)
+        return end if whole or (prompted[closed:end].strip() and not _begins_word(gap[end:])) else None
 
     def _start_prompted(self, number: int, gap: str) -> int | None:
         """The start of a turn in `gap`, found with the generation prompt after a question, at any position."""
         before = self.messages[:number]
         for asking in (before, [*before, {"role": "user", "content": "?"}]):
             try:
-                plain, asked = self._tail(asking), self._tail(asking, answer=True)
+                plain, prompted = self._tail(asking), self._tail(asking, answer=True)
             except UserError:
                 continue
-            prompt = asked[self.finder.common(plain, asked) :].lstrip()
+            prompt = prompted[self.finder.common(plain, prompted) :].lstrip()
             token = self.finder.token_at(prompt, 0)
             anchor = prompt[:token] if token else prompt.partition("\n")[0].rstrip()
             place = gap.rfind(anchor)

@@ -77,10 +77,10 @@ def tensors(value: Any) -> Iterator[torch.Tensor]:
 
 def first_float(output: Any) -> torch.Tensor:
     """The first float tensor of a module's output."""
-    found = next((tensor for tensor in tensors(output) if tensor.is_floating_point()), None)
-    if found is None:
+    first = next((tensor for tensor in tensors(output) if tensor.is_floating_point()), None)
+    if first is None:
         raise UnsplitError("it returns no hidden states")
-    return found
+    return first
 
 
 def record(run: Callable[[], object], modules: dict[tuple[int, str], nn.Module]) -> dict[tuple[int, str], RecordedCall]:
@@ -125,10 +125,10 @@ def gradients(
     """The gradients of sum(output * direction), without those that are absent or zero everywhere."""
     if not output.requires_grad:
         return {}
-    found = torch.autograd.grad((output * direction).sum(), list(inputs.values()), allow_unused=True)
+    computed = torch.autograd.grad((output * direction).sum(), list(inputs.values()), allow_unused=True)
     return {
         key: gradient
-        for key, gradient in zip(inputs, found, strict=True)
+        for key, gradient in zip(inputs, computed, strict=True)
         if gradient is not None and bool(gradient.any())
     }
 

@@ -55,12 +55,12 @@ def candidates(
     `taken`: modules within that are split already.
     """
     free = [name for name, _ in module.named_parameters() if not name.startswith(tuple(f"{path}." for path in taken))]
-    found = [one for sink in sinks(module, call, free) for one in _splits(module, call, sink, parts)]
-    yield from sorted(found, key=lambda one: -_numel(module, one))
+    splits = [one for sink in sinks(module, call, free) for one in _splits(module, call, sink, parts)]
+    yield from sorted(splits, key=lambda one: -_numel(module, one))
     norms = tuple(_norms(module))
     with elementwise(module, norms):
-        found = [one for sink in sinks(module, call, free) for one in _splits(module, call, sink, parts)]
-    for one in sorted(found, key=lambda one: -_numel(module, one)):
+        splits = [one for sink in sinks(module, call, free) for one in _splits(module, call, sink, parts)]
+    for one in sorted(splits, key=lambda one: -_numel(module, one)):
         one.norms = tuple(path for path in norms if f"{path}.weight" in one.places)
         for name in list(one.places):
             if name.rpartition(".")[0] in one.norms:
@@ -77,14 +77,14 @@ def sinks(module: nn.Module, call: RecordedCall, free: Collection[str]) -> list[
     direction = direction_like(output)
     live = gradients(output, direction, parameters)
     matrices = [name for name in live if parameters[name].dim() >= 2 and not name.endswith("bias") and name in free]
-    found = []
+    names = []
     for name in matrices:
         with only(parameters[name], None):
             left = gradients(call.on(module)[0], direction, parameters)
         others = [other for other in matrices if other != name]
         if others and not any(other in left for other in others):
-            found.append(name)
-    return found
+            names.append(name)
+    return names
 
 
 @contextlib.contextmanager
@@ -140,8 +140,8 @@ def input_dims(module: nn.Module, sink: str) -> tuple[int, ...]:
 def _splits(module: nn.Module, call: RecordedCall, sink: str, parts: int) -> Iterator[PossibleSplit]:
     for dim in input_dims(module, sink):
         patterns = connect(module, call, sink, dim)
-        if (found := join(module, patterns, sink, dim, parts)) is not None:
-            yield found
+        if (split := join(module, patterns, sink, dim, parts)) is not None:
+            yield split
 
 
 def connect(module: nn.Module, call: RecordedCall, sink: str, dim: int) -> dict[Place, torch.Tensor]:
@@ -152,8 +152,8 @@ def connect(module: nn.Module, call: RecordedCall, sink: str, dim: int) -> dict[
     patterns: dict[Place, torch.Tensor] = {}
     for index in range(matrix.shape[dim]):
         with only(matrix, (dim, index)):
-            found = gradients(call.on(module)[0], direction, parameters)
-        for name, gradient in found.items():
+            slopes = gradients(call.on(module)[0], direction, parameters)
+        for name, gradient in slopes.items():
             if name == sink:
                 continue
             for axis in range(gradient.dim()):
@@ -203,20 +203,24 @@ def join(
             shares = joined
     if shares is None:
         return None
-    found = PossibleSplit(sink, dim, shares, {}, {})
+    possible = PossibleSplit(sink, dim, shares, {}, {})
     columns = len(patterns[chosen[0]])
     alone = all(len(split[place]) == columns for place in chosen)
     for name, axis in chosen:
-        found.places[name] = axis, _indices(patterns[name, axis], shares)
+        possible.places[name] = axis, _indices(patterns[name, axis], shares)
         fewer = patterns[name, axis].shape[1] < columns and len(split[name, axis]) == min(map(len, split.values()))
-        found.kinds[name] = "ffn" if alone else "kv_heads" if fewer else "heads"
+        possible.kinds[name] = "ffn" if alone else "kv_heads" if fewer else "heads"
     for name, axis in left:
         indices = _indices(patterns[name, axis], shares)
-        found.counts[name] = len(split[name, axis])
-        if name not in found.places and axis == 0 and all(len(one) < patterns[name, axis].shape[1] for one in indices):
-            found.places[name], found.kinds[name] = (axis, indices), "kv_heads"
-            found.kept.add(name)
-    return found
+        possible.counts[name] = len(split[name, axis])
+        if (
+            name not in possible.places
+            and axis == 0
+            and all(len(one) < patterns[name, axis].shape[1] for one in indices)
+        ):
+            possible.places[name], possible.kinds[name] = (axis, indices), "kv_heads"
+            possible.kept.add(name)
+    return possible
 
 
 def _disjoint(pattern: torch.Tensor, groups: list[list[int]]) -> bool:
@@ -251,10 +255,10 @@ def runs(indices: list[list[int]]) -> tuple[int, ...] | None:
         else:
             lengths.append((owner[index], 1))
     parts = len(indices)
-    found = []
+    sizes = []
     for start in range(0, len(lengths), parts):
         run = lengths[start : start + parts]
         if [part for part, _ in run] != list(range(parts)) or len({length for _, length in run}) > 1:
             return None
-        found.append(sum(length for _, length in run))
-    return tuple(found)
+        sizes.append(sum(length for _, length in run))
+    return tuple(sizes)

@@ -28,9 +28,9 @@ class Meeting:
         """All parts' values, in order."""
         self._values[part] = value
         self.barrier.wait(PATIENCE)
-        found = list(self._values)
+        values = list(self._values)
         self.barrier.wait(PATIENCE)
-        return found
+        return values
 
 
 class SideBySide:

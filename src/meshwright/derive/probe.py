@@ -141,8 +141,8 @@ def block_kinds(foreign: ForeignModel) -> dict[int, tuple[int, ...]]:
     """The first block with the same parameters -> all blocks with them."""
     of_layer: dict[int, list[tuple[str, tuple[int, ...]]]] = {}
     for name, shape in foreign.tensors:
-        if found := re.fullmatch(rf"{re.escape(foreign.blocks)}\.(\d+)\.(.+)", name):
-            of_layer.setdefault(int(found[1]), []).append((found[2], shape))
+        if match := re.fullmatch(rf"{re.escape(foreign.blocks)}\.(\d+)\.(.+)", name):
+            of_layer.setdefault(int(match[1]), []).append((match[2], shape))
     layers: dict[tuple[tuple[str, tuple[int, ...]], ...], list[int]] = {}
     for layer in sorted(of_layer):
         layers.setdefault(tuple(sorted(of_layer[layer])), []).append(layer)

@@ -50,7 +50,6 @@ class PartView(View):
         self.rows, self.once, self.first = rows, once, first
 
     def read(self, module: nn.Module) -> Weights:
-        """See `View.read`."""
         weights: Weights = dict(module._parameters)
         for name, (start, stop) in self.rows.items():
             weights[name] = weights[name][start:stop]
@@ -187,7 +186,7 @@ def _sizes(module: nn.Module, parameters: Iterable[SplitParameter], parts: int) 
 def _options(module: nn.Module, candidate: PossibleSplit, parts: int) -> list[tuple[str, str, int, int]]:
     """The attributes that a part may have to divide."""
     fewer = min((count for count in candidate.counts.values() if count < parts), default=1)
-    found = []
+    options = []
     for path, inner in module.named_modules():
         if isinstance(inner, nn.Linear | nn.Conv1d):
             continue
@@ -195,16 +194,16 @@ def _options(module: nn.Module, candidate: PossibleSplit, parts: int) -> list[tu
             if type(value) is not int or name.startswith("_") or name in KEPT or not DIVIDED.search(name):
                 continue
             if name == "num_key_value_groups" and value > 1:
-                found.append((path, name, fewer if candidate.counts else 1, parts))
+                options.append((path, name, fewer if candidate.counts else 1, parts))
             elif value >= parts and value % parts == 0:
-                found.append((path, name, 1, parts))
+                options.append((path, name, 1, parts))
         config = getattr(inner, "config", None)
         if config is not None and next(inner.parameters(), None) is not None:
             for name in OF_CONFIG:
                 value = getattr(config, name, None)
                 if type(value) is int and value % parts == 0:
-                    found.append((path, f"config.{name}", 1, parts))
-    return found
+                    options.append((path, f"config.{name}", 1, parts))
+    return options
 
 
 def _combinations(options: list[tuple[str, str, int, int]]) -> Iterator[tuple[tuple[str, str, int, int], ...]]:
@@ -266,12 +265,12 @@ def _measured(module: nn.Module, call: RecordedCall, split: SplitModule, parts: 
             raise UnsplitError("the parts' outputs do not add up to the module's")
     inputs = {(part, key): leaf for part, (_, leaves) in enumerate(results) for key, leaf in leaves.items()}
     loss = torch.stack([(output * whole.direction).sum() for output, _ in results])
-    found = gradients(loss, torch.ones_like(loss), inputs)
+    computed = gradients(loss, torch.ones_like(loss), inputs)
     places = {one.name: one for one in split.parameters if not one.kept}
     largest = max((float(gradient.norm()) for gradient in whole.gradients.values()), default=0.0)
     partial = []
     for key, gradient in whole.gradients.items():
-        each = [found.get((part, key), torch.zeros_like(inputs[part, key])) for part in range(parts)]
+        each = [computed.get((part, key), torch.zeros_like(inputs[part, key])) for part in range(parts)]
         if key in places:
             right = close(joined_parts(each, places[key].dim, places[key].segments), gradient, GRADIENTS, largest)
         elif all(close(one, gradient, GRADIENTS, largest) for one in each):

@@ -32,12 +32,12 @@ def check_whole(blocks: Blocks, split: ForeignSplit, parts: int) -> None:
         raise UnsplitError("the parts' logits are not the model's")
     inputs = {(part, name): leaf for part, (_, leaves) in enumerate(results) for name, leaf in leaves.items()}
     loss = torch.stack([(output * direction).sum() for output, _ in results])
-    found = gradients(loss, torch.ones_like(loss), inputs)
+    computed = gradients(loss, torch.ones_like(loss), inputs)
     places = {f"{path}.{one.name}": one for path, module in _placed(blocks, split) for one in module.parameters}
     partial = {f"{path}.{name}" for path, module in _placed(blocks, split) for name in module.partial}
     largest = max(float(gradient.norm()) for gradient in expected.values())
     for name, gradient in expected.items():
-        each = [found.get((part, name), torch.zeros_like(inputs[part, name])) for part in range(parts)]
+        each = [computed.get((part, name), torch.zeros_like(inputs[part, name])) for part in range(parts)]
         place = places.get(name)
         if place is not None and not place.kept:
             right = close(joined_parts(each, place.dim, place.segments), gradient, GRADIENTS, largest)

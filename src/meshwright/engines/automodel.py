@@ -47,21 +47,21 @@ class AutoModelConfig(YamlEngine):
 
     def cannot(self, resolved: ResolvedRun) -> Mapping[str, str]:
         """Models without a directory, unsupported data, and AutoModel's fixed behaviour."""
-        run, found = resolved.run, dict[str, str]()
+        run, refusals = resolved.run, dict[str, str]()
         layout = run.layout
         if not (run.model.name or "").startswith((".", "/")):
-            found["model.name"] = "AutoModel loads a Hugging Face directory; write its path, starting with ./ or /"
+            refusals["model.name"] = "AutoModel loads a Hugging Face directory; write its path, starting with ./ or /"
         if run.training.clip is None:
-            found["training.clip"] = "AutoModel clips at 1.0 unless a norm is given; set training.clip"
+            refusals["training.clip"] = "AutoModel clips at 1.0 unless a norm is given; set training.clip"
         split = layout.tp * layout.pp * layout.cp
         if not layout.zero_stage and layout.data_parallel > 1 and split > 1:
-            found["layout.zero"] = "AutoModel's DDP cannot be combined with other axes; set layout.zero=3"
-        found |= refused_axes(layout, "ep", why="this export does not support expert parallelism")
+            refusals["layout.zero"] = "AutoModel's DDP cannot be combined with other axes; set layout.zero=3"
+        refusals |= refused_axes(layout, "ep", reason="this export does not support expert parallelism")
         if reason := _other_data(resolved):
-            found["data.sources"] = reason
+            refusals["data.sources"] = reason
         if tokenizer_of(resolved) is None:
-            found["data.tokenizer"] = "AutoModel loads a tokenizer; give its folder"
-        return found
+            refusals["data.tokenizer"] = "AutoModel loads a tokenizer; give its folder"
+        return refusals
 
     def notes(self, resolved: ResolvedRun) -> tuple[str, ...]:
         """Its rates, order and fresh weights."""
@@ -124,7 +124,7 @@ def _distributed(resolved: ResolvedRun) -> dict[str, Any]:
     common = {"dp_size": layout.data_parallel, "activation_checkpointing": recompute}
     if alone and not layout.zero_stage:
         return {"strategy": "ddp", **common, "autocast_dtype": "bfloat16" if narrow else None}
-    found = {
+    section = {
         "strategy": "fsdp2",
         **common,
         "dp_replicate_size": layout.dp_replicate if layout.zero_stage else 1,
@@ -142,11 +142,11 @@ def _distributed(resolved: ResolvedRun) -> dict[str, Any]:
         },
     }
     if layout.pp > 1:
-        found["pipeline"] = {
+        section["pipeline"] = {
             "pp_schedule": PIPELINES.write(layout.schedule),
             "pp_microbatch_size": resolved.micro_batch,
         }
-    return found
+    return section
 
 
 def _data(resolved: ResolvedRun) -> dict[str, Any]:

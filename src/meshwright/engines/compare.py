@@ -173,10 +173,10 @@ class _Running:
         self.program = program = RankedProgram(command, resolved.run.layout.world_size, self.folder / OUTPUT)
         stack.enter_context(program)
         self._wait(1)
-        (said,) = (record for record in read_journal(self.folder / JOURNAL) if record["kind"] == "engine")
-        self.row.ran = said
-        check_what_ran(resolved, said)
-        check_optimizer(resolved, said)
+        (report,) = (record for record in read_journal(self.folder / JOURNAL) if record["kind"] == "engine")
+        self.row.ran = report
+        check_what_ran(resolved, report)
+        check_optimizer(resolved, report)
         self._wait(self.pace.warm_up)
         self.row.first_step = self._steps()[0]["time"] - program.began
 
@@ -208,7 +208,7 @@ def _write_inputs(
     contestants: Sequence[Contestant], folder: Path, pace: Pace, say: Callable[[str], None]
 ) -> Mapping[str, Path]:
     """The folder of weights and tokens of every recipe that differs in more than its layout."""
-    found: dict[str, Path] = {}
+    folders: dict[str, Path] = {}
     for contestant in contestants:
         resolved, steps = contestant.resolved, pace.pauses[-1]
         if resolved.run.training.steps < steps:
@@ -216,16 +216,16 @@ def _write_inputs(
                 f"the comparison takes {steps} steps ({pace.warm_up} + {pace.rounds} x {pace.turn}), but "
                 f"training.steps={resolved.run.training.steps}; set training.steps={steps}, or lower --rounds"
             )
-        if (key := _key(contestant)) in found:
+        if (key := _key(contestant)) in folders:
             continue
         check_start(resolved)
         say("preparing tokens and initial weights for every engine")
         corpus = corpus_of(resolved)
         check_vocabulary(resolved.run, resolved.model, corpus.tokenizer.vocab_size, Path(resolved.base_dir))
-        found[key] = (folder / f"inputs-{len(found) + 1}").resolve()
+        folders[key] = (folder / f"inputs-{len(folders) + 1}").resolve()
         if any(_key(other) == key and _reads_inputs(other) for other in contestants):
-            write_materials(resolved, corpus, found[key], steps=steps)
-    return found
+            write_materials(resolved, corpus, folders[key], steps=steps)
+    return folders
 
 
 def _reads_inputs(contestant: Contestant) -> bool:

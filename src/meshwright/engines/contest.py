@@ -33,7 +33,7 @@ def contestants(
     for option, places in (("--python", pythons or {}), ("--checkout", checkouts or {})):
         if unknown := [name for name in places if name not in {engine.name for engine in chosen}]:
             raise UserError(f"{option} {unknown[0]}=...: {unknown[0]} is not in the comparison; add it to --engines")
-    found = []
+    built = []
     for path, run in recipes.items():
         degree = run.layout.data_parallel if run.layout.data_parallel > 1 else 2
         wanted = {name: layout_called(name, degree) for name in layouts} or {"": run.layout}
@@ -44,46 +44,46 @@ def contestants(
                 label = " ".join(part for part in parts if part) or engine.name
                 python = (pythons or {}).get(engine.name, Path(sys.executable))
                 checkout = (checkouts or {}).get(engine.name)
-                found.append(Contestant(name=label, engine=engine, resolved=resolved, python=python, checkout=checkout))
-    return found
+                built.append(Contestant(name=label, engine=engine, resolved=resolved, python=python, checkout=checkout))
+    return built
 
 
 def pythons(words: Sequence[str]) -> dict[str, Path]:
     """The Pythons in `--python ENGINE=PATH`; raises `UserError` for an engine or path that does not exist."""
-    found = {}
+    paths = {}
     for word in words:
         engine, _, path = word.partition("=")
         find_engine(engine)
         if not Path(path).is_file():
             raise UserError(f"--python {word}: {path or 'the path'} does not exist; write ENGINE=PATH/TO/python")
-        found[engine] = Path(path).absolute()
-    return found
+        paths[engine] = Path(path).absolute()
+    return paths
 
 
 def installed(names: Sequence[str], given: Mapping[str, Path], say: Callable[[str], None]) -> dict[str, Path]:
     """The Pythons of the engines `names` (default: all). An engine that this Python lacks gets an environment of its
     own, unless `given` names one. An engine that cannot be installed is left out; its row reports what is missing."""
-    found = dict(given)
+    paths = dict(given)
     for name in names or ENGINES:
         engine = find_engine(name)
-        if name in found or not engine.packages:
+        if name in paths or not engine.packages:
             continue
         try:
-            found[name] = environment(engine, say)
+            paths[name] = environment(engine, say)
         except UserError as error:
             say(str(error))
-    return found
+    return paths
 
 
 def checkouts(words: Sequence[str]) -> dict[str, Path]:
     """The folders in `--checkout ENGINE=PATH`; raises `UserError` for an engine or folder that does not exist, or an
     engine that needs none."""
-    found = {}
+    paths = {}
     for word in words:
         name, _, path = word.partition("=")
         if not find_engine(name).checkout:
             raise UserError(f"--checkout {word}: {name} is an installed package, not a checkout; leave --checkout out")
         if not Path(path).is_dir():
             raise UserError(f"--checkout {word}: folder {path} does not exist; write ENGINE=PATH/TO/ITS/FOLDER")
-        found[name] = Path(path).absolute()
-    return found
+        paths[name] = Path(path).absolute()
+    return paths

@@ -35,32 +35,34 @@ class DeepSpeedEngine(TemplateEngine):
     strategies = ("ddp", "zero1", "zero2", "zero3", "hybrid")
     axes = ("tp", "pp", "cp")
     rules: ClassVar[Mapping[str, Rule]] = {
-        "layout.quantized_weights": only("none", "int8", why="DeepSpeed's qwZ gathers int8"),
-        "layout.quantized_gradients": only("none", "int4", why="DeepSpeed's qgZ reduces int4"),
-        "layout.gradient_error_feedback": only(False, why="DeepSpeed 0.19 has removed LoCo (zeropp_loco_param)"),
+        "layout.quantized_weights": only("none", "int8", reason="DeepSpeed's qwZ gathers int8"),
+        "layout.quantized_gradients": only("none", "int4", reason="DeepSpeed's qgZ reduces int4"),
+        "layout.gradient_error_feedback": only(False, reason="DeepSpeed 0.19 has removed LoCo (zeropp_loco_param)"),
     }
 
     def cannot(self, resolved: ResolvedRun) -> Mapping[str, str]:
         """As `TemplateEngine`; also bf16 without ZeRO (gradients accumulate in bf16), and limits of hpZ and AutoTP."""
-        found, run = dict(super().cannot(resolved)), resolved.run
+        refusals, run = dict(super().cannot(resolved)), resolved.run
         if stage_of(run.layout) == 0 and run.training.precision == BF16.name and run.training.reduce_dtype == FP32.name:
-            found["training.precision"] = "without ZeRO, DeepSpeed accumulates bf16 gradients in bf16; set layout.zero"
+            refusals["training.precision"] = (
+                "without ZeRO, DeepSpeed accumulates bf16 gradients in bf16; set layout.zero"
+            )
         if strategy_of(run.layout) == "hybrid" and run.layout.zero_stage != 3:
-            found["layout.zero"] = f"DeepSpeed supports hpZ only with layout.zero=3, not {run.layout.zero_stage}"
+            refusals["layout.zero"] = f"DeepSpeed supports hpZ only with layout.zero=3, not {run.layout.zero_stage}"
         if words := _zero_plus_plus(run.layout):
             if run.layout.zero_stage != 3 or run.layout.tp * run.layout.pp * run.layout.cp > 1:
-                found["layout.zero"] = (
+                refusals["layout.zero"] = (
                     f"DeepSpeed supports {' and '.join(words)} only with layout.zero=3 and data parallelism alone"
                 )
             elif run.device == "cpu":
-                found["device"] = f"{NEEDS_GPU}; use device=auto"
+                refusals["device"] = f"{NEEDS_GPU}; use device=auto"
         if run.layout.pp > 1:
-            found |= _cannot_pipeline(resolved)
+            refusals |= _cannot_pipeline(resolved)
         if run.layout.cp > 1:
-            found |= _cannot_split_samples(resolved)
+            refusals |= _cannot_split_samples(resolved)
         if run.layout.tp > 1 and resolved.model.family == "gpt2":
-            found["layout.tp"] = "DeepSpeed's AutoTP does not support training gpt2"
-        return found
+            refusals["layout.tp"] = "DeepSpeed's AutoTP does not support training gpt2"
+        return refusals
 
     def cannot_dump(self, resolved: ResolvedRun) -> str:
         """AutoTP's parameters do not record how they are split, and a stage has only its own layers."""
@@ -127,8 +129,8 @@ NEEDS_GPU = "ZeRO++'s quantization kernels need a GPU"
 
 def _zero_plus_plus(layout: LayoutSpec) -> dict[str, bool]:
     """DeepSpeed's keys for quantized communication."""
-    found = {"zero_quantized_weights": layout.quantized_weights, "zero_quantized_gradients": layout.quantized_gradients}
-    return {key: True for key, kind in found.items() if kind != "none"}
+    kinds = {"zero_quantized_weights": layout.quantized_weights, "zero_quantized_gradients": layout.quantized_gradients}
+    return {key: True for key, kind in kinds.items() if kind != "none"}
 
 
 def stage_of(layout: LayoutSpec) -> int:
@@ -194,48 +196,52 @@ def _kept(where: Literal["device", "host", "disk"], folder: str) -> dict[str, An
 
 def _cannot_split_samples(resolved: ResolvedRun) -> dict[str, str]:
     """Settings that the program cannot express under Ulysses."""
-    found, layout, model = dict[str, str](), resolved.run.layout, resolved.model
+    refusals, layout, model = dict[str, str](), resolved.run.layout, resolved.model
     if model.family not in ULYSSES:
-        found["layout.cp"] = f"the program for deepspeed supports Ulysses for {', '.join(ULYSSES)}, not {model.family}"
+        refusals["layout.cp"] = (
+            f"the program for deepspeed supports Ulysses for {', '.join(ULYSSES)}, not {model.family}"
+        )
     elif model.sliding_window is not None:
-        found["layout.cp"] = "DeepSpeed's Ulysses drops attention masks, so the model's sliding window would be lost"
+        refusals["layout.cp"] = "DeepSpeed's Ulysses drops attention masks, so the model's sliding window would be lost"
     elif model.num_heads % layout.cp or (model.num_kv_heads % layout.cp and layout.cp % model.num_kv_heads):
         heads = f"{model.num_heads} heads and {model.num_kv_heads} key/value heads"
-        found["layout.cp"] = f"Ulysses gives each rank whole heads, but layout.cp={layout.cp} does not divide {heads}"
+        refusals["layout.cp"] = (
+            f"Ulysses gives each rank whole heads, but layout.cp={layout.cp} does not divide {heads}"
+        )
     elif resolved.run.data.sequence_length % layout.cp:
-        found["layout.cp"] = (
+        refusals["layout.cp"] = (
             f"Ulysses splits samples evenly, but layout.cp={layout.cp} does not divide "
             f"{resolved.run.data.sequence_length} tokens"
         )
     if layout.tp > 1:
-        found["layout.tp"] = "the program for deepspeed does not combine AutoTP with Ulysses; set layout.tp=1"
+        refusals["layout.tp"] = "the program for deepspeed does not combine AutoTP with Ulysses; set layout.tp=1"
     if layout.dp_replicate > 1 and layout.zero_stage:
-        found["layout.zero"] = (
+        refusals["layout.zero"] = (
             "the program for deepspeed does not combine hybrid sharding with Ulysses; set layout.dp_replicate=1"
         )
     if layout.tiers != NOTHING:
-        found["layout.offload"] = "the program for deepspeed does not combine offloading with Ulysses"
-    return found
+        refusals["layout.offload"] = "the program for deepspeed does not combine offloading with Ulysses"
+    return refusals
 
 
 def _cannot_pipeline(resolved: ResolvedRun) -> dict[str, str]:
     """Settings that the program of a pipeline cannot express."""
-    found, layout, model = dict[str, str](), resolved.run.layout, resolved.model
+    refusals, layout, model = dict[str, str](), resolved.run.layout, resolved.model
     if model.family != "llama":
-        found["model.family"] = "the program for deepspeed's pipeline supports only llama"
+        refusals["model.family"] = "the program for deepspeed's pipeline supports only llama"
     if model.tied_embeddings:
-        found["model.tied_embeddings"] = "the program does not tie embeddings across pipeline stages"
+        refusals["model.tied_embeddings"] = "the program does not tie embeddings across pipeline stages"
     if layout.schedule != "1f1b":
-        found["layout.schedule"] = "DeepSpeed's pipeline supports only 1f1b"
+        refusals["layout.schedule"] = "DeepSpeed's pipeline supports only 1f1b"
     if layout.virtual_stages > 1:
-        found["layout.stages_per_rank"] = "DeepSpeed's pipeline supports only one stage per rank"
-    found |= refused_axes(layout, "tp", why="DeepSpeed's pipeline does not split matrices")
-    found |= refused_axes(layout, "cp", why="DeepSpeed's pipeline does not split samples")
-    found |= refused_data(layout, why="the program for deepspeed's pipeline does not support data parallelism")
+        refusals["layout.stages_per_rank"] = "DeepSpeed's pipeline supports only one stage per rank"
+    refusals |= refused_axes(layout, "tp", reason="DeepSpeed's pipeline does not split matrices")
+    refusals |= refused_axes(layout, "cp", reason="DeepSpeed's pipeline does not split samples")
+    refusals |= refused_data(layout, reason="the program for deepspeed's pipeline does not support data parallelism")
     if layout.tiers != NOTHING:
-        found["layout.offload"] = "the program for deepspeed's pipeline does not support offloading"
+        refusals["layout.offload"] = "the program for deepspeed's pipeline does not support offloading"
     if resolved.run.training.precision != FP32.name:
-        found["training.precision"] = "the program for deepspeed's pipeline supports only fp32"
+        refusals["training.precision"] = "the program for deepspeed's pipeline supports only fp32"
     if resolved.run.training.compile:
-        found["training.compile"] = "the program for deepspeed's pipeline does not support torch.compile"
-    return found
+        refusals["training.compile"] = "the program for deepspeed's pipeline does not support torch.compile"
+    return refusals

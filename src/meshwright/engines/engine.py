@@ -108,14 +108,14 @@ def strategy_of(layout: LayoutSpec) -> Strategy:
     return names[layout.zero_stage]
 
 
-def refused_axes(layout: LayoutSpec, *axes: str, why: str) -> dict[str, str]:
+def refused_axes(layout: LayoutSpec, *axes: str, reason: str) -> dict[str, str]:
     """The refusal of each of `axes` that the layout splits."""
-    return {f"layout.{axis}": f"{why}; set layout.{axis}=1" for axis in axes if getattr(layout, axis) > 1}
+    return {f"layout.{axis}": f"{reason}; set layout.{axis}=1" for axis in axes if getattr(layout, axis) > 1}
 
 
-def refused_data(layout: LayoutSpec, *, why: str) -> dict[str, str]:
+def refused_data(layout: LayoutSpec, *, reason: str) -> dict[str, str]:
     """The refusal of data parallelism."""
-    return refused_axes(layout, "dp_shard" if layout.dp_shard > 1 else "dp_replicate", why=why)
+    return refused_axes(layout, "dp_shard" if layout.dp_shard > 1 else "dp_replicate", reason=reason)
 
 
 class Engine(ABC):
@@ -153,7 +153,9 @@ class Engine(ABC):
         settings = tuple(self.settings(resolved))
         refused = [setting for setting in settings if setting.fate == "refused"]
         if refused:
-            raise InexpressibleError("; ".join(f"{setting.path}={setting.shown}: {setting.why}" for setting in refused))
+            raise InexpressibleError(
+                "; ".join(f"{setting.path}={setting.shown}: {setting.reason}" for setting in refused)
+            )
         program, files = self.files(resolved)
         return Translation(self.name, settings, program, files, self.notes(resolved), self.measure(resolved, program))
 
@@ -163,8 +165,8 @@ class Engine(ABC):
 
     def refused(self, resolved: ResolvedRun) -> dict[str, str]:
         """Names that are not among its `choices`, and what else it `cannot` express, each with the reason."""
-        found = [choice.refused(resolved.run) for choice in self.choices]
-        return {path: why for each in (*found, self.cannot(resolved)) for path, why in each.items()}
+        by_choice = [choice.refused(resolved.run) for choice in self.choices]
+        return {path: reason for each in (*by_choice, self.cannot(resolved)) for path, reason in each.items()}
 
     def cannot(self, resolved: ResolvedRun) -> Mapping[str, str]:
         """Settings of this run that the engine cannot express and that change what is trained, each with the reason."""
@@ -222,27 +224,27 @@ class TemplateEngine(Engine):
 
     def cannot(self, resolved: ResolvedRun) -> Mapping[str, str]:
         """Layouts that are not in `strategies`, and precisions that are not in `precisions`."""
-        run, found = resolved.run, dict[str, str]()
+        run, refusals = resolved.run, dict[str, str]()
         layout, strategy = run.layout, strategy_of(run.layout)
         for axis in ("pp", "cp", "tp", "ep"):
             if getattr(layout, axis) > 1 and axis not in self.axes:
                 what = " and ".join(("the data", *self.axes)) if self.axes else "only the data"
-                found[f"layout.{axis}"] = f"the program for {self.name} splits {what}; set layout.{axis}=1"
+                refusals[f"layout.{axis}"] = f"the program for {self.name} splits {what}; set layout.{axis}=1"
         if layout.tiers.words and (reason := self.cannot_offload(layout)):
-            found["layout.offload"] = reason
+            refusals["layout.offload"] = reason
         if strategy != "single" and strategy not in self.strategies:
-            found["layout.zero"] = f"{self.name} supports {', '.join(self.strategies)}, not {layout.strategy}"
+            refusals["layout.zero"] = f"{self.name} supports {', '.join(self.strategies)}, not {layout.strategy}"
         if run.training.precision not in self.precisions:
-            found["training.precision"] = f"the program for {self.name} supports {' and '.join(self.precisions)}"
+            refusals["training.precision"] = f"the program for {self.name} supports {' and '.join(self.precisions)}"
         sharded = strategy in ("zero2", "zero3", "hybrid")
         if run.training.dtypes.narrow and run.training.reduce_dtype != FP32.name and not sharded:
-            found["training.reduce_dtype"] = "under autocast, gradients stay in fp32; set training.reduce_dtype=fp32"
-        return found
+            refusals["training.reduce_dtype"] = "under autocast, gradients stay in fp32; set training.reduce_dtype=fp32"
+        return refusals
 
     def leaves_out(self, resolved: ResolvedRun) -> Mapping[str, str]:
         """Recomputation where the program has none."""
-        asked = not self.recomputes and set(resolved.recompute) != {"none"}
-        return {"training.recompute": "no recomputation: the same losses, more memory"} if asked else {}
+        left_out = not self.recomputes and set(resolved.recompute) != {"none"}
+        return {"training.recompute": "no recomputation: the same losses, more memory"} if left_out else {}
 
     def needs_gpu(self, resolved: ResolvedRun) -> str:
         """Why the program refuses to start on a CPU; empty if it trains there."""

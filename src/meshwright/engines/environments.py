@@ -61,17 +61,17 @@ def requirements(engine: Engine) -> list[str]:
         raise UserError(
             "meshwright is not installed as a package, so its extras are unknown; pip install -e ."
         ) from error
-    found = []
+    packages = []
     for requirement in stated:
         package, _, marker = requirement.partition(";")
         if any(f'extra == "{extra}"' in marker.replace("'", '"') for extra in extras):
-            found.append(package.strip())
-    if not found:
+            packages.append(package.strip())
+    if not packages:
         raise UserError(
             f"this installation of meshwright has no extra for {engine.name}; reinstall meshwright (pip install -e "
             ".), or install the engine yourself and pass --python"
         )
-    return found + [f"{name}>={version}" for name, version in engine.oldest.items()]
+    return packages + [f"{name}>={version}" for name, version in engine.oldest.items()]
 
 
 def _make(folder: Path, python: Path, wanted: list[str], say: Callable[[str], None], name: str) -> None:
@@ -87,7 +87,7 @@ def _make(folder: Path, python: Path, wanted: list[str], say: Callable[[str], No
         raise UserError(f"{name}: pip failed: {error}") from error
     if done.returncode:
         lines = [line.strip() for line in (done.stdout + done.stderr).splitlines() if line.strip()]
-        said = next((line for line in reversed(lines) if line.startswith("ERROR")), lines[-1] if lines else "")
-        raise UserError(f"{name}: pip failed (offline, or conflicting versions): {said}")
+        message = next((line for line in reversed(lines) if line.startswith("ERROR")), lines[-1] if lines else "")
+        raise UserError(f"{name}: pip failed (offline, or conflicting versions): {message}")
     write_durably(folder / READY, json.dumps(wanted) + "\n")
     say(f"{name}: installed")

@@ -17,12 +17,12 @@ class GpuOnly(TemplateEngine):
 
     def cannot(self, resolved: ResolvedRun) -> Mapping[str, str]:
         """As the engine; also device=cpu, and a single rank, which shards nothing."""
-        found = dict(super().cannot(resolved))
+        refusals = dict(super().cannot(resolved))
         if resolved.run.device == "cpu":
-            found["device"] = f"{self.gpu_only}; use device=auto"
+            refusals["device"] = f"{self.gpu_only}; use device=auto"
         if strategy_of(resolved.run.layout) == "single":
-            found["layout"] = f"{self.name} needs at least two ranks; set layout.dp_shard"
-        return found
+            refusals["layout"] = f"{self.name} needs at least two ranks; set layout.dp_shard"
+        return refusals
 
 
 class AccelerateFsdp(GpuOnly, AccelerateEngine):
@@ -39,7 +39,7 @@ class DeepSpeedPlugIn(GpuOnly):
 
     strategies = ("zero1", "zero2", "zero3")
     counts: ClassVar[bool] = False
-    """Whether the package itself tells DeepSpeed the number of microbatches of a step."""
+    """Whether the package itself passes DeepSpeed the number of microbatches of a step."""
 
     def cannot_offload(self, layout: LayoutSpec) -> str:
         """As DeepSpeed: the optimizer's state and parameters to host memory."""
@@ -122,9 +122,9 @@ class HfTrainerFsdp(GpuOnly, HfTrainer):
 
     def cannot(self, resolved: ResolvedRun) -> Mapping[str, str]:
         """As `GpuOnly`; its FSDP reduces gradients in the dtype in which it computes."""
-        found, training = dict(super().cannot(resolved)), resolved.run.training
+        refusals, training = dict(super().cannot(resolved)), resolved.run.training
         if training.precision == BF16.name and training.reduce_dtype == FP32.name:
-            found["training.reduce_dtype"] = (
+            refusals["training.reduce_dtype"] = (
                 "the Trainer's FSDP reduces gradients in bf16; set training.reduce_dtype=bf16"
             )
-        return found
+        return refusals

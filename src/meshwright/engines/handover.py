@@ -54,7 +54,7 @@ def hand_over(resolved: ResolvedRun, engine: Engine, folder: Path) -> Translatio
         if corpus is not None and engine.name != Ours.name:
             write_materials(resolved, corpus, staging, steps=resolved.run.training.steps)
             _bring_tokens(staging / DATA)
-        lines = [f"- `{setting.path}={setting.shown}`: {setting.why}" for setting in translation.left_out]
+        lines = [f"- `{setting.path}={setting.shown}`: {setting.reason}" for setting in translation.left_out]
         about = f"# Settings that {translation.program} leaves out\n\n"
         own = ["", f"# Differences in {engine.name}", "", *(f"- {note}" for note in translation.notes)]
         lines = [*(lines or ["Nothing."]), *(own if translation.notes else [])]

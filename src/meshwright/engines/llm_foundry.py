@@ -23,7 +23,7 @@ SHUFFLED = Names("data.order", {"shuffled": True, "given": False})
 SHARDED = Names("layout.zero", {3: ("FULL_SHARD", "HYBRID_SHARD"), 2: ("SHARD_GRAD_OP", "_HYBRID_SHARD_ZERO2")})
 """FSDP's strategy over all ranks, and that over those of one replica."""
 DETECTED = ("auto", "messages", "prompt_completion")
-"""Formats of records that LLM-Foundry tells from their columns."""
+"""Formats of records that LLM-Foundry recognises by their columns."""
 LOADERS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet"}
 """By a file's ending, the builder of `datasets` that reads it."""
 KEYS = dotted({
@@ -61,17 +61,19 @@ class LlmFoundryConfig(YamlEngine):
 
     def cannot(self, resolved: ResolvedRun) -> Mapping[str, str]:
         """Models without a directory, other optimizers, schedules and data."""
-        run, found = resolved.run, dict[str, str]()
+        run, refusals = resolved.run, dict[str, str]()
         if not (run.model.name or "").startswith((".", "/")):
-            found["model.name"] = "LLM-Foundry loads a Hugging Face directory; write its path, starting with ./ or /"
+            refusals["model.name"] = "LLM-Foundry loads a Hugging Face directory; write its path, starting with ./ or /"
         if run.layout.zero_stage == 1:
-            found["layout.zero"] = "FSDP also shards gradients; set layout.zero=2 or 3"
-        found |= refused_axes(run.layout, "tp", "pp", "cp", "ep", why="this export supports only data parallelism")
+            refusals["layout.zero"] = "FSDP also shards gradients; set layout.zero=2 or 3"
+        refusals |= refused_axes(
+            run.layout, "tp", "pp", "cp", "ep", reason="this export supports only data parallelism"
+        )
         if reason := _other_data(resolved):
-            found["data.sources"] = reason
+            refusals["data.sources"] = reason
         if tokenizer_of(resolved) is None:
-            found["data.tokenizer"] = "LLM-Foundry loads a tokenizer; give its folder"
-        return found
+            refusals["data.tokenizer"] = "LLM-Foundry loads a tokenizer; give its folder"
+        return refusals
 
     def notes(self, resolved: ResolvedRun) -> tuple[str, ...]:
         """Its rates, data and packing."""

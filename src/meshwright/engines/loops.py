@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import ClassVar
 
 from meshwright.engines.engine import TemplateEngine, refused_data, strategy_of
-from meshwright.engines.settings import Rule, said
+from meshwright.engines.settings import Rule, expressed
 from meshwright.spec.precision import BF16, FP32
 from meshwright.spec.run import ResolvedRun
 
@@ -36,13 +36,13 @@ class TransformersEngine(TemplateEngine):
 
     def cannot(self, resolved: ResolvedRun) -> Mapping[str, str]:
         """As `TemplateEngine`; a model that transformers has no plan for, and data parallelism without sharding."""
-        found, run = dict(super().cannot(resolved)), resolved.run
+        refusals, run = dict(super().cannot(resolved)), resolved.run
         if run.layout.tp > 1 and resolved.model.family == "gpt2":
-            found["layout.tp"] = "transformers has no tensor-parallel plan for gpt2"
+            refusals["layout.tp"] = "transformers has no tensor-parallel plan for gpt2"
         split = run.layout.tp * run.layout.ep * run.layout.data_parallel > 1
         if split and run.training.precision == BF16.name and run.training.reduce_dtype != FP32.name:
-            found["training.reduce_dtype"] = "transformers reduces gradients in fp32"
-        return found
+            refusals["training.reduce_dtype"] = "transformers reduces gradients in fp32"
+        return refusals
 
 
 class HfTrainer(TemplateEngine):
@@ -55,7 +55,7 @@ class HfTrainer(TemplateEngine):
     oldest: ClassVar = TransformersEngine.oldest
     strategies = ("ddp", "zero3", "hybrid")
     more_transformers = ", Trainer, TrainerCallback, TrainingArguments"
-    rules: ClassVar[Mapping[str, Rule]] = {"data.packing": said, "data.separate_documents": said}
+    rules: ClassVar[Mapping[str, Rule]] = {"data.packing": expressed, "data.separate_documents": expressed}
     resumes: ClassVar[bool] = False
     """Whether the Trainer can resume a sharded model."""
 
@@ -87,21 +87,21 @@ class FabricEngine(TemplateEngine):
 
     def cannot(self, resolved: ResolvedRun) -> Mapping[str, str]:
         """As `TemplateEngine`; also families without a tensor-parallel plan, and head counts that cannot be split."""
-        found, layout, model = dict(super().cannot(resolved)), resolved.run.layout, resolved.model
+        refusals, layout, model = dict(super().cannot(resolved)), resolved.run.layout, resolved.model
         if layout.tp == 1:
-            return found
+            return refusals
         if model.family not in SPLIT:
-            found["layout.tp"] = f"the program for {self.name} has tensor-parallel plans only for {', '.join(SPLIT)}"
+            refusals["layout.tp"] = f"the program for {self.name} has tensor-parallel plans only for {', '.join(SPLIT)}"
         elif model.num_kv_heads % layout.tp:
-            found["layout.tp"] = (
+            refusals["layout.tp"] = (
                 f"PyTorch's tensor parallelism gives each rank whole heads, but layout.tp={layout.tp} does not "
                 f"divide {model.num_kv_heads} key/value heads"
             )
         if layout.dp_replicate > 1:
-            found["layout.dp_replicate"] = (
+            refusals["layout.dp_replicate"] = (
                 "ModelParallelStrategy does not combine replicas with tensor parallelism; use dp_shard"
             )
-        return found
+        return refusals
 
 
 class LightningEngine(FabricEngine):
@@ -124,14 +124,14 @@ class LitGpt(TemplateEngine):
 
     def cannot(self, resolved: ResolvedRun) -> Mapping[str, str]:
         """As `TemplateEngine`; more than one process, another model than Llama, and scaled rope."""
-        found, layout = dict(super().cannot(resolved)), resolved.run.layout
-        found.pop("layout.zero", None)
-        found |= refused_data(layout, why="the program for litgpt runs on one process")
+        refusals, layout = dict(super().cannot(resolved)), resolved.run.layout
+        refusals.pop("layout.zero", None)
+        refusals |= refused_data(layout, reason="the program for litgpt runs on one process")
         if resolved.model.family != "llama":
-            found["model.family"] = "the program for litgpt supports only llama"
+            refusals["model.family"] = "the program for litgpt supports only llama"
         if resolved.model.rope_scaling is not None:
-            found["model.rope_scaling"] = "the program for litgpt does not support scaled rope"
-        return found
+            refusals["model.rope_scaling"] = "the program for litgpt does not support scaled rope"
+        return refusals
 
 
 class NanoGpt(TemplateEngine):
@@ -147,15 +147,15 @@ class NanoGpt(TemplateEngine):
 
     def cannot(self, resolved: ResolvedRun) -> Mapping[str, str]:
         """As `TemplateEngine`; another model than GPT-2, and constants that its code has."""
-        found, model, run = dict(super().cannot(resolved)), resolved.model, resolved.run
+        refusals, model, run = dict(super().cannot(resolved)), resolved.model, resolved.run
         if model.family != "gpt2":
-            found["model.family"] = "nanoGPT supports only GPT-2"
+            refusals["model.family"] = "nanoGPT supports only GPT-2"
         if model.norm_eps != NORM_EPS:
-            found["model.norm_eps"] = f"nanoGPT's norms use {NORM_EPS:g}"
+            refusals["model.norm_eps"] = f"nanoGPT's norms use {NORM_EPS:g}"
         if not model.tied_embeddings:
-            found["model.tied_embeddings"] = "nanoGPT ties the head to the embedding"
+            refusals["model.tied_embeddings"] = "nanoGPT ties the head to the embedding"
         if model.ffn != 4 * model.hidden:
-            found["model.ffn"] = "nanoGPT uses four times model.hidden"
+            refusals["model.ffn"] = "nanoGPT uses four times model.hidden"
         if run.training.optimizer.eps != EPS:
-            found["training.optimizer.eps"] = f"nanoGPT's optimizer uses {EPS:g}"
-        return found
+            refusals["training.optimizer.eps"] = f"nanoGPT's optimizer uses {EPS:g}"
+        return refusals

@@ -88,7 +88,7 @@ def write_pairs(samples: Mixture, folder: Path, *, seed: int, count: int) -> Non
 def _pair(sample: Sample) -> dict[str, list[int]]:
     """The tokens of a sample's pair. Raises `UserError` if its answers do not follow one prompt."""
     assert sample.documents is not None
-    found = []
+    sides = []
     for document in (0, 1):
         here = sample.documents == document
         inputs, labels = sample.inputs[here], sample.labels[here]
@@ -97,8 +97,8 @@ def _pair(sample: Sample) -> dict[str, list[int]]:
             raise UserError(
                 "trl needs one contiguous answer, but a pair trains on several turns; set data.chat.train_on=last"
             )
-        found.append((inputs[: answer[0] + 1].tolist(), labels[answer].tolist()))
-    (prompt, chosen), (other, rejected) = found
+        sides.append((inputs[: answer[0] + 1].tolist(), labels[answer].tolist()))
+    (prompt, chosen), (other, rejected) = sides
     if prompt != other:
         raise UserError("trl compares two answers to one prompt, but the answers of a pair have different prompts")
     return {"prompt_ids": prompt, "chosen_ids": chosen, "rejected_ids": rejected}

@@ -26,27 +26,29 @@ class MegatronEngine(TemplateEngine):
 
     def cannot(self, resolved: ResolvedRun) -> Mapping[str, str]:
         """As `TemplateEngine`; another model than Llama, and vocabularies, heads or widths that cannot be split."""
-        found, model, tp = dict(super().cannot(resolved)), resolved.model, resolved.run.layout.tp
+        refusals, model, tp = dict(super().cannot(resolved)), resolved.model, resolved.run.layout.tp
         if resolved.run.layout.pp > 1:
-            found |= _cannot_pipeline(resolved)
+            refusals |= _cannot_pipeline(resolved)
         if model.family != "llama":
-            found["model.family"] = "the program for megatron supports only llama"
+            refusals["model.family"] = "the program for megatron supports only llama"
         if model.rope_scaling is not None:
-            found["model.rope_scaling"] = "the program for megatron does not support scaled rope"
+            refusals["model.rope_scaling"] = "the program for megatron does not support scaled rope"
         for path, degree in (("model.vocab", model.vocab), ("model.num_kv_heads", model.num_kv_heads)):
             if degree % tp:
-                found[path] = f"Megatron-core cannot split {degree} over layout.tp={tp}"
-        return found
+                refusals[path] = f"Megatron-core cannot split {degree} over layout.tp={tp}"
+        return refusals
 
     def leaves_out(self, resolved: ResolvedRun) -> Mapping[str, str]:
         """Also compilation and stages of unequal length."""
-        found = dict(super().leaves_out(resolved))
+        left_out = dict(super().leaves_out(resolved))
         if resolved.run.training.compile:
-            found["training.compile"] = "no compilation: the same losses, slower steps"
+            left_out["training.compile"] = "no compilation: the same losses, slower steps"
         layers = resolved.run.layout.stage_layers
         if layers != "auto" and len(set(layers)) > 1:
-            found["layout.stage_layers"] = "all stages get the same number of layers: the same losses, other step times"
-        return found
+            left_out["layout.stage_layers"] = (
+                "all stages get the same number of layers: the same losses, other step times"
+            )
+        return left_out
 
     def words(self, resolved: ResolvedRun, program: str) -> dict[str, Any]:
         """Also the microbatches that pass one stage of a rank before the next, as in our schedule."""
@@ -57,15 +59,17 @@ class MegatronEngine(TemplateEngine):
 
 def _cannot_pipeline(resolved: ResolvedRun) -> dict[str, str]:
     """Settings that the program of a pipeline cannot express."""
-    found, layout, model = dict[str, str](), resolved.run.layout, resolved.model
+    refusals, layout, model = dict[str, str](), resolved.run.layout, resolved.model
     stages = layout.pp * layout.virtual_stages
     if layout.schedule not in SCHEDULES:
-        found["layout.schedule"] = f"Megatron-core supports {' and '.join(SCHEDULES)}"
+        refusals["layout.schedule"] = f"Megatron-core supports {' and '.join(SCHEDULES)}"
     elif layout.virtual_stages > 1 and resolved.accumulation < layout.pp:
-        found["layout.schedule"] = (
+        refusals["layout.schedule"] = (
             f"Megatron-core's interleaved schedule needs at least layout.pp={layout.pp} microbatches, not "
             f"{resolved.accumulation}"
         )
     if model.num_layers % stages:
-        found["model.num_layers"] = f"{model.num_layers} layers cannot be split into {stages} equal stages"
-    return found | refused_data(layout, why="the program for megatron's pipeline does not support data parallelism")
+        refusals["model.num_layers"] = f"{model.num_layers} layers cannot be split into {stages} equal stages"
+    return refusals | refused_data(
+        layout, reason="the program for megatron's pipeline does not support data parallelism"
+    )

@@ -69,12 +69,12 @@ class MegatronBridgeConfig(WrittenEngine):
 
     def cannot(self, resolved: ResolvedRun) -> Mapping[str, str]:
         """Settings that Megatron lacks; also gpt2's activation and other precisions."""
-        found, training = megatron_cannot(resolved, self.file), resolved.run.training
+        refusals, training = megatron_cannot(resolved, self.file), resolved.run.training
         if resolved.model.family == "gpt2":
-            found["model.family"] = "this export supports SwiGLU, not gpt2's GELU"
+            refusals["model.family"] = "this export supports SwiGLU, not gpt2's GELU"
         if training.dtypes.narrow and training.reduce_dtype != FP32.name:
-            found["training.reduce_dtype"] = "this export reduces gradients in fp32"
-        return found
+            refusals["training.reduce_dtype"] = "this export reduces gradients in fp32"
+        return refusals
 
     def notes(self, resolved: ResolvedRun) -> tuple[str, ...]:
         """Its rates, order and fresh weights, and how it is started."""
@@ -117,7 +117,7 @@ class MegatronBridgeConfig(WrittenEngine):
 
 
 def _model(resolved: ResolvedRun) -> dict[str, Any]:
-    """What sizes do not tell of the model, and what is recomputed."""
+    """What the sizes of the model leave open, and what is recomputed."""
     model, kinds = resolved.model, set(resolved.recompute)
     full = kinds == {"full"}
     return {

@@ -35,26 +35,26 @@ SAVING = "save save-interval eval-interval eval-iters"
 
 def megatron_cannot(resolved: ResolvedRun, where: str) -> dict[str, str]:
     """Settings that no form of Megatron's configuration can express; `where` names the form."""
-    run, model, found = resolved.run, resolved.model, dict[str, str]()
+    run, model, refusals = resolved.run, resolved.model, dict[str, str]()
     if model.family not in FAMILIES:
-        found["model.family"] = f"{where} supports {', '.join(FAMILIES)}"
+        refusals["model.family"] = f"{where} supports {', '.join(FAMILIES)}"
     if model.rope_scaling is not None and model.rope_scaling.kind != "llama3":
-        found["model.rope_scaling"] = "Megatron supports only kind llama3"
+        refusals["model.rope_scaling"] = "Megatron supports only kind llama3"
     if model.sliding_window is not None:
-        found["model.sliding_window"] = f"{where} does not support sliding windows"
+        refusals["model.sliding_window"] = f"{where} does not support sliding windows"
     if model.vocab % run.layout.tp:
-        found["model.vocab"] = f"layout.tp={run.layout.tp} does not divide {model.vocab} rows"
+        refusals["model.vocab"] = f"layout.tp={run.layout.tp} does not divide {model.vocab} rows"
     if run.model.weights == "pretrained":
-        found["model.weights"] = "Megatron loads only checkpoints in its own format; set model.weights=random"
+        refusals["model.weights"] = "Megatron loads only checkpoints in its own format; set model.weights=random"
     if bad := [source.path for source in run.data.sources if not source.path.endswith(".bin")]:
-        found["data.sources"] = (
+        refusals["data.sources"] = (
             f"Megatron reads token files (NAME.bin with NAME.idx, as in data.cache_dir), not {bad[0]}"
         )
     elif len(run.data.sources) > 1 and run.data.sources[0].weight is None:
-        found["data.sources"] = "Megatron mixes sources by weight; give every source a weight"
+        refusals["data.sources"] = "Megatron mixes sources by weight; give every source a weight"
     if tokenizer_of(resolved) is None:
-        found["data.tokenizer"] = "Megatron loads a tokenizer; give its folder"
-    return found
+        refusals["data.tokenizer"] = "Megatron loads a tokenizer; give its folder"
+    return refusals
 
 
 PLACE = (

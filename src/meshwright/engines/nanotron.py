@@ -46,26 +46,28 @@ class NanotronConfig(YamlEngine):
 
     def cannot(self, resolved: ResolvedRun) -> Mapping[str, str]:
         """Models, layouts and data that Nanotron does not have."""
-        run, model, found = resolved.run, resolved.model, dict[str, str]()
-        found |= _other_models(resolved)
+        run, model, refusals = resolved.run, resolved.model, dict[str, str]()
+        refusals |= _other_models(resolved)
         if run.model.weights == "pretrained":
-            found["model.weights"] = "Nanotron loads only checkpoints in its own format; set model.weights=random"
+            refusals["model.weights"] = "Nanotron loads only checkpoints in its own format; set model.weights=random"
         if model.vocab % run.layout.tp:
-            found["model.vocab"] = f"layout.tp={run.layout.tp} does not divide {model.vocab} rows"
+            refusals["model.vocab"] = f"layout.tp={run.layout.tp} does not divide {model.vocab} rows"
         if run.training.optimizer.weight_decay and not model.tied_embeddings:
-            found["training.optimizer.weight_decay"] = (
+            refusals["training.optimizer.weight_decay"] = (
                 "Nanotron also decays norms, and its list of exclusions raises UnboundLocalError unless a parameter "
                 "is tied; set it to 0, or model.tied_embeddings=true"
             )
-        found |= refused_axes(run.layout, "cp", "ep", why="this export supports data, tensor and pipeline parallelism")
+        refusals |= refused_axes(
+            run.layout, "cp", "ep", reason="this export supports data, tensor and pipeline parallelism"
+        )
         first, *more = run.data.sources
         if more:
-            found["data.sources"] = "this export supports one dataset; give one source"
+            refusals["data.sources"] = "this export supports one dataset; give one source"
         elif not _names_data_set(first, Path(resolved.base_dir)):
-            found["data.sources"] = "Nanotron loads the split train of hub:owner/name or of a folder of files"
+            refusals["data.sources"] = "Nanotron loads the split train of hub:owner/name or of a folder of files"
         if tokenizer_of(resolved) is None:
-            found["data.tokenizer"] = "Nanotron loads a tokenizer; give its folder"
-        return found
+            refusals["data.tokenizer"] = "Nanotron loads a tokenizer; give its folder"
+        return refusals
 
     def notes(self, resolved: ResolvedRun) -> tuple[str, ...]:
         """Its rates, data and fresh weights."""
@@ -115,16 +117,16 @@ class NanotronConfig(YamlEngine):
 
 
 def _other_models(resolved: ResolvedRun) -> dict[str, str]:
-    model, found = resolved.model, dict[str, str]()
+    model, refusals = resolved.model, dict[str, str]()
     if model.family not in FAMILIES:
-        found["model.family"] = f"this export supports {', '.join(FAMILIES)}"
+        refusals["model.family"] = f"this export supports {', '.join(FAMILIES)}"
     if model.rope_scaling is not None:
-        found["model.rope_scaling"] = "Nanotron's models ignore rope_scaling"
+        refusals["model.rope_scaling"] = "Nanotron's models ignore rope_scaling"
     if model.sliding_window is not None:
-        found["model.sliding_window"] = "this export does not support sliding windows"
+        refusals["model.sliding_window"] = "this export does not support sliding windows"
     if model.head_dim * model.num_heads != model.hidden:
-        found["model.head_dim"] = "Nanotron's head dimension is hidden / num_heads"
-    return found
+        refusals["model.head_dim"] = "Nanotron's head dimension is hidden / num_heads"
+    return refusals
 
 
 def _names_data_set(source: Any, base_dir: Path) -> bool:

@@ -199,11 +199,11 @@ def _theirs(resolved: ResolvedRun, reference: Reference, *place: str) -> dict[st
 
 def _pairs(path: Path, expected: dict[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
     """Every tensor that a program has written, by name. Raises `UserError` if the names are not the files'."""
-    with np.load(path) as found:
-        if unknown := [name for name in found.files if name not in expected]:
+    with np.load(path) as archive:
+        if unknown := [name for name in archive.files if name not in expected]:
             raise UserError(
                 f"the engine's parameter {unknown[0]} is not in the model's Hugging Face files; experts that "
                 "transformers stacks cannot be compared"
             )
-        for name in found.files:
-            yield name, torch.from_numpy(found[name])
+        for name in archive.files:
+            yield name, torch.from_numpy(archive[name])

@@ -49,7 +49,7 @@ ENGINES: Mapping[str, Engine] = {
     )
 }
 """In the order in which comparisons list them."""
-_FOUND = """\
+_LACKING = """\
 import importlib.metadata, importlib.util, json, sys
 
 def lacks(module):
@@ -82,9 +82,9 @@ class MissingPackageError(UserError):
 def find_engine(name: str, *, written: bool = False) -> Engine:
     """The engine of a name, including export-only engines if `written`; raises `UserError` if there is none."""
     if name in WRITTEN and not written:
-        why = f" ({WRITTEN[name].gpu_only})" if WRITTEN[name].gpu_only else ""
+        reason = f" ({WRITTEN[name].gpu_only})" if WRITTEN[name].gpu_only else ""
         raise UserError(
-            f"{name} can only be exported, not run here{why}: meshwright export RUN --engine {name} --program DIR"
+            f"{name} can only be exported, not run here{reason}: meshwright export RUN --engine {name} --program DIR"
         )
     if name in WRITTEN:
         return WRITTEN[name]
@@ -101,14 +101,14 @@ def check_installed(engine: Engine, python: Path, checkout: Path | None = None) 
         raise MissingPackageError(
             f"{engine.name} is not a package; git clone {engine.checkout}, and pass --checkout {engine.name}=FOLDER"
         )
-    asked = json.dumps([list(engine.packages), list(engine.oldest)])
+    request = json.dumps([list(engine.packages), list(engine.oldest)])
     try:
-        found = subprocess.run(
-            [python, "-P", "-c", _FOUND, asked], capture_output=True, text=True, check=True, timeout=60
+        output = subprocess.run(
+            [python, "-P", "-c", _LACKING, request], capture_output=True, text=True, check=True, timeout=60
         )
     except (OSError, subprocess.SubprocessError) as error:
         raise UserError(f"{python} cannot run {engine.name}: {error}") from error
-    lacking, versions = json.loads(found.stdout)
+    lacking, versions = json.loads(output.stdout)
     own = str(python) == sys.executable
     there, install = ("", "pip install") if own else (f" in {python}", f"{python} -m pip install")
     for module in lacking:

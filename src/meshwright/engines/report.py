@@ -61,16 +61,18 @@ def as_json(rows: Sequence[ContestRow]) -> dict[str, Any]:
 def as_data(rows: Sequence[ContestRow], about: dict[str, str]) -> dict[str, Any]:
     """The same with all measurements and the machine."""
     data, first = as_json(rows), reference(rows)
-    for found, row in zip(data["engines"], rows, strict=True):
+    for entry, row in zip(data["engines"], rows, strict=True):
         ratio = row.ratio_to(first)
-        found |= {
+        entry |= {
             "engine": row.engine,
             "strategy": row.strategy,
             "ratio_of_rounds": None if ratio is None else ratio[1:],
             "first_step_seconds": row.first_step,
             "max_gnorm_difference": row.difference_from(first, "gnorms"),
             "lines": row.translation.lines if row.translation else None,
-            "left_out": {setting.path: setting.why for setting in row.translation.left_out} if row.translation else {},
+            "left_out": {setting.path: setting.reason for setting in row.translation.left_out}
+            if row.translation
+            else {},
             "what_ran": row.ran,
             "seconds": row.turns,
             "losses": row.losses,
@@ -145,7 +147,7 @@ def _cells(row: ContestRow, first: ContestRow) -> list[str]:
 
 
 def text(rows: Sequence[ContestRow]) -> str:
-    """The table for a terminal, and why engines have no figures."""
+    """The table for a terminal, and the reasons why engines have no figures."""
     cells = table(rows)
     widths = [max(len(line[column]) for line in cells) for column in range(len(cells[0]))]
     lines = [
@@ -177,18 +179,18 @@ def markdown(rows: Sequence[ContestRow], about: dict[str, str]) -> str:
 
 def ran(row: ContestRow) -> str:
     """An engine's report of itself, in a line."""
-    found = row.ran
+    report = row.ran
     return (
-        f"{found['world_size']} ranks, {' in '.join(reversed(found['wrappers']))} of {'/'.join(found['parameter'])} in "
-        f"{'/'.join(found['dtype'])}; a rank holds {found['held']} of {found['parameters']} parameters and "
-        f"{found['state']} of each moment; {found['optimizer']}"
+        f"{report['world_size']} ranks, {' in '.join(reversed(report['wrappers']))} of {'/'.join(report['parameter'])} "
+        f"in {'/'.join(report['dtype'])}; a rank holds {report['held']} of {report['parameters']} parameters and "
+        f"{report['state']} of each moment; {report['optimizer']}"
     )
 
 
 def left_out(row: ContestRow) -> str:
     """The settings that its program leaves out, in a line."""
     settings = row.translation.left_out if row.translation else []
-    return "; ".join(f"{setting.path}={setting.shown} ({setting.why})" for setting in settings)
+    return "; ".join(f"{setting.path}={setting.shown} ({setting.reason})" for setting in settings)
 
 
 def _losses(rows: Sequence[ContestRow]) -> str:

@@ -12,9 +12,9 @@ from meshwright.spec.finetune import FullSpec
 from meshwright.spec.model import FamilyName
 from meshwright.spec.run import ResolvedRun, Run
 
-Fate = Literal["said", "left_out", "refused"]
-"""said: the program implements it, or there is nothing to do; left_out: it does not, but neither losses nor weights
-change; refused: without it the training would differ."""
+Fate = Literal["expressed", "left_out", "refused"]
+"""expressed: the program implements it, or there is nothing to do; left_out: it does not, but neither losses nor
+weights change; refused: without it the training would differ."""
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class Setting:
     """The path as in an override, for example `training.clip`."""
     value: Any
     fate: Fate
-    why: str = ""
+    reason: str = ""
 
     @property
     def shown(self) -> str:
@@ -47,22 +47,22 @@ def as_in_a_recipe(value: Any) -> str:
 
 
 Rule = Callable[[Any, ResolvedRun], tuple[Fate, str]]
-"""(value, run) -> its fate, and why."""
+"""(value, run) -> its fate, and the reason."""
 
 
-def said(value: Any, resolved: ResolvedRun) -> tuple[Fate, str]:
+def expressed(value: Any, resolved: ResolvedRun) -> tuple[Fate, str]:
     """The rule of settings that every program implements."""
-    return "said", ""
+    return "expressed", ""
 
 
-def without(why: str) -> Rule:
+def without(reason: str) -> Rule:
     """A rule for settings that a program lacks, and that no trained weight depends on."""
-    return lambda value, resolved: ("left_out", why)
+    return lambda value, resolved: ("left_out", reason)
 
 
-def only(*accepted: Any, why: str) -> Rule:
+def only(*accepted: Any, reason: str) -> Rule:
     """A rule for settings whose other values would change the training."""
-    return lambda value, resolved: ("said", "") if value in accepted else ("refused", why)
+    return lambda value, resolved: ("expressed", "") if value in accepted else ("refused", reason)
 
 
 def _balance(value: Any, resolved: ResolvedRun) -> tuple[Fate, str]:
@@ -71,66 +71,66 @@ def _balance(value: Any, resolved: ResolvedRun) -> tuple[Fate, str]:
         return "refused", (
             "the program does not balance experts as Meshwright does; set model.balance_loss=0 and model.balance_rate=0"
         )
-    return "said", ""
+    return "expressed", ""
 
 
 def _finetune(value: Any, resolved: ResolvedRun) -> tuple[Fate, str]:
     finetune = resolved.run.finetune
     if finetune is None or (isinstance(finetune, FullSpec) and not finetune.train and finetune.last_layers is None):
-        return "said", ""
+        return "expressed", ""
     return "refused", "the program trains every parameter"
 
 
 def _start(value: Any, resolved: ResolvedRun) -> tuple[Fate, str]:
     if value is None or resolved.run.finetune is not None:
-        return "said", ""
+        return "expressed", ""
     return "refused", "weights of a checkpoint are exported only for fine-tuning"
 
 
 def _recompute(value: Any, resolved: ResolvedRun) -> tuple[Fate, str]:
     if set(resolved.recompute) in ({"none"}, {"full"}):
-        return "said", ""
+        return "expressed", ""
     return "left_out", "no recomputation: the same losses, more memory"
 
 
 RULES: Mapping[str, Rule] = {
-    "model": said,
-    "model.family": only(*get_args(FamilyName), None, why="transformers does not have plug-in models"),
+    "model": expressed,
+    "model.family": only(*get_args(FamilyName), None, reason="transformers does not have plug-in models"),
     "model.balance_loss": _balance,
-    "data": said,
+    "data": expressed,
     "data.packing": only(
         "concatenated",
-        why=("the program reads one stream of tokens, cut into samples of equal length; set it to concatenated"),
+        reason=("the program reads one stream of tokens, cut into samples of equal length; set it to concatenated"),
     ),
-    "data.separate_documents": only(False, why="the program treats each sample as one document; set it to false"),
-    "training": said,
+    "data.separate_documents": only(False, reason="the program treats each sample as one document; set it to false"),
+    "training": expressed,
     "training.recompute": _recompute,
     "training.attention": without("PyTorch chooses the kernel"),
     "training.compile_mode": without("the program compiles in the default mode"),
     "training.compile_scope": without("the program compiles its default scope"),
-    "training.optimizer.name": only("adamw", why="the program supports only adamw"),
-    "training.optimizer.state_dtype": only("fp32", why="the program supports only fp32 moments"),
-    "training.master_dtype": only("fp32", why="the program supports only fp32 master weights"),
+    "training.optimizer.name": only("adamw", reason="the program supports only adamw"),
+    "training.optimizer.state_dtype": only("fp32", reason="the program supports only fp32 moments"),
+    "training.master_dtype": only("fp32", reason="the program supports only fp32 master weights"),
     "training.non_finite": lambda value, resolved: (
-        ("said", "") if value == "raise" else ("left_out", "the program stops if a loss is not finite")
+        ("expressed", "") if value == "raise" else ("left_out", "the program stops if a loss is not finite")
     ),
-    "training.objective": only(None, why="the program supports only next-token prediction"),
-    "training.preference": only(None, why="the program supports only next-token prediction"),
+    "training.objective": only(None, reason="the program supports only next-token prediction"),
+    "training.preference": only(None, reason="the program supports only next-token prediction"),
     "training.evaluation": without("the program does not evaluate"),
     "training.samples": without("the program generates no samples"),
     "finetune": _finetune,
-    "layout": said,
-    "layout.quantized_weights": only("none", why="the program does not quantize gathered weights"),
-    "layout.quantized_gradients": only("none", why="the program does not quantize reduced gradients"),
-    "layout.gradient_error_feedback": only(False, why="the program keeps no errors of reduced gradients"),
-    "cluster": said,
-    "checkpoint": said,
+    "layout": expressed,
+    "layout.quantized_weights": only("none", reason="the program does not quantize gathered weights"),
+    "layout.quantized_gradients": only("none", reason="the program does not quantize reduced gradients"),
+    "layout.gradient_error_feedback": only(False, reason="the program keeps no errors of reduced gradients"),
+    "cluster": expressed,
+    "checkpoint": expressed,
     "checkpoint.keep_every": without("the program keeps the newest checkpoints alone"),
     "checkpoint.keep_best": without("the program keeps the newest checkpoints alone"),
     "checkpoint.start_from": _start,
     "guards": without("the program has no guards"),
-    "device": said,
-    "run_dir": said,
+    "device": expressed,
+    "run_dir": expressed,
     "trackers": without("the program has no trackers"),
     "callbacks": without("the program has no callbacks"),
 }
@@ -145,18 +145,18 @@ def settings_of(
 
     Settings left out are listed only if the recipe differs from the default.
     """
-    defaults, found = dict(leaves(Run(model=resolved.run.model))), set[str]()
+    defaults, paths = dict(leaves(Run(model=resolved.run.model))), set[str]()
     for path, value in leaves(resolved.run):
-        fate, why = rule_of(path, rules)(value, resolved)
-        found.add(path)
+        fate, reason = rule_of(path, rules)(value, resolved)
+        paths.add(path)
         if path in cannot:
-            fate, why = "refused", cannot[path]
-        elif path in leaves_out and fate == "said":
-            fate, why = "left_out", leaves_out[path]
+            fate, reason = "refused", cannot[path]
+        elif path in leaves_out and fate == "expressed":
+            fate, reason = "left_out", leaves_out[path]
         elif fate == "left_out" and path in defaults and defaults[path] == value:
-            fate = "said"
-        yield Setting(path, value, fate, why if fate != "said" else "")
-    for path in (path for path in cannot if path not in found):  # a section as a whole, such as layout.offload
+            fate = "expressed"
+        yield Setting(path, value, fate, reason if fate != "expressed" else "")
+    for path in (path for path in cannot if path not in paths):  # a section as a whole, such as layout.offload
         section = reduce(getattr, path.split("."), resolved.run)
         value = section.model_dump(exclude_defaults=True) if isinstance(section, Spec) else section
         yield Setting(path, value, "refused", cannot[path])

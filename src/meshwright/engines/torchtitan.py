@@ -64,27 +64,27 @@ class TorchtitanConfig(WrittenEngine):
 
     def cannot(self, resolved: ResolvedRun) -> Mapping[str, str]:
         """Models that torchtitan's code does not name, more than one source, and what it always does otherwise."""
-        run, found = resolved.run, dict[str, str]()
+        run, refusals = resolved.run, dict[str, str]()
         if _flavor(resolved) is None:
-            found["model.name"] = f"torchtitan supports {', '.join(sorted(set(FLAVORS.values())))}; name one of them"
+            refusals["model.name"] = f"torchtitan supports {', '.join(sorted(set(FLAVORS.values())))}; name one of them"
         elif resolved.model.tied_embeddings and run.layout.pp > 1:
-            found["layout.pp"] = "torchtitan does not tie embeddings across pipeline stages"
+            refusals["layout.pp"] = "torchtitan does not tie embeddings across pipeline stages"
         paths = [source.path for source in run.data.sources]
         if len(paths) > 1:
-            found["data.sources"] = "this export supports one dataset; give one source"
+            refusals["data.sources"] = "this export supports one dataset; give one source"
         elif not paths[0].startswith("hub:") and _reader(paths[0]) is None:
-            found["data.sources"] = f"torchtitan's `datasets` reads hub:owner/name and {', '.join(READERS)} files"
+            refusals["data.sources"] = f"torchtitan's `datasets` reads hub:owner/name and {', '.join(READERS)} files"
         if tokenizer_of(resolved) is None:
-            found["data.tokenizer"] = "torchtitan loads a tokenizer; give its folder"
+            refusals["data.tokenizer"] = "torchtitan loads a tokenizer; give its folder"
         if not run.data.separate_documents:
-            found["data.separate_documents"] = (
+            refusals["data.separate_documents"] = (
                 "torchtitan masks attention between documents; set data.separate_documents=true"
             )
         if run.layout.tiers.words and (run.layout.zero_stage != 3 or run.layout.offload != "cpu"):
-            found["layout.offload"] = (
+            refusals["layout.offload"] = (
                 "torchtitan offloads only with FSDP2, and then everything; set layout.zero=3 and layout.offload=cpu"
             )
-        return found
+        return refusals
 
     def notes(self, resolved: ResolvedRun) -> tuple[str, ...]:
         """Its own data order, tokens and fresh weights."""
@@ -176,12 +176,12 @@ def _config(resolved: ResolvedRun) -> dict[str, Any]:
 
 def _stages(resolved: ResolvedRun) -> dict[str, Any]:
     layout = resolved.run.layout
-    found: dict[str, Any] = {"fsdp_reshard_after_forward": "never" if layout.zero_stage == 2 else "always"}
+    keys: dict[str, Any] = {"fsdp_reshard_after_forward": "never" if layout.zero_stage == 2 else "always"}
     if layout.pp > 1:
-        found["pipeline_parallel_schedule"] = PIPELINES.write(layout.schedule)
-        found["pipeline_parallel_microbatch_size"] = resolved.micro_batch
-        found["module_fqns_per_model_part"] = list(_parts(resolved))
-    return found
+        keys["pipeline_parallel_schedule"] = PIPELINES.write(layout.schedule)
+        keys["pipeline_parallel_microbatch_size"] = resolved.micro_batch
+        keys["module_fqns_per_model_part"] = list(_parts(resolved))
+    return keys
 
 
 def _parts(resolved: ResolvedRun) -> Iterator[list[str]]:

@@ -86,16 +86,16 @@ class AxolotlConfig(YamlEngine):
 
     def cannot(self, resolved: ResolvedRun) -> Mapping[str, str]:
         """Other optimizers, and models that are no directory."""
-        run, found = resolved.run, dict[str, str]()
+        run, refusals = resolved.run, dict[str, str]()
         if bad := [source for source in run.data.sources if source.format not in TYPES.written]:
-            found["data.sources"] = f"set the format of {bad[0].path}: {', '.join(TYPES.written)}"
+            refusals["data.sources"] = f"set the format of {bad[0].path}: {', '.join(TYPES.written)}"
         if run.training.lr_schedule.warmup_steps(run.training.steps) == 1:
-            found["training.lr_schedule.warmup"] = "axolotl turns a warm-up of 1 step into 2; set 0 or 2"
+            refusals["training.lr_schedule.warmup"] = "axolotl turns a warm-up of 1 step into 2; set 0 or 2"
         if run.model.weights == "random":
-            found["model.weights"] = "axolotl starts from the weights in the model's directory, not from random ones"
+            refusals["model.weights"] = "axolotl starts from the weights in the model's directory, not from random ones"
         if not (run.model.name or "").startswith((".", "/")):
-            found["model.name"] = "axolotl loads a Hugging Face directory; write its path, starting with ./ or /"
-        return found
+            refusals["model.name"] = "axolotl loads a Hugging Face directory; write its path, starting with ./ or /"
+        return refusals
 
     def notes(self, resolved: ResolvedRun) -> tuple[str, ...]:
         """Its rates."""
@@ -131,9 +131,9 @@ class AxolotlConfig(YamlEngine):
 
 def _axolotl_dataset(source: Any) -> dict[str, Any]:
     remote = source.path.startswith("hub:")
-    found = {"path": source.path.removeprefix("hub:"), "type": TYPES.write(source.format)}
-    found |= {} if remote else {"ds_type": "json"}
-    return stated(found | {"split": source.split if source.split != "train" else None, "name": source.subset})
+    keys = {"path": source.path.removeprefix("hub:"), "type": TYPES.write(source.format)}
+    keys |= {} if remote else {"ds_type": "json"}
+    return stated(keys | {"split": source.split if source.split != "train" else None, "name": source.subset})
 
 
 class LlamaFactoryConfig(YamlEngine):
@@ -146,20 +146,22 @@ class LlamaFactoryConfig(YamlEngine):
 
     def cannot(self, resolved: ResolvedRun) -> Mapping[str, str]:
         """Models without a directory, other optimizers, schedules and data."""
-        run, found = resolved.run, dict[str, str]()
+        run, refusals = resolved.run, dict[str, str]()
         schedule = run.training.lr_schedule
         if not (run.model.name or "").startswith((".", "/")):
-            found["model.name"] = "LLaMA-Factory loads a Hugging Face directory; write its path, starting with ./ or /"
+            refusals["model.name"] = (
+                "LLaMA-Factory loads a Hugging Face directory; write its path, starting with ./ or /"
+            )
         if schedule.name != "constant" and schedule.final:
-            found["training.lr_schedule.final"] = "this export's schedules decay to 0; set it to 0"
+            refusals["training.lr_schedule.final"] = "this export's schedules decay to 0; set it to 0"
         if run.layout.zero_stage:
-            found["layout.zero"] = (
+            refusals["layout.zero"] = (
                 "LLaMA-Factory's YAML does not describe sharding; set layout.zero=0, and give LLaMA-Factory a "
                 "DeepSpeed JSON"
             )
         if bad := [source.path for source in run.data.sources if source.format not in RECORDS]:
-            found["data.sources"] = f"set the format of {bad[0]}: {', '.join(RECORDS)}"
-        return found
+            refusals["data.sources"] = f"set the format of {bad[0]}: {', '.join(RECORDS)}"
+        return refusals
 
     def notes(self, resolved: ResolvedRun) -> tuple[str, ...]:
         """Its rates, and where it looks for data."""
@@ -202,11 +204,11 @@ class LlamaFactoryConfig(YamlEngine):
 
 def _named(resolved: ResolvedRun) -> dict[str, Any]:
     """The sources by names; two of one name get numbers."""
-    found: dict[str, Any] = {}
+    sources: dict[str, Any] = {}
     for number, source in enumerate(resolved.run.data.sources):
         stem = Path(source.path.removeprefix("hub:")).name.partition(".")[0]
-        found[stem if stem not in found else f"{stem}_{number}"] = source
-    return found
+        sources[stem if stem not in sources else f"{stem}_{number}"] = source
+    return sources
 
 
 def _entry(source: Any) -> dict[str, Any]:

@@ -5,23 +5,23 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from meshwright.engines.loops import HfTrainer
-from meshwright.engines.settings import RULES, Fate, Rule, only, said
+from meshwright.engines.settings import RULES, Fate, Rule, expressed, only
 from meshwright.spec.finetune import Ia3Spec, LoraSpec
 from meshwright.spec.run import ResolvedRun
 
 
 def _adapters(value: Any, resolved: ResolvedRun) -> tuple[Fate, str]:
     if isinstance(resolved.run.finetune, LoraSpec | Ia3Spec):
-        return "said", ""
+        return "expressed", ""
     return "refused", "peft trains adapters (finetune.method=lora or ia3); hf_trainer trains the whole model"
 
 
 ADAPTERS: Mapping[str, Rule] = {
     "finetune": _adapters,
-    "finetune.base": only("plain", why="the program does not quantize frozen matrices; set finetune.base=plain"),
-    "finetune.dropout": only(0.0, why="engines draw different dropout masks; set finetune.dropout=0"),
-    "finetune.b_lr_ratio": only(1.0, why="the program supports only one learning rate; set finetune.b_lr_ratio=1"),
-    "finetune.train": only((), why="the program trains only adapters; leave finetune.train out"),
+    "finetune.base": only("plain", reason="the program does not quantize frozen matrices; set finetune.base=plain"),
+    "finetune.dropout": only(0.0, reason="engines draw different dropout masks; set finetune.dropout=0"),
+    "finetune.b_lr_ratio": only(1.0, reason="the program supports only one learning rate; set finetune.b_lr_ratio=1"),
+    "finetune.train": only((), reason="the program trains only adapters; leave finetune.train out"),
 }
 """Rules of adapters."""
 
@@ -47,12 +47,12 @@ def _packing(value: Any, resolved: ResolvedRun) -> tuple[Fate, str]:
         return "refused", "trl reads one pair per row; set data.packing=padded"
     if value == "best_fit":
         return "refused", "the program for trl does not pack records; set data.packing=padded"
-    return "said", ""
+    return "expressed", ""
 
 
 def _separate(value: Any, resolved: ResolvedRun) -> tuple[Fate, str]:
     if not value or resolved.run.data.packing == "padded":
-        return "said", ""
+        return "expressed", ""
     return "refused", "the program for trl treats each sample of a stream as one document"
 
 
@@ -60,13 +60,13 @@ def _length(value: Any, resolved: ResolvedRun) -> tuple[Fate, str]:
     """A row includes the last target: one more token than the sequence."""
     most = resolved.model.max_positions
     if resolved.model.positions != "learned" or value < most:
-        return "said", ""
+        return "expressed", ""
     return "refused", f"trl's rows have one more token, and the model has {most} positions; set it to {most - 1}"
 
 
 def _start(value: Any, resolved: ResolvedRun) -> tuple[Fate, str]:
     if value is None or resolved.run.training.preference is None:
-        return "said", ""
+        return "expressed", ""
     return "refused", "trl's reference model would be the given adapters, not their base"
 
 
@@ -89,8 +89,8 @@ class TrlEngine(HfTrainer):
         "data.packing": _packing,
         "data.sequence_length": _length,
         "data.separate_documents": _separate,
-        "training.preference": said,
-        "training.preference.reference": only("start", why="trl always uses a reference model; set it to start"),
+        "training.preference": expressed,
+        "training.preference.reference": only("start", reason="trl always uses a reference model; set it to start"),
     }
 
     def cannot(self, resolved: ResolvedRun) -> Mapping[str, str]:

@@ -7,7 +7,17 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from meshwright.engines.engine import Engine, InexpressibleError
-from meshwright.engines.settings import Fate, Rule, Setting, as_in_a_recipe, leaves, rule_of, said, settings_of, without
+from meshwright.engines.settings import (
+    Fate,
+    Rule,
+    Setting,
+    as_in_a_recipe,
+    expressed,
+    leaves,
+    rule_of,
+    settings_of,
+    without,
+)
 from meshwright.families.resolve import SIZES, pretrained_directory, resolve_model, starting_weights
 from meshwright.imports.claims import value_at
 from meshwright.imports.reading import Get
@@ -30,7 +40,7 @@ def _whole(value: Any, resolved: ResolvedRun) -> tuple[Fate, str]:
     """Without `finetune` everything is trained, which a system may call full fine-tuning."""
     if resolved.run.finetune is None:
         return "left_out", "the file calls this full fine-tuning: the same parameters are trained"
-    return "said", ""
+    return "expressed", ""
 
 
 ARRANGED: Mapping[str, Rule] = {
@@ -39,9 +49,9 @@ ARRANGED: Mapping[str, Rule] = {
     "layout.stage_layers": without("it splits the layers into stages itself: the same losses"),
     "layout.cp_method": without("it exchanges keys and values differently: the same losses"),
     "training.compile": without("no compilation: the same losses, slower steps"),
-    "layout.quantized_weights": said,
-    "layout.quantized_gradients": said,
-    "layout.gradient_error_feedback": said,
+    "layout.quantized_weights": expressed,
+    "layout.quantized_gradients": expressed,
+    "layout.gradient_error_feedback": expressed,
 }
 """Settings that only arrange the same computation. Quantized communication is expressed, or found to be missing."""
 
@@ -70,8 +80,8 @@ class WrittenEngine(Engine):
         return self.file, {self.file: self.text(resolved), **self.more_files(resolved)}
 
     def settings(self, resolved: ResolvedRun) -> Iterator[Setting]:
-        """Every setting: said if the recipe that `meshwright import` makes of the files has it, else left out where
-        nothing trained depends on it, else refused."""
+        """Every setting: expressed if the recipe that `meshwright import` makes of the files has it, else left out
+        where nothing trained depends on it, else refused."""
         cannot, own = self.refused(resolved), {**ARRANGED, **self.rules}
         try:
             imported = self._read_back(resolved)
@@ -84,15 +94,15 @@ class WrittenEngine(Engine):
         if theirs["layout.stage_layers"] == resolved.stage_layers:  # the cut that auto has made
             theirs["layout.stage_layers"] = ours.layout.stage_layers
         for path, value in leaves(ours):
-            fate, why = rule_of(path, rules)(value, resolved)
+            fate, reason = rule_of(path, rules)(value, resolved)
             if path.startswith("model.") or path in HERE or (path in theirs and theirs[path] == value):
-                rules[path] = said
+                rules[path] = expressed
             elif fate == "left_out":
-                rules[path] = without(why if path in own else f"{self.file} has no such setting; {NO_EFFECT}")
+                rules[path] = without(reason if path in own else f"{self.file} has no such setting; {NO_EFFECT}")
             else:
                 cannot.setdefault(path, f"{self.file} can express only {_shown(theirs.get(path))}")
-        for path, why in _other_model(resolved, imported, self.file):
-            cannot.setdefault(path, why)
+        for path, reason in _other_model(resolved, imported, self.file):
+            cannot.setdefault(path, reason)
         return settings_of(resolved, cannot, {}, rules)
 
     def _read_back(self, resolved: ResolvedRun) -> Run:
@@ -202,7 +212,7 @@ def _plain_schedule(schedule: LrScheduleSpec, steps: int) -> LrScheduleSpec:
 
 
 def _other_model(resolved: ResolvedRun, imported: Run, file: str) -> Iterator[tuple[str, str]]:
-    """(setting, why) where the imported recipe has another model, or starts from other weights."""
+    """(setting, reason) where the imported recipe has another model, or starts from other weights."""
     base_dir = Path(resolved.base_dir)
     theirs = resolve_model(imported.model, base_dir=base_dir, vocab=resolved.run.data.tokenizer_vocab)
     for field in type(theirs).model_fields:

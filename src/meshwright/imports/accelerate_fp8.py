@@ -15,7 +15,7 @@ UNREAD = "Accelerate does not read this spelling; it reads amax_history_len and 
 
 def _overridden(reading: Reading, value: Any, origin: str) -> None:
     if any(value):
-        reading.give_up(origin, "all three products of a layer are in fp8; set training.low_precision.keep")
+        reading.drop(origin, "all three products of a layer are in fp8; set training.low_precision.keep")
     else:
         reading.claim(origin, Always("all three products of a layer are in fp8"))
 
@@ -52,7 +52,7 @@ def settle_fp8(reading: Reading, origin: str) -> None:
         reading.set(RECIPE, "tensorwise", where)
         reading.notes.append(f"{origin}: no backend is named; Accelerate takes torchao, if it is installed")
     else:
-        reading.give_up(where, "supported: AO, TE; the recipe computes in fp8 with one scale per tensor")
+        reading.drop(where, "supported: AO, TE; the recipe computes in fp8 with one scale per tensor")
     if word != "te":
         reading.notes.append(
             f"{where}: torchao under Accelerate leaves the first linear layer in bf16; a recipe quantizes it, unless "
@@ -60,28 +60,28 @@ def settle_fp8(reading: Reading, origin: str) -> None:
         )
         for name in (ALGORITHM, HISTORY, MARGIN):
             if name in reading.facts:
-                reading.give_up(reading.facts[name][1], "only Transformer Engine (TE) reads it")
+                reading.drop(reading.facts[name][1], "only Transformer Engine (TE) reads it")
 
 
 def give_up_fp8(reading: Reading) -> None:
     """Report the settings of fp8 where nothing is computed in it."""
     for name in (BACKEND, ALGORITHM, HISTORY, MARGIN):
         if name in reading.facts:
-            reading.give_up(reading.facts[name][1], "without mixed_precision=fp8 it has no effect")
+            reading.drop(reading.facts[name][1], "without mixed_precision=fp8 it has no effect")
 
 
 def _settle_delayed(reading: Reading, where: str) -> None:
     """Transformer Engine's scales, which come from the last step or from the largest of several."""
     reading.set(RECIPE, "delayed", where)
     default = f"{where} (Accelerate's default: amax_compute_algo=most_recent)"
-    algorithm, said = reading.facts.get(ALGORITHM, ("most_recent", default))
+    algorithm, origin = reading.facts.get(ALGORITHM, ("most_recent", default))
     length, given = reading.facts.get(HISTORY, (1024, where))
     check_count(length, given)
     if str(algorithm).lower() == "most_recent":
-        reading.set("training.low_precision.amax_history", 1, said)
+        reading.set("training.low_precision.amax_history", 1, origin)
         if HISTORY in reading.facts:
-            reading.give_up(given, f"only the last amax counts: {said}")
+            reading.drop(given, f"only the last amax counts: {origin}")
     else:
-        reading.set("training.low_precision.amax_history", length, f"{given}; {said}")
+        reading.set("training.low_precision.amax_history", length, f"{given}; {origin}")
     if MARGIN in reading.facts:
         reading.set("training.low_precision.margin", *reading.facts[MARGIN])

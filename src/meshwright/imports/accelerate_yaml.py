@@ -99,7 +99,7 @@ def _type(reading: Reading, value: Any, origin: str) -> None:
     elif value == "MEGATRON_LM":
         reading.claim(origin, Always("its section tells the layout"))
     else:
-        reading.give_up(origin, "supported: NO, MULTI_CPU, MULTI_GPU, FSDP, DEEPSPEED, MEGATRON_LM")
+        reading.drop(origin, "supported: NO, MULTI_CPU, MULTI_GPU, FSDP, DEEPSPEED, MEGATRON_LM")
 
 
 def _sharding(reading: Reading, value: Any, origin: str) -> None:
@@ -109,7 +109,7 @@ def _sharding(reading: Reading, value: Any, origin: str) -> None:
         if word.startswith("hybrid_shard"):
             reading.fact("hybrid", True, origin)
     else:
-        reading.give_up(origin, f"supported: {', '.join(SHARDING)}")
+        reading.drop(origin, f"supported: {', '.join(SHARDING)}")
 
 
 def _reshard(reading: Reading, value: Any, origin: str) -> None:
@@ -133,7 +133,7 @@ def _offload(reading: Reading, value: Any, origin: str) -> None:
     elif value in (False, "none"):
         reading.claim(origin, Has("layout.offload", "none"))
     else:
-        reading.give_up(origin, "supported: cpu, none")
+        reading.drop(origin, "supported: cpu, none")
 
 
 def _size(axis: str) -> Rule:
@@ -169,7 +169,7 @@ def compile_with(reading: Reading, value: Any, origin: str) -> None:
     elif str(value).lower() in ("no", "false"):
         reading.claim(origin, Has("training.compile", False))
     else:
-        reading.give_up(origin, "supported: inductor, no")
+        reading.drop(origin, "supported: inductor, no")
 
 
 def compile_in_mode(reading: Reading, value: Any, origin: str) -> None:
@@ -179,7 +179,7 @@ def compile_in_mode(reading: Reading, value: Any, origin: str) -> None:
     elif value == "default":
         reading.claim(origin, Has("training.compile_mode", "default"))
     else:
-        reading.give_up(origin, "supported: default, max-autotune-no-cudagraphs (training.compile_mode)")
+        reading.drop(origin, "supported: default, max-autotune-no-cudagraphs (training.compile_mode)")
 
 
 PARALLEL = "parallelism_config.parallelism_config_"
@@ -272,10 +272,10 @@ def _settle_hybrid(reading: Reading, values: Mapping[str, Any]) -> None:
         return
     origin, machines, processes = reading.facts["hybrid"][1], values.get("num_machines", 1), values.get("num_processes")
     if isinstance(processes, int) and isinstance(machines, int) and machines > 0 and processes % machines == 0:
-        said = reading.facts.get("machines", (1, "num_machines=1"))[1]
-        reading.fact("shard", processes // machines, f"{origin}; {said}")
+        machines_origin = reading.facts.get("machines", (1, "num_machines=1"))[1]
+        reading.fact("shard", processes // machines, f"{origin}; {machines_origin}")
     else:
-        reading.give_up(
+        reading.drop(
             origin, f"{machines} machines do not divide {processes} processes; the recipe shards over all ranks"
         )
 
@@ -301,12 +301,13 @@ def _settle_parallelism(reading: Reading, values: Mapping[str, Any], file: str) 
         return
     processes = values.get("num_processes")
     if isinstance(processes, int) and product != processes and sizes["sp"] == 1:
-        said = " x ".join(f"{name}_size={size}" for name, size in sizes.items() if size > 1)
-        raise UserError(f"{file}: parallelism_config: {said} is not num_processes={processes}; make them equal")
+        degrees = " x ".join(f"{name}_size={size}" for name, size in sizes.items() if size > 1)
+        raise UserError(f"{file}: parallelism_config: {degrees} is not num_processes={processes}; make them equal")
     if sizes["sp"] == 1:
         keys = [f"{PARALLEL}{name}_size" for name in ("dp_shard", "dp_replicate")]
-        said = [f"{file}: {key}={given[inner]}" for key in keys if (inner := key.partition(".")[2]) in given]
-        reading.fact("shard", sizes["dp_shard"], "; ".join(said) or f"{file} (Accelerate's default: dp_shard_size=1)")
+        origins = [f"{file}: {key}={given[inner]}" for key in keys if (inner := key.partition(".")[2]) in given]
+        default = f"{file} (Accelerate's default: dp_shard_size=1)"
+        reading.fact("shard", sizes["dp_shard"], "; ".join(origins) or default)
 
 
 def _settle_deepspeed(reading: Reading, values: Mapping[str, Any], file: str) -> None:

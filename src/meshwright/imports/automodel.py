@@ -39,8 +39,8 @@ def read_automodel(reading: Reading, values: Mapping[str, Any], file: str) -> No
     _checkpoints(reading, default)
     decay, where = reading.settings.get("training.optimizer.weight_decay", (0.01, default))
     if decay and reading.known("coupled"):
-        why = "Adam adds weight decay to the gradient; only AdamW's decoupled decay is supported"
-        reading.give_up(reading.facts["coupled"][1], why)
+        reason = "Adam adds weight decay to the gradient; only AdamW's decoupled decay is supported"
+        reading.drop(reading.facts["coupled"][1], reason)
     if decay and "undecayed" not in reading.facts:
         reading.notes.append(f"{where}: AutoModel also decays norms and biases; Meshwright does not")
 
@@ -60,45 +60,45 @@ def _checkpoints(reading: Reading, default: str) -> None:
 
 
 def _dataset(reading: Reading, given: Mapping[str, Any], where: str, default: str) -> None:
-    found, kind = dict(given), _last(given.get("_target_"))
-    target = found.pop("_target_", None)
-    tokenizer = found.pop("tokenizer", None)
+    keys, kind = dict(given), _last(given.get("_target_"))
+    target = keys.pop("_target_", None)
+    tokenizer = keys.pop("tokenizer", None)
     if isinstance(tokenizer, Mapping) and (name := tokenizer.get("pretrained_model_name_or_path")):
         reading.set("data.tokenizer", name, f"{where}.tokenizer.pretrained_model_name_or_path={name}")
     if kind.startswith("MegatronPretraining"):
-        paths = found.pop("paths")
+        paths = keys.pop("paths")
         reading.set("data.sources", _blended(paths), f"{where}.paths={paths}")
-        length = found.pop("seq_length", None)
+        length = keys.pop("seq_length", None)
         reading.set("data.sequence_length", length or 2048, f"{where}.seq_length={length}" if length else default)
-        split = found.pop("split", None)
-        said = f"{where}.split={split}" if split else f"{default}: split=900,50,50"
-        apply(FLAGS["split"], reading, (split or "900,50,50").replace(" ", ""), said)
-        if found.get("splits_to_build") == "train":
-            reading.seen.append(f"{where}.splits_to_build={found.pop('splits_to_build')}")
+        split = keys.pop("split", None)
+        origin = f"{where}.split={split}" if split else f"{default}: split=900,50,50"
+        apply(FLAGS["split"], reading, (split or "900,50,50").replace(" ", ""), origin)
+        if keys.get("splits_to_build") == "train":
+            reading.seen.append(f"{where}.splits_to_build={keys.pop('splits_to_build')}")
             reading.claim(reading.seen[-1], Always("the first share is trained"))
         for key in ("index_mapping_dir", "splits_to_build", "seed", "num_val_samples", "mmap_bin_files"):
-            if key in found:
-                reading.give_up(f"{where}.{key}={found.pop(key)}", "training.seed shuffles; set data.held_out")
+            if key in keys:
+                reading.drop(f"{where}.{key}={keys.pop(key)}", "training.seed shuffles; set data.held_out")
     elif kind.startswith("ChatDataset"):
-        path = str(found.pop("path_or_dataset_id"))
+        path = str(keys.pop("path_or_dataset_id"))
         local = path.startswith((".", "/")) or path.endswith((".json", ".jsonl", ".parquet"))
         source = {"path": path if local else f"hub:{path}", "format": "messages"}
-        source |= {"split": found.pop("split")} if found.get("split") not in (None, "train") else {}
-        source |= {"subset": found.pop("name")} if found.get("name") else {}
-        found.pop("split", None)
+        source |= {"split": keys.pop("split")} if keys.get("split") not in (None, "train") else {}
+        source |= {"subset": keys.pop("name")} if keys.get("name") else {}
+        keys.pop("split", None)
         reading.set("data.sources", [source], f"{where}.path_or_dataset_id={path}")
-        if length := found.pop("seq_length", None):
+        if length := keys.pop("seq_length", None):
             reading.set("data.sequence_length", length, f"{where}.seq_length={length}")
         if "data.packing" not in reading.settings:
             reading.set("data.packing", "padded", f"{where} (not packed)")
-        if found.pop("mask_history", False):
+        if keys.pop("mask_history", False):
             reading.set("data.chat.train_on", "last", f"{where}.mask_history=True")
     else:
-        reading.give_up(
+        reading.drop(
             f"{where}._target_={target}", "only MegatronPretraining and ChatDataset are read; set data.sources"
         )
-    for key, value in found.items():
-        reading.give_up(f"{where}.{key}={value}", "set it under data")
+    for key, value in keys.items():
+        reading.drop(f"{where}.{key}={value}", "set it under data")
 
 
 def _blended(paths: Any) -> list[dict[str, Any]]:
@@ -147,7 +147,7 @@ def _ranks(reading: Reading, default: str) -> None:
 
 
 def _dtypes(reading: Reading, default: str) -> None:
-    """FSDP2 computes in bf16 unless it is told, on weights as they are stored."""
+    """FSDP2 computes in bf16 by default, on weights as they are stored."""
     sharded = reading.known("strategy", "fsdp2") == "fsdp2"
     storage, where = reading.facts.get("storage", ("bf16", f"{default}: torch_dtype=auto, usually bf16"))
     plain = ("bf16", default) if sharded else (storage, where)
@@ -161,7 +161,7 @@ def _dtypes(reading: Reading, default: str) -> None:
     _moments(reading)
     masters, origin = reading.facts.get("masters", (False, ""))
     if storage == "fp16":
-        reading.give_up(where, "weights are kept in fp32 or bf16")
+        reading.drop(where, "weights are kept in fp32 or bf16")
     if origin and storage != "bf16":
         reading.no_effect.append((origin, NoEffect.OVERRULED))
     if compute[0] != "bf16":
@@ -188,7 +188,7 @@ def _moments(reading: Reading) -> None:
         for _, where in given:
             reading.claim(where, Has(path, "fp32"))
     elif given:
-        reading.give_up(origin, f"both moments have one dtype, fp32 or bf16; set {path}")
+        reading.drop(origin, f"both moments have one dtype, fp32 or bf16; set {path}")
 
 
 def _rates(reading: Reading, values: Mapping[str, Any], default: str) -> None:
@@ -202,17 +202,17 @@ def _rates(reading: Reading, values: Mapping[str, Any], default: str) -> None:
         if steps:
             reading.set("training.lr_schedule.warmup", min(1000, steps // 10), default)
         else:
-            why = "warm-up is a tenth of the unknown number of steps, at most 1000; set training.lr_schedule.warmup"
-            reading.give_up(default, why)
-    peak, said = reading.settings.get("training.optimizer.lr", (1e-4, default))
-    check_number(peak, said)
+            reason = "warm-up is a tenth of the unknown number of steps, at most 1000; set training.lr_schedule.warmup"
+            reading.drop(default, reason)
+    peak, origin = reading.settings.get("training.optimizer.lr", (1e-4, default))
+    check_number(peak, origin)
     if "min_lr" not in reading.facts and reading.value("training.lr_schedule.name") != "constant":
         reading.set("training.lr_schedule.final", 0.01, f"{default}: min_lr=0.01 lr")
     first, where = reading.facts.get("first rate", (peak / 10, f"{default}: init_lr=0.1 lr"))
     if not reading.value("training.lr_schedule.warmup"):
         reading.no_effect += [(where, NoEffect.OFF)] if "first rate" in reading.facts else []
     elif first:
-        reading.give_up(where, "warm-up always starts at 0")
+        reading.drop(where, "warm-up always starts at 0")
     else:
         reading.claim(where, Always("warm-up always starts at 0"))
 
@@ -228,6 +228,6 @@ def _adapters(reading: Reading, values: Mapping[str, Any], default: str) -> None
     if not reading.value("finetune.dropout"):
         reading.no_effect += [(where, NoEffect.OFF)] if "dropout position" in reading.facts else []
     elif position == "post":
-        reading.give_up(f"{where}: dropout_position={position}", "dropout is applied before the adapters")
+        reading.drop(f"{where}: dropout_position={position}", "dropout is applied before the adapters")
     else:
         reading.claim(where, Always("dropout is applied before the adapters"))

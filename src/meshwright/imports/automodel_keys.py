@@ -67,9 +67,7 @@ def _model(reading: Reading, value: Any, origin: str) -> None:
     elif kind == ["NeMoAutoModelForCausalLM", "from_pretrained"]:
         reading.claim(origin, HasNot("model.weights", "random"))
     else:
-        reading.give_up(
-            origin, "only NeMoAutoModelForCausalLM's from_pretrained and from_config are read; give --model"
-        )
+        reading.drop(origin, "only NeMoAutoModelForCausalLM's from_pretrained and from_config are read; give --model")
 
 
 def _optimizer(reading: Reading, value: Any, origin: str) -> None:
@@ -80,7 +78,7 @@ def _optimizer(reading: Reading, value: Any, origin: str) -> None:
         reading.fact("coupled", True, origin)
         reading.set("training.optimizer.name", "adamw", origin)
     else:
-        reading.give_up(origin, "supported: AdamW, FusedAdam, Adam")
+        reading.drop(origin, "supported: AdamW, FusedAdam, Adam")
 
 
 def _dtype(name: str) -> Rule:
@@ -91,7 +89,7 @@ def _dtype(name: str) -> Rule:
         elif word == "auto":
             reading.notes.append(f"{origin}: the dtype of the files, taken as bf16")
         else:
-            reading.give_up(origin, f"supported: {', '.join(DTYPES)}")
+            reading.drop(origin, f"supported: {', '.join(DTYPES)}")
 
     return rule
 
@@ -100,14 +98,14 @@ def _config(reading: Reading, value: Any, origin: str) -> None:
     if str(value).endswith("AutoConfig.from_pretrained"):
         reading.claim(origin, HasNot("model.name", None))
     else:
-        reading.give_up(origin, "give --model, or a Hugging Face directory with this config.json")
+        reading.drop(origin, "give --model, or a Hugging Face directory with this config.json")
 
 
 def _pipeline(reading: Reading, value: Any, origin: str) -> None:
     if str(value).lower() in PIPELINES.read:
         reading.fact("schedule", PIPELINES.read[str(value).lower()], origin)
     else:
-        reading.give_up(origin, f"only {', '.join(PIPELINES.read)} are read; set layout.schedule")
+        reading.drop(origin, f"only {', '.join(PIPELINES.read)} are read; set layout.schedule")
 
 
 def _packed(reading: Reading, value: Any, origin: str) -> None:
@@ -144,8 +142,8 @@ def _overrides(reading: Reading, value: Any, origin: str) -> None:
             reading.fact("undecayed", True, origin)
             reading.claim(origin, Always("norms and biases never decay"))
         else:
-            why = "weight decay never applies to norms and biases, and all parameters have one learning rate"
-            reading.give_up(f"{origin.split('=')[0]}: {group}", why)
+            reason = "weight decay never applies to norms and biases, and all parameters have one learning rate"
+            reading.drop(f"{origin.split('=')[0]}: {group}", reason)
 
 
 NO_EFFECT: Mapping[NoEffect, Mapping[str, str]] = {

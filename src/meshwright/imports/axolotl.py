@@ -42,7 +42,7 @@ def _packing(reading: Reading, value: Any, origin: str) -> None:
 
 def _bf16(reading: Reading, value: Any, origin: str) -> None:
     if value == "full":
-        reading.give_up(origin, "set training.precision=bf16 and training.master_dtype=bf16")
+        reading.drop(origin, "set training.precision=bf16 and training.master_dtype=bf16")
     elif value is True:
         reading.set("training.precision", "bf16", origin)
     else:
@@ -53,18 +53,18 @@ def _evaluation(reading: Reading, value: Any, origin: str) -> None:
     if isinstance(value, float) and value < 1:
         reading.set("data.held_out", value, origin)
     elif value:
-        reading.give_up(origin, "data.held_out is a fraction, not a count")
+        reading.drop(origin, "data.held_out is a fraction, not a count")
     else:
         reading.set("data.held_out", 0, origin)
 
 
 def _warmup(reading: Reading, value: Any, origin: str) -> None:
-    """axolotl warms up for 2 steps where it is told 1; a number below 1 is a share."""
+    """axolotl warms up for 2 steps where the key is 1; a number below 1 is a share."""
     apply(HF_RULES["warmup_steps"], reading, 2 if value == 1 else value, origin)
 
 
 def _kept(reading: Reading, value: Any, origin: str) -> None:
-    """axolotl keeps 4 checkpoints where it is told 0."""
+    """axolotl keeps 4 checkpoints where the key is 0."""
     check_number(value, origin)
     reading.set("checkpoint.keep_last", value or MOST_KEPT, origin)
 
@@ -87,11 +87,11 @@ def _targets(reading: Reading, value: Any, origin: str) -> None:
     if isinstance(value, list) or value == "all-linear":
         reading.set("finetune.targets", value, origin)
     else:
-        reading.give_up(origin, "a regular expression; list patterns in finetune.targets, as in [q_proj, v_proj]")
+        reading.drop(origin, "a regular expression; list patterns in finetune.targets, as in [q_proj, v_proj]")
 
 
 def _recomputed(reading: Reading, value: Any, origin: str) -> None:
-    """Whether layers recompute; a word tells where their inputs are kept."""
+    """Whether layers recompute; a word says where their inputs are kept."""
     apply(HF_RULES["gradient_checkpointing"], reading, bool(value), origin)
     if isinstance(value, str):
         reading.notes.append(
@@ -295,9 +295,9 @@ def _least_rate(reading: Reading, values: Mapping[str, Any]) -> None:
     check_number(share, origin)
     kind = values.get("lr_scheduler", "cosine")
     if SCHEDULE in reading.facts:
-        reading.give_up(origin, f"DeepSpeed's schedule is used: {reading.facts[SCHEDULE][1]}")
+        reading.drop(origin, f"DeepSpeed's schedule is used: {reading.facts[SCHEDULE][1]}")
     elif kind != "cosine":
-        reading.give_up(origin, f"only lr_scheduler=cosine has it, not {kind}")
+        reading.drop(origin, f"only lr_scheduler=cosine has it, not {kind}")
     elif share:
         reading.set(FINAL, share, origin)
     else:
@@ -307,5 +307,5 @@ def _least_rate(reading: Reading, values: Mapping[str, Any]) -> None:
 def _without_adapter(reading: Reading, file: str) -> None:
     """All parameters train; the settings of an adapter have no effect."""
     for path in [path for path in reading.settings if path.startswith("finetune.")]:
-        reading.give_up(reading.settings.pop(path)[1], "it has no effect without adapter")
+        reading.drop(reading.settings.pop(path)[1], "it has no effect without adapter")
     reading.set("finetune.method", "full", f"{file} (no adapter)")

@@ -26,7 +26,7 @@ VERBATIM_PAIR = {"prompt_format": "{prompt}", "chosen_format": "{chosen}", "reje
 """The same of preference pairs."""
 ENDINGS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet", ".arrow": "arrow", ".txt": "text"}
 """A file's ending -> axolotl's word for its kind."""
-ASKED = {
+PROMPT_COLUMNS = {
     "default": "prompt",
     "intel": "question",
     "icr": "input",
@@ -56,7 +56,7 @@ def read_datasets(reading: Reading, values: Mapping[str, Any], file: str) -> Non
     _agree(reading, entries, "chat_template", "data.chat.template")
     sources, origins = [], []
     for entry in entries:
-        for key, (value, origin) in entry.found.items():
+        for key, (value, origin) in entry.keys.items():
             apply(LEFT.get(key, without(PREPARE)), reading, value, origin)
         sources += list(_each(entry.source))
         origins += entry.used
@@ -82,11 +82,11 @@ def _listed(value: Any, where: str, key: str) -> list[Any]:
 def _entry(reading: Reading, place: str, value: Mapping[str, Any], file: str, *, pairs: bool) -> Entry:
     entry = Entry(reading, f"{file}: {place}")
     reading.take(
-        {f"{place}.{key}": said for key, said in value.items()},
-        {f"{place}.{key}": keep(entry.found, str(key)) for key in value},
+        {f"{place}.{key}": inner for key, inner in value.items()},
+        {f"{place}.{key}": keep(entry.keys, str(key)) for key in value},
         file,
     )
-    if "path" not in entry.found:
+    if "path" not in entry.keys:
         raise UserError(f"{entry.place}.path is missing: the name of a data set on the Hub, or a file")
     _place(entry)
     if pairs:
@@ -109,23 +109,24 @@ def _each(source: dict[str, Any]) -> Iterator[dict[str, Any]]:
 def _place(entry: Entry) -> None:
     """Where the records are: on the Hub, or in a file here."""
     path, origin = entry.pop("path")
-    files, said = entry.pop("data_files", [])
+    files, files_origin = entry.pop("data_files", [])
     files = [files] if isinstance(files, str) else files
     kind, which = entry.pop("ds_type")
     if path in ENDINGS.values() and files:  # the name of a reader of `datasets`, which reads files here
         kind, which = kind or path, origin
-        _files(entry, files, f"{origin}; {said}")
+        _files(entry, files, f"{origin}; {files_origin}")
     elif _is_here(path):
-        _files(entry, files or [path], said if files else origin)
+        _files(entry, files or [path], files_origin if files else origin)
         if files:
             entry.reading.no_effect.append((origin, NoEffect.OVERRULED))
     else:
         if "://" in path:
-            entry.reading.give_up(origin, "download the files, and set data.sources to them")
+            entry.reading.drop(origin, "download the files, and set data.sources to them")
         entry.say(origin, path=path if "://" in path else f"{HUB}{path}")
         if files:
-            entry.reading.give_up(
-                said, "a source on the Hub is read whole; to read only these files, download them and write their paths"
+            entry.reading.drop(
+                files_origin,
+                "a source on the Hub is read whole; to read only these files, download them and write their paths",
             )
         if kind:
             entry.reading.no_effect.append((which, NoEffect.UNREAD))
@@ -133,7 +134,7 @@ def _place(entry: Entry) -> None:
         return
     for name in entry.source["path"]:
         if kind and kind != (ending := _kind(name)):
-            entry.reading.give_up(which, f"the ending of {name} tells what is in it: {ending or 'nothing known'}")
+            entry.reading.drop(which, f"the ending of {name} tells what is in it: {ending or 'nothing known'}")
     entry.reading.claim(which, Always("the file's ending tells the same"))
 
 
@@ -153,18 +154,18 @@ def _files(entry: Entry, files: list[Any], origin: str) -> None:
     names = [str(name) for name in files]
     entry.say(origin, path=names)
     if _kind(names[0]):
-        for key, (value, said) in [(key, entry.pop(key)) for key in ("split", "name") if key in entry.found]:
+        for key, (value, key_origin) in [(key, entry.pop(key)) for key in ("split", "name") if key in entry.keys]:
             if value != "train":
-                entry.reading.give_up(said, f"a file has no {key}; it is read whole")
+                entry.reading.drop(key_origin, f"a file has no {key}; it is read whole")
             else:
-                entry.reading.claim(said, Always("a file is read whole"))
+                entry.reading.claim(key_origin, Always("a file is read whole"))
     else:
         _subset(entry)
 
 
 def _subset(entry: Entry) -> None:
     for key, ours in (("split", "split"), ("name", "subset")):
-        if key in entry.found:
+        if key in entry.keys:
             value, origin = entry.pop(key)
             entry.say(origin, **{ours: value})
 
@@ -180,7 +181,7 @@ def _format(entry: Entry, usual: str) -> None:
     if form:
         entry.say(origin, format=form)
     elif kind:
-        entry.reading.give_up(origin, f"supported: {', '.join(FORMATS)}; the format is told by the columns")
+        entry.reading.drop(origin, f"supported: {', '.join(FORMATS)}; the format is told by the columns")
     if base == "alpaca":
         entry.reading.notes.append(
             f"{origin}: axolotl writes its prompt ('### Instruction:', '### Input:'); the recipe makes messages, whose "
@@ -190,9 +191,9 @@ def _format(entry: Entry, usual: str) -> None:
         entry.column("messages", "field_messages", "messages")
         entry.column("tools", "field_tools", "tools")
         _messages(entry)
-    elif form == "text" and (key := "field" if base == "completion" else "text_column") in entry.found:
-        name, said = entry.pop(key)
-        entry.say(said, **({} if name == "text" else {"text_key": name}))
+    elif form == "text" and (key := "field" if base == "completion" else "text_column") in entry.keys:
+        name, column_origin = entry.pop(key)
+        entry.say(column_origin, **({} if name == "text" else {"text_key": name}))
 
 
 def _messages(entry: Entry) -> None:
@@ -201,7 +202,7 @@ def _messages(entry: Entry) -> None:
     mapping, origin = entry.pop("message_property_mappings", {})
     for ours, theirs in mapping.items():
         if theirs not in known.get(str(ours), (ours,)):
-            entry.reading.give_up(f"{origin}: {ours}={theirs}", f"name it {' or '.join(known.get(str(ours), (ours,)))}")
+            entry.reading.drop(f"{origin}: {ours}={theirs}", f"name it {' or '.join(known.get(str(ours), (ours,)))}")
     entry.reading.claim(origin, Always("parts with these names are read"))
     for key, names in (
         ("message_field_role", known["role"]),
@@ -210,18 +211,18 @@ def _messages(entry: Entry) -> None:
         ("template_thinking_key", ("reasoning_content",)),
         ("message_field_training", ("train", "training", "weight")),
     ):
-        value, said = entry.pop(key, names[0])
+        value, name_origin = entry.pop(key, names[0])
         if value not in names:
-            entry.reading.give_up(said, f"a message's part of this kind is named {' or '.join(names)}")
+            entry.reading.drop(name_origin, f"a message's part of this kind is named {' or '.join(names)}")
         else:
-            entry.reading.claim(said, Always("a part with this name is read"))
+            entry.reading.claim(name_origin, Always("a part with this name is read"))
     roles, origin = entry.pop("roles", {})
     for target, names in roles.items():
         other = [
             name for name in (names if isinstance(names, list) else [names]) if ROLES.get(str(name), name) != target
         ]
         if other:
-            entry.reading.give_up(
+            entry.reading.drop(
                 f"{origin}: {target}={other}", f"rename the roles; known besides ours: {', '.join(ROLES)}"
             )
     entry.reading.claim(origin, Always("roles with these names are known"))
@@ -231,18 +232,18 @@ def _user_defined(entry: Entry, kind: Mapping[str, Any], origin: str) -> None:
     """A prompt of the user's own: the columns are kept, the words around them are not, unless there are none."""
     left = dict(kind)
     given = {f"type.{key}": (left.pop(key), f"{entry.place}.type.{key}={kind[key]}") for key in COLUMNS if key in left}
-    verbatim = all(left.get(key) == said for key, said in VERBATIM.items())
+    verbatim = all(left.get(key) == text for key, text in VERBATIM.items())
     ours = ("prompt", "input", "completion", "system") if verbatim else ("instruction", "input", "output", "system")
     entry.say(origin, format="prompt_completion" if verbatim else "alpaca")
-    entry.found |= given
+    entry.keys |= given
     for name, (key, usual) in zip(ours, COLUMNS.items(), strict=True):
         if verbatim and name in ("input", "system"):
             continue  # which such records do not have
         entry.column(name, f"type.{key}", usual)
-    for key, said in left.items():
-        if said and not (verbatim and key in VERBATIM):
-            entry.reading.give_up(
-                f"{entry.place}.type.{key}={said}",
+    for key, value in left.items():
+        if value and not (verbatim and key in VERBATIM):
+            entry.reading.drop(
+                f"{entry.place}.type.{key}={value}",
                 "the recipe makes messages, which data.chat.template writes; put these words into a template of your "
                 "own",
             )
@@ -272,18 +273,18 @@ def _preference(entry: Entry) -> None:
             f"{origin}: messages come in lists, text with a prompt of text; write a chosen or rejected message by "
             "itself as a list of one"
         )
-    elif template in ("chatml", "llama3", "chat_template") and (style or "default") in ASKED:
-        asked = ASKED[style or "default"]
-        entry.say(origin, **({} if asked == "prompt" else {"columns": {"prompt": asked}}))
+    elif template in ("chatml", "llama3", "chat_template") and (style or "default") in PROMPT_COLUMNS:
+        column = PROMPT_COLUMNS[style or "default"]
+        entry.say(origin, **({} if column == "prompt" else {"columns": {"prompt": column}}))
         if template != "chat_template":
-            entry.found.setdefault("chat_template", (template, origin))
+            entry.keys.setdefault("chat_template", (template, origin))
         if style not in WHOLE:
-            entry.reading.give_up(
+            entry.reading.drop(
                 origin, f"pairs of plain text are read without the template {template}; make their sides messages"
             )
     elif kind:
-        entry.reading.give_up(
-            origin, f"supported: chat_template.default, and chatml or llama3 with .{', .'.join(ASKED)}"
+        entry.reading.drop(
+            origin, f"supported: chat_template.default, and chatml or llama3 with .{', .'.join(PROMPT_COLUMNS)}"
         )
     for side in ("chosen", "rejected"):
         entry.column(side, f"field_{side}", side)
@@ -291,25 +292,25 @@ def _preference(entry: Entry) -> None:
 
 def _own_pairs(entry: Entry, kind: Mapping[str, Any]) -> None:
     """Pairs whose prompt is the user's own: the columns are kept, the words around them are not."""
-    for key, said in kind.items():
-        where = f"{entry.place}.type.{key}={said}"
+    for key, value in kind.items():
+        where = f"{entry.place}.type.{key}={value}"
         ours = str(key).removeprefix("field_")
         if str(key).startswith("field_") and ours in ("prompt", "chosen", "rejected"):
-            entry.found[f"type.{key}"] = said, where
+            entry.keys[f"type.{key}"] = value, where
             entry.column(ours, f"type.{key}", ours)
-        elif said and VERBATIM_PAIR.get(str(key)) != said:
-            entry.reading.give_up(where, "pairs of plain text are read as they are; write these words into the records")
+        elif value and VERBATIM_PAIR.get(str(key)) != value:
+            entry.reading.drop(where, "pairs of plain text are read as they are; write these words into the records")
 
 
 def _agree(reading: Reading, entries: list[Entry], key: str, path: str) -> None:
     """Set what is one setting for all sources, if every data set says the same; report it otherwise."""
-    found = [entry.found.pop(key, (None, entry.place)) for entry in entries]
-    values = {json.dumps(value, default=str) for value, _ in found}
-    for value, origin in found:
+    given = [entry.keys.pop(key, (None, entry.place)) for entry in entries]
+    values = {json.dumps(value, default=str) for value, _ in given}
+    for value, origin in given:
         if value is None:
             continue
         if len(values) > 1:
-            reading.give_up(origin, f"{path} is one setting for all sources, and other data sets differ")
+            reading.drop(origin, f"{path} is one setting for all sources, and other data sets differ")
         else:
             _set_chat(reading, path, value, origin)
 
@@ -318,7 +319,7 @@ def _set_chat(reading: Reading, path: str, value: Any, origin: str) -> None:
     if path == "data.chat.template":
         chat_template(reading, value, origin)
     elif path == "data.chat.train_on_eos" and value not in ("turn", "last", "none"):
-        reading.give_up(origin, "supported: turn, last, none")
+        reading.drop(origin, "supported: turn, last, none")
     elif path == "data.chat.roles_to_train":
         reading.set(path, [ROLES.get(str(role), role) for role in value], origin)
     else:
@@ -332,4 +333,4 @@ def chat_template(reading: Reading, value: Any, origin: str) -> None:
     elif value == "tokenizer_default":
         reading.claim(origin, Has("data.chat.template", "auto"))
     else:
-        reading.give_up(origin, "the tokenizer's template is used; set data.chat.template to a file with this one")
+        reading.drop(origin, "the tokenizer's template is used; set data.chat.template to a file with this one")

@@ -19,14 +19,14 @@ class Entry:
 
     reading: Reading
     place: str
-    found: dict[str, tuple[Any, str]] = field(default_factory=dict)
+    keys: dict[str, tuple[Any, str]] = field(default_factory=dict)
     source: dict[str, Any] = field(default_factory=dict)
     used: list[str] = field(default_factory=list)
     """Origins of the keys that the source says."""
 
     def pop(self, key: str, default: Any = None) -> tuple[Any, str]:
         """A key's value and origin, taken out."""
-        return self.found.pop(key, (default, self.place))
+        return self.keys.pop(key, (default, self.place))
 
     def say(self, origin: str, **settings: Any) -> None:
         """Set the source's settings."""
@@ -42,14 +42,14 @@ class Entry:
             self.reading.claim(origin, Always(f"the column {ours} is read"))
 
 
-def keep(found: dict[str, tuple[Any, str]], key: str) -> Rule:
+def keep(keys: dict[str, tuple[Any, str]], key: str) -> Rule:
     """Keeps a value, which must be of its key's kind."""
     kinds = KINDS.get(key, (str,))
 
     def rule(reading: Reading, value: Any, origin: str) -> None:
         if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
             raise UserError(f"{origin}: must be {' or '.join(WORDS[kind] for kind in kinds)}")
-        found[key] = value, origin
+        keys[key] = value, origin
 
     return rule
 

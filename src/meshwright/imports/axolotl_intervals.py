@@ -46,7 +46,7 @@ def settle_intervals(reading: Reading, values: Mapping[str, Any], file: str) -> 
 
     Raises `UserError` for keys that axolotl refuses beside each other.
     """
-    said = f"{file} (axolotl's default)"
+    default = f"{file} (axolotl's default)"
     for path, steps, often, names in KEYS:
         given = next((values[name] for name in names if name in values), None)
         if values.get(steps) and values.get(often):
@@ -56,9 +56,9 @@ def settle_intervals(reading: Reading, values: Mapping[str, Any], file: str) -> 
         if often in reading.facts:
             _settle_per_epoch(reading, values, path, often, file)
         elif not values.get(steps) and given == "steps":
-            default_interval(reading, path, values, said)
+            default_interval(reading, path, values, default)
         elif path == SAVES and not values.get(steps) and given is None:
-            reading.notes.append(f"{said}: it saves after each epoch; {IN_STEPS} here, so set {SAVES}")
+            reading.notes.append(f"{default}: it saves after each epoch; {IN_STEPS} here, so set {SAVES}")
     if not values.get("val_set_size") and not values.get("test_datasets"):
         _without_data(reading, values, file)
 

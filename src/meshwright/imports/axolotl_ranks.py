@@ -63,17 +63,17 @@ def settle_preference(reading: Reading, file: str) -> None:
         raise UserError(f"{where}: must be a mapping")
     _, origin = reading.facts.get("preferences", (None, ""))
     given = [(trl.get("beta"), f"{file}: trl.beta={trl.get('beta')}"), reading.facts.get("rl_beta", (None, ""))]
-    betas = [(value, said) for value, said in given if value is not None]
+    betas = [(value, beta_origin) for value, beta_origin in given if value is not None]
     smoothing = reading.facts.get("dpo_label_smoothing")
     for key, value in trl.items():
         if key != "beta" and value is not None:
-            reading.give_up(f"{file}: trl.{key}={value}", "it is not about DPO")
+            reading.drop(f"{file}: trl.{key}={value}", "it is not about DPO")
     if not origin:
-        for _, said in [*betas, *([smoothing] if smoothing else [])]:
-            reading.give_up(said, "it has no effect without rl")
+        for _, beta_origin in [*betas, *([smoothing] if smoothing else [])]:
+            reading.drop(beta_origin, "it has no effect without rl")
         return
-    for value, said in betas or [(0.1, f"{origin} (TRL's default: beta=0.1)")]:
-        reading.set(BETA, value, said if said.startswith(origin) else f"{said}; {origin}")
+    for value, beta_origin in betas or [(0.1, f"{origin} (TRL's default: beta=0.1)")]:
+        reading.set(BETA, value, beta_origin if beta_origin.startswith(origin) else f"{beta_origin}; {origin}")
     if smoothing:
         reading.set("training.preference.label_smoothing", *smoothing)
     reading.set("data.separate_documents", True, origin)
@@ -90,20 +90,20 @@ def settle_batch(reading: Reading, values: Mapping[str, Any], file: str) -> None
     if values.get("gradient_accumulation_steps") is None:
         reading.fact("accumulation", max(1, batch // micro), origin)
     else:
-        reading.give_up(origin, "gradient_accumulation_steps counts")
+        reading.drop(origin, "gradient_accumulation_steps counts")
 
 
 def settle_ranks(reading: Reading) -> None:
     """Set the sharded and the replicated degree, as axolotl derives them: 1 counts as unset, and a degree that is unset
     becomes the rest of the data-parallel ranks."""
     shard, where = reading.facts.get("dp_shard_size", (1, ""))
-    replicate, why = reading.facts.get("dp_replicate_size", (1, ""))
+    replicate, replicate_origin = reading.facts.get("dp_replicate_size", (1, ""))
     split = reading.model_ranks()
     sharded = bool(reading.known("zero") or reading.known("fsdp"))
     if shard > 1 and not sharded:
         raise UserError(f"{where}: axolotl shards with FSDP only; add fsdp_config")
     if shard > 1 and replicate > 1:
-        reading.fact("ranks", shard * replicate * split, f"{where}; {why}")
+        reading.fact("ranks", shard * replicate * split, f"{where}; {replicate_origin}")
     ranks, origin = reading.facts.get("ranks", (None, ""))
     for name, axis in (("dp_shard_size", "dp_shard"), ("dp_replicate_size", "dp_replicate")):
         if reading.known(name) == 1:
@@ -114,14 +114,14 @@ def settle_ranks(reading: Reading) -> None:
         return
     if ranks is None:
         if sharded and replicate > 1:
-            reading.give_up(why, "the number of ranks is unknown; give --ranks N")
+            reading.drop(replicate_origin, "the number of ranks is unknown; give --ranks N")
         elif sharded:
             reading.fact("shard", shard, where)
         return
-    left, names = ranks // split, "; ".join(part for part in (where, why) if part)
+    left, names = ranks // split, "; ".join(part for part in (where, replicate_origin) if part)
     fits = shard * replicate == left if shard > 1 and replicate > 1 else left % (shard * replicate) == 0
     if ranks % split or not fits or (not sharded and replicate != left):
         raise UserError(f"{names}: do not fit the {left} data-parallel ranks of {origin}; give another --ranks")
-    reading.claim(why, Has("layout.dp_replicate", replicate))
+    reading.claim(replicate_origin, Has("layout.dp_replicate", replicate))
     if sharded:
         reading.fact("shard", shard if shard > 1 else left // replicate, names)

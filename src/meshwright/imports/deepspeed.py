@@ -76,7 +76,7 @@ def offload(part: str) -> Rule:
         elif value == "none":
             reading.claim(origin, Has(f"layout.offload.{part}", "device"))
         else:
-            reading.give_up(origin, f"supported: {', '.join(PLACES)}, none")
+            reading.drop(origin, f"supported: {', '.join(PLACES)}, none")
 
     return rule
 
@@ -88,7 +88,7 @@ def folder(reading: Reading, value: Any, origin: str) -> None:
     elif reading.known("offload folder", str(value)) == str(value):
         reading.fact("offload folder", str(value), origin)
     else:
-        reading.give_up(origin, "all state is in one folder, the optimizer's")
+        reading.drop(origin, "all state is in one folder, the optimizer's")
 
 
 def settle_offload(reading: Reading) -> None:
@@ -97,34 +97,34 @@ def settle_offload(reading: Reading) -> None:
     if not kept:
         return
     origin = "; ".join(where for _, where in kept.values())
-    found: dict[str, Any] = {part: place for part, (place, _) in kept.items()}
-    if found.get("parameters") == "disk" and found.get("optimizer") != "disk":
+    tiers: dict[str, Any] = {part: place for part, (place, _) in kept.items()}
+    if tiers.get("parameters") == "disk" and tiers.get("optimizer") != "disk":
         _, place = reading.facts.pop("offload folder", ("", ""))
-        reading.give_up(
+        reading.drop(
             "; ".join(filter(None, (kept["parameters"][1], place))),
             "parameters can be on disk only if the optimizer state is too; see layout.offload",
         )
-        found["parameters"] = "host"
-    if "parameters" in found and "optimizer" not in found:
+        tiers["parameters"] = "host"
+    if "parameters" in tiers and "optimizer" not in tiers:
         reading.notes.append(
             f"{kept['parameters'][1]}: offloaded parameters are updated on the host, so the optimizer state is "
             "there too"
         )
-        found["optimizer"] = "host"
+        tiers["optimizer"] = "host"
     if "offloaded share" in reading.facts:
         share, where = reading.facts["offloaded share"]
-        if found.get("parameters") == found["optimizer"]:
-            reading.give_up(where, "if parameters are offloaded, so is the whole optimizer state")
+        if tiers.get("parameters") == tiers["optimizer"]:
+            reading.drop(where, "if parameters are offloaded, so is the whole optimizer state")
         else:
-            found, origin = found | {"optimizer_share": share}, f"{origin}; {where}"
+            tiers, origin = tiers | {"optimizer_share": share}, f"{origin}; {where}"
     if "offload folder" in reading.facts:
         place, where = reading.facts["offload folder"]
-        if found["optimizer"] == "disk":
-            found, origin = found | {"directory": place}, f"{origin}; {where}"
+        if tiers["optimizer"] == "disk":
+            tiers, origin = tiers | {"directory": place}, f"{origin}; {where}"
         else:
-            reading.give_up(where, "no state is on disk")
-    whole = found == {"optimizer": "host", "parameters": "host"}
-    reading.set("layout.offload", "cpu" if whole else found, origin)
+            reading.drop(where, "no state is on disk")
+    whole = tiers == {"optimizer": "host", "parameters": "host"}
+    reading.set("layout.offload", "cpu" if whole else tiers, origin)
 
 
 def _secondary(reading: Reading, value: Any, origin: str) -> None:
@@ -151,7 +151,7 @@ def _settle_quantized(reading: Reading) -> None:
             continue
         origin = reading.facts[name][1]
         if stage < least:
-            reading.give_up(origin, f"ZeRO-{stage} has no such communication")
+            reading.drop(origin, f"ZeRO-{stage} has no such communication")
         else:
             reading.set(path, kind, origin)
     if "error feedback" in reading.facts:
@@ -163,7 +163,7 @@ def _settle_quantized(reading: Reading) -> None:
                 "(err_beta), which it resets (reset_T)"
             )
         else:
-            reading.give_up(origin, "without zero_quantized_gradients, no gradient is rounded")
+            reading.drop(origin, "without zero_quantized_gradients, no gradient is rounded")
 
 
 def _loco(reading: Reading, value: Any, origin: str) -> None:

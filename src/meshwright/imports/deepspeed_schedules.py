@@ -86,16 +86,16 @@ def _one_cycle(reading: Reading, file: str, default: str) -> tuple[float, str]:
             raise UserError(f"{file}: {PARAMS}{key} is missing")
     rise, where = reading.facts.get("cycle's rise", (2000, default))
     check_count(rise, where)
-    fall, why = reading.facts.get("cycle's fall", (rise, where))
-    check_count(fall, why)
+    fall, fall_origin = reading.facts.get("cycle's fall", (rise, where))
+    check_count(fall, fall_origin)
     reading.set(WARMUP, rise, where)
-    _length(reading, rise + fall, where if where == why else f"{where}; {why}")
-    least, said = reading.facts["cycle's least rate"]
-    reading.fact("min_lr", least, said)
+    _length(reading, rise + fall, where if where == fall_origin else f"{where}; {fall_origin}")
+    least, least_origin = reading.facts["cycle's least rate"]
+    reading.fact("min_lr", least, least_origin)
     if least:
-        reading.notes.append(f"{said}: warm-up starts at 0 in a recipe, not at this rate")
+        reading.notes.append(f"{least_origin}: warm-up starts at 0 in a recipe, not at this rate")
     if not any(": scheduler.params.cycle_momentum=" in origin for origin in reading.seen):
-        reading.give_up(f"{default}: {PARAMS}cycle_momentum=True, from 0.9 to 0.8 and back", CONSTANT)
+        reading.drop(f"{default}: {PARAMS}cycle_momentum=True, from 0.9 to 0.8 and back", CONSTANT)
     return reading.facts["cycle's peak"]
 
 
@@ -104,12 +104,12 @@ def _line(reading: Reading, kind: str, default: str) -> None:
     if kind == "polynomiallr":
         power, where = reading.facts.get("power", (1.0, default))
         if power != 1:
-            reading.give_up(where, "the rate falls linearly")
+            reading.drop(where, "the rate falls linearly")
         reading.set("training.lr_schedule.final", 0.0, default if where == default else f"{default}; {where}")
         return
     start, where = reading.facts.get("start_factor", (1 / 3, default))
-    end, why = reading.facts.get("end_factor", (1.0, default))
-    origin = "; ".join(dict.fromkeys((where, why)))
+    end, end_origin = reading.facts.get("end_factor", (1.0, default))
+    origin = "; ".join(dict.fromkeys((where, end_origin)))
     if start == 1 and 0 <= end < 1:
         reading.set("training.lr_schedule.final", end, origin)
     else:
@@ -131,7 +131,7 @@ def settle_length(reading: Reading) -> None:
     if steps is None:
         reading.set("training.steps", length, origin)
     elif steps != length:
-        reading.give_up(
+        reading.drop(
             origin, f"the schedule ends after {length} steps; a recipe's ends at the last step of the run, {steps}"
         )
 
@@ -168,7 +168,7 @@ def keep_least(reading: Reading, value: Any, origin: str) -> None:
 
 def _keep(reading: Reading, name: str, value: Any, origin: str) -> None:
     if isinstance(value, list):
-        reading.give_up(origin, "one rate is for all parameters")
+        reading.drop(origin, "one rate is for all parameters")
     else:
         check_number(value, origin)
         reading.fact(name, value, origin)
@@ -203,7 +203,7 @@ def settle_optimizer(reading: Reading, values: Mapping[str, Any], file: str) -> 
         elif decoupled:
             reading.claim(origin, Always("weight decay is always decoupled (AdamW)"))
         else:
-            reading.give_up(origin, "weight decay is always decoupled (AdamW)")
+            reading.drop(origin, "weight decay is always decoupled (AdamW)")
     if RATE not in reading.facts and "params.lr" not in given:
         reading.fact(RATE, 0.02 if kind == "muon" else 1e-3, default)
     if kind == "muon" and RATE in reading.facts and MUON_LR not in reading.settings:
@@ -245,7 +245,7 @@ def settle_schedule(reading: Reading, values: Mapping[str, Any], file: str) -> N
 
 
 def settle_what_no_file_gives(reading: Reading) -> None:
-    """Tell what a DeepSpeed file leaves to the program that uses it, if no other file gives it, and which file is
+    """Report what a DeepSpeed file leaves to the program that uses it, if no other file gives it, and which file is
     missing.
 
     Without a scheduler, DeepSpeed keeps the rate as it is.
@@ -282,11 +282,11 @@ def _settle_peak(reading: Reading, given: Mapping[str, Any], default: str) -> No
             f"{default}: WarmupLR without warmup_max_lr keeps the optimizer's rate in DeepSpeed 0.19; earlier "
             "releases have 0.001"
         )
-    for found in (peak, rate):
-        if found and (not peak or found[0] == peak[0]):
-            reading.set(LR, *found)
-        elif found and peak:
-            reading.give_up(found[1], f"the schedule sets the rate: {peak[1]}: {peak[0]}")
+    for given_rate in (peak, rate):
+        if given_rate and (not peak or given_rate[0] == peak[0]):
+            reading.set(LR, *given_rate)
+        elif given_rate and peak:
+            reading.drop(given_rate[1], f"the schedule sets the rate: {peak[1]}: {peak[0]}")
 
 
 def _section(values: Mapping[str, Any], name: str) -> dict[str, Any]:

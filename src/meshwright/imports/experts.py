@@ -52,21 +52,21 @@ def settle_balance(reading: Reading, base_dir: Path) -> None:
     file, name = reading.known(COMPUTES), reading.value("model.name")
     logits, origin = reading.facts.get(LOGITS, (None, ""))
     coefficient, where = reading.facts.get(COEFFICIENT, (None, ""))
-    said = f"{file} (transformers adds the balance loss only with {LOGITS})"
+    default = f"{file} (transformers adds the balance loss only with {LOGITS})"
     experts = _experts(str(name), base_dir) if name else None
     if experts is None:
         if name and LOOKS_MIXED.search(str(name)) and LOSS not in reading.settings and logits is not True:
-            reading.notes.append(f"{said}; if {name} has experts and its config.json lacks it, set {LOSS}=0")
+            reading.notes.append(f"{default}; if {name} has experts and its config.json lacks it, set {LOSS}=0")
         if logits is True:
             reading.claim(origin, HasNot(LOSS, 0.0))
         elif origin:
-            reading.give_up(origin, f"set {LOSS}=0 if the model has experts")
+            reading.drop(origin, f"set {LOSS}=0 if the model has experts")
         return
     adds = logits if logits is not None else experts.config.get(LOGITS, False)
     if adds and coefficient is not None:
         reading.set(LOSS, coefficient, f"{where}; {origin}" if origin else where)
     elif experts.balanced and not adds and LOSS not in reading.settings:
-        reading.set(LOSS, 0.0, origin or said)
+        reading.set(LOSS, 0.0, origin or default)
     elif origin:
         reading.claim(origin, HasNot(LOSS, 0.0) if adds else Has(LOSS, None))
     if experts.biased and RATE not in reading.settings:
@@ -82,7 +82,7 @@ def _experts(name: str, base_dir: Path) -> _Experts | None:
         if directory := pretrained_directory(ModelFields(name=name), base_dir=base_dir):
             config = json.loads(regular(directory / "config.json").read_text(encoding="utf-8"))
     except (UserError, OSError, ValueError):
-        pass  # which training will tell
+        pass  # which training will report
     family = config.get("model_type") if isinstance(config, Mapping) else None
     if family is None and published in PRESETS:
         family = PRESETS[published].family

@@ -59,7 +59,7 @@ def _steps(value: Any, origin: str, reading: Reading) -> int | None:
     """A time in batches (`100ba`), or None if it is in another unit."""
     if match := re.fullmatch(r"(\d{1,12})ba", str(value)):
         return int(match[1])
-    reading.give_up(origin, "only batches are read (`100ba`)")
+    reading.drop(origin, "only batches are read (`100ba`)")
     return None
 
 
@@ -96,7 +96,7 @@ def _model(reading: Reading, value: Any, origin: str) -> None:
         reading.claim(origin, HasNot("model.name", None))
         reading.fact(COMPUTES, origin.partition(":")[0], origin)
     else:
-        reading.give_up(origin, "supported: mpt_causal_lm, hf_causal_lm")
+        reading.drop(origin, "supported: mpt_causal_lm, hf_causal_lm")
 
 
 def _degree(name: str) -> Rule:
@@ -111,7 +111,7 @@ def _mixed(reading: Reading, value: Any, origin: str) -> None:
     elif value == "DEFAULT":
         reading.claim(origin, Has("training.reduce_dtype", "fp32"))
     else:
-        reading.give_up(origin, "supported: PURE, DEFAULT")
+        reading.drop(origin, "supported: PURE, DEFAULT")
 
 
 def _compiled(reading: Reading, value: Any, origin: str) -> None:
@@ -138,13 +138,13 @@ def _groups(reading: Reading, value: Any, origin: str) -> None:
             reading.fact("undecayed", True, origin)
             reading.claim(origin, Always("norms and biases never decay"))
         else:
-            why = "weight decay never applies to norms and biases, and all parameters have one learning rate"
-            reading.give_up(f"{origin.split('=')[0]}: {group}", why)
+            reason = "weight decay never applies to norms and biases, and all parameters have one learning rate"
+            reading.drop(f"{origin.split('=')[0]}: {group}", reason)
 
 
 def _save_folder(reading: Reading, value: Any, origin: str) -> None:
     if "://" in str(value) or "{" in str(value):
-        reading.give_up(origin, "run_dir must be a local folder")
+        reading.drop(origin, "run_dir must be a local folder")
     else:
         reading.set("run_dir", value, origin)
 
@@ -314,23 +314,23 @@ def _put_in(value: Any, known: Mapping[str, Any], origin: str) -> Any:
     for _ in range(DEEPEST):
         if not isinstance(value, str) or not (match := REFERENCE.search(value)):
             return value
-        found = known.get(match[1])
-        if found is None or isinstance(found, list):
+        replacement = known.get(match[1])
+        if replacement is None or isinstance(replacement, list):
             return value
-        value = found if match[0] == value else value.replace(match[0], str(found)[:200])
+        value = replacement if match[0] == value else value.replace(match[0], str(replacement)[:200])
     raise UserError(f"{origin}: its references are circular")
 
 
 def _sources(reading: Reading, values: Mapping[str, Any], file: str) -> None:
     """The data set of the loader `finetuning`, which pads rows, and trains on the last answer of each."""
     loader = values.get("train_loader")
-    kind, said = reading.facts.get("loader", ("text", ""))
+    kind, loader_origin = reading.facts.get("loader", ("text", ""))
     if kind == "text":
-        reading.claim(said, Has("data.packing", "concatenated"))
+        reading.claim(loader_origin, Has("data.packing", "concatenated"))
     elif kind == "finetuning":
-        reading.claim(said, HasNot("data.packing", "concatenated"))
+        reading.claim(loader_origin, HasNot("data.packing", "concatenated"))
     else:
-        reading.give_up(said, "supported: text, finetuning")
+        reading.drop(loader_origin, "supported: text, finetuning")
     if not isinstance(loader, Mapping) or loader.get("name") != "finetuning":
         return
     default = f"{file}: train_loader.name=finetuning (LLM-Foundry's default)"
@@ -338,7 +338,7 @@ def _sources(reading: Reading, values: Mapping[str, Any], file: str) -> None:
     name, origin = reading.facts.get("data set", ("", ""))
     files, where = reading.facts.get("data files", (None, ""))
     given = {key: reading.facts[key] for key in ("split", "subset") if key in reading.facts}
-    more, parts = {key: value for key, (value, _) in given.items()}, "; ".join(said for _, said in given.values())
+    more, parts = {key: value for key, (value, _) in given.items()}, "; ".join(one for _, one in given.values())
     if name in LOADERS and files:
         paths = [files] if isinstance(files, str) else list(files)
         reading.set("data.sources", [{"path": str(path), **more} for path in paths], f"{origin}; {where}; {parts}")
@@ -349,7 +349,7 @@ def _sources(reading: Reading, values: Mapping[str, Any], file: str) -> None:
     prompts, also = reading.facts.get("prompts", ("none", default))
     trained = TRAINED.read.get((responses, prompts))
     if trained is None:
-        reading.give_up(f"{where}; {also}", "set data.chat.train_on to assistant, last or all")
+        reading.drop(f"{where}; {also}", "set data.chat.train_on to assistant, last or all")
     else:
         reading.set("data.chat.train_on", trained, where if where == also else f"{where}; {also}")
 
@@ -360,18 +360,18 @@ def _optimizer(reading: Reading, file: str) -> None:
     if name in DECAYS:
         reading.set("training.optimizer.name", "adamw", origin) if origin else None
     else:
-        reading.give_up(origin, f"there are {' and '.join(DECAYS)}")
+        reading.drop(origin, f"there are {' and '.join(DECAYS)}")
     plain = (DECAYS.get(name, 0.0), f"{file} ({name}'s default weight_decay)")
     decay, where = reading.facts.get("weight decay", plain)
     check_number(decay, where)
     if decay and "undecayed" not in reading.facts:
         reading.notes.append(f"{where}: LLM-Foundry also decays norms and biases; Meshwright does not")
     if name == "decoupled_adamw" and decay:
-        lr, why = reading.settings.get("training.optimizer.lr", (1e-3, f"{file} (decoupled_adamw's default lr)"))
-        check_number(lr, why)
+        lr, lr_origin = reading.settings.get("training.optimizer.lr", (1e-3, f"{file} (decoupled_adamw's default lr)"))
+        check_number(lr, lr_origin)
         if not lr:
-            reading.give_up(where, "decoupled_adamw's decay cannot be converted, because the learning rate is 0")
+            reading.drop(where, "decoupled_adamw's decay cannot be converted, because the learning rate is 0")
             return
         decay = float(f"{decay / lr:.6g}")
-        where = f"{where}, divided by {why}: decoupled_adamw does not multiply decay by the learning rate"
+        where = f"{where}, divided by {lr_origin}: decoupled_adamw does not multiply decay by the learning rate"
     reading.set("training.optimizer.weight_decay", decay, where)

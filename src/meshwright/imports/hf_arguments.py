@@ -52,7 +52,7 @@ def _trackers(reading: Reading, value: Any, origin: str) -> None:
         if name in ("tensorboard", "wandb"):
             reading.track(name, origin)
         elif name != "none":
-            reading.give_up(origin, f"{name} is not a built-in tracker; write a plug-in (docs/plugins.md)")
+            reading.drop(origin, f"{name} is not a built-in tracker; write a plug-in (docs/plugins.md)")
     if not set(names) - {"none"}:
         reading.claim(origin, Has("trackers", []))
 
@@ -71,7 +71,7 @@ def _sharding(reading: Reading, value: Any, origin: str) -> None:
         elif word == "offload":
             reading.set("layout.offload", "cpu", origin)
         elif word != "auto_wrap":
-            reading.give_up(origin, "Meshwright always shards block by block")
+            reading.drop(origin, "Meshwright always shards block by block")
     if not words:
         reading.claim(origin, Always("the Trainer does not shard"))
 
@@ -114,16 +114,16 @@ def _settle_fsdp(reading: Reading, values: Mapping[str, Any], file: str) -> None
     if isinstance(reading.known("fsdp"), bool) and not reading.known("fsdp"):
         reading.claim(reading.facts["fsdp"][1], Always("the Trainer does not shard"))
     if isinstance(config, Mapping) and values.get("fsdp"):
-        named = {f"fsdp_config.fsdp_{str(key).removeprefix('fsdp_')}": said for key, said in config.items()}
+        named = {f"fsdp_config.fsdp_{str(key).removeprefix('fsdp_')}": value for key, value in config.items()}
         newer = isinstance(named.get("fsdp_config.fsdp_reshard_after_forward"), bool)  # FSDP2's word, which counts
-        stage, said = reading.facts.get("zero", (0, ""))
-        if newer and said.startswith(f"{file}: fsdp="):
+        stage, stage_origin = reading.facts.get("zero", (0, ""))
+        if newer and stage_origin.startswith(f"{file}: fsdp="):
             del reading.facts["zero"]
-            reading.claim(said, Has("layout.zero", stage))
+            reading.claim(stage_origin, Has("layout.zero", stage))
         trainers = {"fsdp_config.fsdp_cpu_offload": ACCELERATE_RULES["fsdp_config.fsdp_offload_params"]}
         reading.take(named, {**ACCELERATE_RULES, **trainers}, file)
     elif config:
-        reading.give_up(f"{file}: fsdp_config={config}", "it has no effect without fsdp, or is a file: pass that too")
+        reading.drop(f"{file}: fsdp_config={config}", "it has no effect without fsdp, or is a file: pass that too")
     if reading.known("fsdp"):
         if "zero" not in reading.facts:
             reading.fact("zero", 3, reading.facts["fsdp"][1])

@@ -43,14 +43,14 @@ def settle_shares(reading: Reading) -> None:
             continue
         share, origin = reading.facts[_share(path)]
         number = f": {math.ceil(share * steps)}" if steps else ""
-        reading.give_up(origin, f"a share of all steps; set {path}, in steps{number}")
+        reading.drop(origin, f"a share of all steps; set {path}, in steps{number}")
 
 
-def ignore_interval(reading: Reading, path: str, key: str, why: str) -> None:
+def ignore_interval(reading: Reading, path: str, key: str, reason: str) -> None:
     """Take back an interval that this key has set."""
-    for found, name in ((reading.settings, path), (reading.facts, _share(path))):
-        if f": {key}=" in found.get(name, (0, ""))[1]:
-            reading.give_up(found.pop(name)[1], why)
+    for known, name in ((reading.settings, path), (reading.facts, _share(path))):
+        if f": {key}=" in known.get(name, (0, ""))[1]:
+            reading.drop(known.pop(name)[1], reason)
 
 
 def settle_intervals(reading: Reading, values: Mapping[str, Any], origin: str) -> None:
@@ -110,7 +110,7 @@ def settle_schedule(reading: Reading, default: str, origin: str) -> None:
         else:
             lose_schedule(reading, where, f"supported: {', '.join(SCHEDULES)}")
             if OPTIONS in reading.facts:
-                reading.give_up(reading.facts[OPTIONS][1], f"{where} has no counterpart")
+                reading.drop(reading.facts[OPTIONS][1], f"{where} has no counterpart")
         return
     options, given = reading.facts.get(OPTIONS, ({}, where))
     kind, known, settle = SCHEDULES[name]
@@ -124,7 +124,7 @@ def settle_schedule(reading: Reading, default: str, origin: str) -> None:
         use(FINAL, 0.0, where)
     for key, value in options.items():
         if key not in known or known[key] not in (value, None):
-            reading.give_up(f"{given}: {key}={value}", f"the schedule {kind} does not have this setting")
+            reading.drop(f"{given}: {key}={value}", f"the schedule {kind} does not have this setting")
     if options and all(known.get(key) == value for key, value in options.items()):
         reading.claim(given, Always(f"these are constants of the schedule {kind}"))
 
@@ -133,7 +133,7 @@ def _give_up_schedule(reading: Reading) -> None:
     """Report the schedule that was kept: with a scheduler in DeepSpeed's file, that one is used."""
     for kept in (TYPE, OPTIONS):
         if kept in reading.facts:
-            reading.give_up(reading.facts[kept][1], f"DeepSpeed's schedule is used: {reading.facts[SCHEDULE][1]}")
+            reading.drop(reading.facts[kept][1], f"DeepSpeed's schedule is used: {reading.facts[SCHEDULE][1]}")
 
 
 def _nothing(reading: Reading, options: Mapping[str, Any], origin: str) -> None:
@@ -142,10 +142,10 @@ def _nothing(reading: Reading, options: Mapping[str, Any], origin: str) -> None:
 
 def _without_warmup(reading: Reading, options: Mapping[str, Any], origin: str) -> None:
     """`constant` ignores the steps of warm-up."""
-    for found, name in ((reading.settings, WARMUP), (reading.facts, "warmup_ratio")):
-        value, where = found.pop(name, (0, ""))
+    for known, name in ((reading.settings, WARMUP), (reading.facts, "warmup_ratio")):
+        value, where = known.pop(name, (0, ""))
         if value:
-            reading.give_up(where, f"transformers ignores warm-up with {TYPE}=constant; constant_with_warmup has it")
+            reading.drop(where, f"transformers ignores warm-up with {TYPE}=constant; constant_with_warmup has it")
     reading.set(WARMUP, 0, origin)
 
 
@@ -168,9 +168,9 @@ def _stable(reading: Reading, options: Mapping[str, Any], origin: str) -> None:
     if "num_decay_steps" in options:
         reading.set("training.lr_schedule.decay", options["num_decay_steps"], origin)
     if (fall := options.get("decay_type", "cosine")) != "linear":
-        reading.give_up(f"{origin}: decay_type={fall}", "wsd always decays linearly")
+        reading.drop(f"{origin}: decay_type={fall}", "wsd always decays linearly")
     if floor:
-        reading.give_up(f"{origin}: min_lr_ratio={floor}", "warm-up always starts at 0, not at the minimum rate")
+        reading.drop(f"{origin}: min_lr_ratio={floor}", "warm-up always starts at 0, not at the minimum rate")
 
 
 Settle = Callable[[Reading, Mapping[str, Any], str], None]
@@ -202,6 +202,6 @@ def strategy(path: str) -> Rule:
         elif value in ("no", False):
             reading.claim(origin, Has(path, 0))
         else:
-            reading.give_up(origin, "intervals are in steps")
+            reading.drop(origin, "intervals are in steps")
 
     return rule

@@ -43,7 +43,7 @@ def _method(reading: Reading, value: Any, origin: str) -> None:
         reading.set("finetune.method", "full", origin)
         reading.fact("freeze", True, origin)
     else:
-        reading.give_up(origin, "supported: full, freeze, lora")
+        reading.drop(origin, "supported: full, freeze, lora")
 
 
 def _frozen(reading: Reading, value: Any, origin: str) -> None:
@@ -51,7 +51,7 @@ def _frozen(reading: Reading, value: Any, origin: str) -> None:
         reading.fact("freeze layers", value, origin)
     else:
         reading.fact("freeze layers", None, origin)
-        reading.give_up(origin, "finetune.last_layers trains the last layers; list the first ones in finetune.train")
+        reading.drop(origin, "finetune.last_layers trains the last layers; list the first ones in finetune.train")
 
 
 def _listed(value: Any) -> list[str]:
@@ -77,12 +77,12 @@ def _mixed(reading: Reading, value: Any, origin: str) -> None:
     elif value == "concat":
         reading.claim(origin, Always("without weights, all data sets are joined"))
     else:
-        reading.give_up(origin, "supported: concat, interleave_under, interleave_over, interleave_once")
+        reading.drop(origin, "supported: concat, interleave_under, interleave_over, interleave_once")
 
 
 def _adapter(reading: Reading, value: Any, origin: str) -> None:
     if "," in value:
-        reading.give_up(origin, "only one adapter; merge the others into the model first")
+        reading.drop(origin, "only one adapter; merge the others into the model first")
     else:
         reading.set("finetune.start_from", value, origin)
 
@@ -93,7 +93,7 @@ def _stage(reading: Reading, value: Any, origin: str) -> None:
     elif value in ("sft", "pt"):
         reading.fact("stage", value, origin)
     else:
-        reading.give_up(origin, "supported: pt, sft, dpo")
+        reading.drop(origin, "supported: pt, sft, dpo")
 
 
 def _all_bf16(reading: Reading, value: Any, origin: str) -> None:
@@ -116,7 +116,7 @@ def _template(reading: Reading, value: Any, origin: str) -> None:
     if value in TEMPLATES:
         reading.set("data.chat.template", TEMPLATES[value], origin)
     else:
-        reading.give_up(origin, "the tokenizer's template is used")
+        reading.drop(origin, "the tokenizer's template is used")
 
 
 def _settle_fp8(reading: Reading) -> None:
@@ -136,7 +136,7 @@ def _share(reading: Reading, value: Any, origin: str) -> None:
     if value < 1:
         reading.set("data.held_out", value, origin)
     else:
-        reading.give_up(origin, "data.held_out is a fraction, not a count")
+        reading.drop(origin, "data.held_out is a fraction, not a count")
 
 
 NO_EFFECT: Mapping[NoEffect, Mapping[str, str]] = {
@@ -253,10 +253,10 @@ def _settle_method(reading: Reading, file: str) -> None:
             "in finetune.train instead if they should not"
         )
     elif layers[0] is not None and "freeze layers" in reading.facts and "freeze" not in reading.facts:
-        reading.give_up(layers[1], "it has no effect without finetuning_type=freeze")
+        reading.drop(layers[1], "it has no effect without finetuning_type=freeze")
     if method != "lora":
         for path in [path for path in reading.settings if path in OF_ADAPTERS]:
-            reading.give_up(reading.settings.pop(path)[1], "it has no effect without finetuning_type=lora")
+            reading.drop(reading.settings.pop(path)[1], "it has no effect without finetuning_type=lora")
 
 
 def is_dataset_info(values: Mapping[str, Any]) -> bool:
@@ -271,7 +271,7 @@ def read_dataset_info(reading: Reading, values: Mapping[str, Any], file: str) ->
 
 
 def _packing(reading: Reading, values: Mapping[str, Any], default: str) -> None:
-    """Texts (stage pt) are joined and cut, answers have a row each, unless it is told otherwise."""
+    """Texts (stage pt) are joined and cut, answers have a row each, unless a key says otherwise."""
     texts = values.get("stage") == "pt"
     packed, where = reading.facts.get("packing", (texts, f"{default}: packing={texts}"))
     if "stage" in reading.facts:
@@ -298,12 +298,12 @@ def name_sources(reading: Reading) -> None:
         else {"path": f"{folder}/{name}.json", **form}
         for name in names
     ]
-    told = [said for said in (origin, reading.facts.get("dataset folder", (0, ""))[1], where) if said]
-    told += _weigh(reading, names, sources)
-    reading.set("data.sources", sources, "; ".join(told))
+    origins = [one for one in (origin, reading.facts.get("dataset folder", (0, ""))[1], where) if one]
+    origins += _weigh(reading, names, sources)
+    reading.set("data.sources", sources, "; ".join(origins))
     if missing := [name for name in names if name not in table]:
-        said = f"the files and columns of {', '.join(missing)} are in {folder}/{TABLE}, which was not given"
-        reading.notes.append(f"{origin}: {said}; pass that file too")
+        note = f"the files and columns of {', '.join(missing)} are in {folder}/{TABLE}, which was not given"
+        reading.notes.append(f"{origin}: {note}; pass that file too")
 
 
 def _weigh(reading: Reading, names: list[str], sources: list[dict[str, Any]]) -> list[str]:
@@ -312,7 +312,7 @@ def _weigh(reading: Reading, names: list[str], sources: list[dict[str, Any]]) ->
     turns, mixed = reading.facts.get("in turns", ("", ""))
     if not turns:
         if chances:
-            reading.give_up(where, "it has no effect without mix_strategy=interleave_under or another interleave_*")
+            reading.drop(where, "it has no effect without mix_strategy=interleave_under or another interleave_*")
         return []
     if chances and len(chances) != len(names):
         raise UserError(f"{where}: {len(chances)} chances for {len(names)} data sets; give each one")
@@ -322,7 +322,7 @@ def _weigh(reading: Reading, names: list[str], sources: list[dict[str, Any]]) ->
         f"{where or mixed}: set as weights, which are shares of tokens, not chances of an example; they differ where "
         "examples of one data set are longer"
     )
-    reading.give_up(mixed, "the run ends after training.steps, whichever data set is used up; used-up ones start again")
+    reading.drop(mixed, "the run ends after training.steps, whichever data set is used up; used-up ones start again")
     return [where] if where else []
 
 
@@ -340,9 +340,9 @@ def _described(reading: Reading, entry: Mapping[str, Any], folder: str, where: s
     elif known := [name for name, described in RECORDS.items() if described == form]:
         source["format"] = known[0]
     else:
-        reading.give_up(
+        reading.drop(
             f"{where}: {form}", f"set format and columns under data.sources; known formats: {', '.join(RECORDS)}"
         )
     for key, value in left.items():
-        reading.give_up(f"{where}: {key}={value}", "set it under data.sources")
+        reading.drop(f"{where}: {key}={value}", "set it under data.sources")
     return {key: value for key, value in source.items() if value is not None}

@@ -1,6 +1,6 @@
 """LLaMA-Factory's v1 configuration (`src/llamafactory/v1/config`), whose parts are plugins with a name each.
 
-Its program chooses sft, dpo or rm on the command line; a table of preference pairs tells dpo.
+Its program chooses sft, dpo or rm on the command line; a table of preference pairs means dpo.
 """
 
 from collections.abc import Mapping
@@ -64,7 +64,7 @@ def _method(reading: Reading, value: Any, origin: str) -> None:
     if value in apply_method:
         reading.set("finetune.method", apply_method[value], origin)
     else:
-        reading.give_up(origin, f"supported: {', '.join(apply_method)}")
+        reading.drop(origin, f"supported: {', '.join(apply_method)}")
 
 
 def _targets(reading: Reading, value: Any, origin: str) -> None:
@@ -75,7 +75,7 @@ def _targets(reading: Reading, value: Any, origin: str) -> None:
 def _adapter(reading: Reading, value: Any, origin: str) -> None:
     names = [value] if isinstance(value, str) else list(value)
     if len(names) > 1:
-        reading.give_up(origin, "only one adapter; merge the others into the model first")
+        reading.drop(origin, "only one adapter; merge the others into the model first")
     else:
         reading.set("finetune.start_from", names[0], origin)
 
@@ -86,14 +86,14 @@ def _sharding(reading: Reading, value: Any, origin: str) -> None:
     elif value == "deepspeed":
         reading.claim(origin, Always("its config_file tells the layout"))
     else:
-        reading.give_up(origin, "supported: fsdp2, deepspeed")
+        reading.drop(origin, "supported: fsdp2, deepspeed")
 
 
 def _batching(reading: Reading, value: Any, origin: str) -> None:
     if value in ("normal", "padding_free"):
         reading.set("data.packing", "padded", origin)
     else:
-        reading.give_up(origin, "microbatches have a number of samples; supported: normal, padding_free")
+        reading.drop(origin, "microbatches have a number of samples; supported: normal, padding_free")
 
 
 RULES: Mapping[str, Rule] = {
@@ -214,7 +214,7 @@ def _settle_quantization(reading: Reading, default: str) -> None:
         return
     kind, origin = reading.facts["quantized"]
     if kind not in ("bnb", "auto"):
-        reading.give_up(origin, "supported: bnb, auto")
+        reading.drop(origin, "supported: bnb, auto")
     elif kind == "bnb" and "finetune.base" not in reading.settings:
         reading.set("finetune.base", "nf4", f"{origin} (LLaMA-Factory's default: quantization_bit=4)")
     else:
@@ -222,7 +222,7 @@ def _settle_quantization(reading: Reading, default: str) -> None:
     if "finetune.base" in reading.settings and reading.value("finetune.method") != "lora":
         for path in ("finetune.base", "finetune.double_quantization"):
             if path in reading.settings:
-                reading.give_up(reading.settings.pop(path)[1], "only a frozen base is quantized; add a peft_config")
+                reading.drop(reading.settings.pop(path)[1], "only a frozen base is quantized; add a peft_config")
 
 
 def _settle_ranks(reading: Reading, default: str) -> None:
@@ -236,16 +236,16 @@ def _settle_ranks(reading: Reading, default: str) -> None:
         reading.set("layout.cp", size, origin)
         reading.set("layout.cp_method", mode, where)
     if "sharded" in reading.facts:
-        reshards, said = reading.facts.get("reshards", (True, ""))
+        reshards, key_origin = reading.facts.get("reshards", (True, ""))
         sharding = reading.facts["sharded"][1]
-        reading.fact("zero", 2 if reshards is False else 3, f"{sharding}; {said}" if said else sharding)
-        copies, said = reading.facts.get("replicate", (1, ""))
-        reading.replicate(copies, said)
-        reading.claim(said, Has("layout.dp_replicate", copies))
+        reading.fact("zero", 2 if reshards is False else 3, f"{sharding}; {key_origin}" if key_origin else sharding)
+        copies, key_origin = reading.facts.get("replicate", (1, ""))
+        reading.replicate(copies, key_origin)
+        reading.claim(key_origin, Has("layout.dp_replicate", copies))
     for name, axis in (("shard degree", "dp_shard"), ("data ranks", "dp_shard")):
         if name in reading.facts:
-            degree, said = reading.facts[name]
-            reading.claim(said, Has(f"layout.{axis}", degree // (size if name == "shard degree" else 1)))
+            degree, key_origin = reading.facts[name]
+            reading.claim(key_origin, Has(f"layout.{axis}", degree // (size if name == "shard degree" else 1)))
 
 
 def _settle_optimizer(reading: Reading) -> None:
@@ -279,7 +279,7 @@ def name_v1_sources(reading: Reading) -> None:
         sources = [_source(reading, entry, f"{file}: {name}") for name, entry in table.items()]
         reading.set("data.sources", sources, "; ".join(filter(None, (origin, file))))
     elif named and str(named).endswith((".yaml", ".yml")):
-        reading.give_up(origin, "a table of data sets, which was not given; pass that file too")
+        reading.drop(origin, "a table of data sets, which was not given; pass that file too")
     elif named:
         local = str(named).startswith((".", "/")) or str(named).endswith(ENDINGS)
         reading.set("data.sources", [{"path": str(named) if local else f"{HUB}{named}"}], origin)
@@ -294,13 +294,13 @@ def _source(reading: Reading, entry: Mapping[str, Any], where: str) -> dict[str,
     if kind in CONVERTERS:
         source["format"] = CONVERTERS[kind]
     elif kind is not None:
-        reading.give_up(f"{where}: converter={kind}", f"set the format of the source; known: {', '.join(CONVERTERS)}")
+        reading.drop(f"{where}: converter={kind}", f"set the format of the source; known: {', '.join(CONVERTERS)}")
     if entry.get("split", "train") != "train":
         source["split"] = entry["split"]
     if entry.get("weight") is not None:
         source["weight"] = entry["weight"]
     if entry.get("size") is not None:
-        reading.give_up(f"{where}: size={entry['size']}", "all records are read")
+        reading.drop(f"{where}: size={entry['size']}", "all records are read")
     return source
 
 
@@ -316,4 +316,4 @@ def _settle_preference(reading: Reading, table: Mapping[str, Any], file: str) ->
         return
     for name in ("preference beta", "preference smoothing"):
         if name in reading.facts and DATA in reading.facts:
-            reading.give_up(reading.facts[name][1], "it counts for pairs only; for dpo, set training.preference")
+            reading.drop(reading.facts[name][1], "it counts for pairs only; for dpo, set training.preference")

@@ -93,7 +93,7 @@ def _tokenizer_type(reading: Reading, value: Any, origin: str) -> None:
     if value == "HuggingFaceTokenizer":
         reading.claim(origin, HasNot("data.tokenizer", "auto"))
     else:
-        reading.give_up(origin, TOKENIZER)
+        reading.drop(origin, TOKENIZER)
 
 
 def _data(reading: Reading, value: Any, origin: str) -> None:
@@ -116,7 +116,7 @@ def _data(reading: Reading, value: Any, origin: str) -> None:
     if weight is not None or len({"weight" in source for source in sources}) > 1:
         raise UserError(f"{origin}: must be paths alone, or a weight before every path")
     for word in unset:
-        reading.give_up(f"{origin}: {word}", "the file does not set it; add what it stands for to data.sources")
+        reading.drop(f"{origin}: {word}", "the file does not set it; add what it stands for to data.sources")
     if sources:
         reading.set("data.sources", sources, origin)
 
@@ -276,14 +276,12 @@ def read_script(reading: Reading, text: str, file: str) -> None:
     """Read a script, or a file of flags."""
     flags = read_flags(text, file, SWITCHES, LISTS)
     for name, value in flags.replaced:
-        reading.give_up(f"{file}: {name}={value}", f"the script gives it again: {flags.values[name]}, which is taken")
+        reading.drop(f"{file}: {name}={value}", f"the script gives it again: {flags.values[name]}, which is taken")
     for word in dict.fromkeys(flags.unset):
-        reading.give_up(
-            f"{file}: {' '.join(word.split())}", "the file does not set it; flags that it holds are missing"
-        )
+        reading.drop(f"{file}: {' '.join(word.split())}", "the file does not set it; flags that it holds are missing")
     reading.notes += flags.notes
     for program in dict.fromkeys(OTHER_MODELS.findall(text)):
-        reading.give_up(f"{file}: {program}", OTHER)
+        reading.drop(f"{file}: {program}", OTHER)
     read_megatron(reading, flags.values, file)
 
 
@@ -291,10 +289,10 @@ def read_megatron(reading: Reading, values: Mapping[str, Any], file: str) -> Non
     """Read Megatron's flags."""
     open_ones = {flag: value for flag, value in values.items() if UNSET.search(str(value)) and flag != "data-path"}
     for flag, value in open_ones.items():
-        reading.give_up(f"{file}: {flag}={value}", "a shell variable that the file does not set")
+        reading.drop(f"{file}: {flag}={value}", "a shell variable that the file does not set")
     empty = [flag for flag in RULES.keys() & values.keys() - SWITCHES if values[flag] is True]
     for flag in sorted(empty):
-        reading.give_up(f"{file}: {flag}", "the file gives it no value")
+        reading.drop(f"{file}: {flag}", "the file gives it no value")
     left = values.keys() - open_ones.keys() - set(empty)
     reading.take({flag: value for flag, value in values.items() if flag in left}, RULES, file)
     if "Megatron-FSDP" in reading.facts:
@@ -307,10 +305,10 @@ def read_megatron(reading: Reading, values: Mapping[str, Any], file: str) -> Non
 
 def settle(reading: Reading, given: Collection[str], file: str, form: MegatronForm) -> None:
     """Set what follows from several settings, and Megatron's defaults where no flag is `given`."""
-    said = f"{file} (Megatron's default)"
+    default = f"{file} (Megatron's default)"
     for name, beta in (("beta1", 0.9), ("beta2", 0.999)):
         if {"beta1", "beta2"} & reading.facts.keys() and name not in reading.facts:
-            reading.fact(name, beta, said)
+            reading.fact(name, beta, default)
     if form.defaults or "model.name" not in reading.settings:
         _family(reading, given, file)
     if form.defaults:
@@ -326,11 +324,11 @@ def settle(reading: Reading, given: Collection[str], file: str, form: MegatronFo
     reading.replicate(*reading.facts.get("instances", (1, "")))
     combine(reading, file, form)
     if form.whole:
-        reading.default_all(DEFAULTS, said)
+        reading.default_all(DEFAULTS, default)
         if "lr-decay-style" not in given:
-            reading.default("training.lr_schedule.name", "linear", said)
+            reading.default("training.lr_schedule.name", "linear", default)
     if "eval-interval" in given:
-        reading.default("training.evaluation.batches", 100, said)
+        reading.default("training.evaluation.batches", 100, default)
     _schedule_and_optimizer(reading, given, file, form)
 
 
@@ -338,7 +336,7 @@ def _schedule_and_optimizer(reading: Reading, given: Collection[str], file: str,
     """Name what Megatron's schedule and optimizer do by default, but ours do not."""
     settings = reading.settings
     if reading.value("training.lr_schedule.name") == "wsd" and "lr-wsd-decay-style" not in given:
-        reading.give_up(f"{file} (no {form.key('lr-wsd-decay-style')}: exponential)", "wsd always decays linearly")
+        reading.drop(f"{file} (no {form.key('lr-wsd-decay-style')}: exponential)", "wsd always decays linearly")
     if reading.value("training.optimizer.name") == "muon":
         reading.notes.append(
             f"{settings['training.optimizer.name'][1]}: Megatron's Muon takes {form.key('lr')} and scales its update "
@@ -362,20 +360,20 @@ def _family(reading: Reading, given: Collection[str], file: str) -> None:
             if width == reading.value("model.expert_ffn"):
                 reading.claim(where, Has("model.ffn", width))
             else:
-                reading.give_up(where, "mixtral has only experts")
+                reading.drop(where, "mixtral has only experts")
         reading.settings["model.ffn"] = reading.settings.pop("model.expert_ffn")
     for name in ("qk norm", "qkv bias"):
         if name in reading.facts and FAMILY_OF[name] != kind:
-            reading.give_up(reading.facts[name][1], f"{kind} has none; {FAMILY_OF[name]} has, without experts")
+            reading.drop(reading.facts[name][1], f"{kind} has none; {FAMILY_OF[name]} has, without experts")
     biased, where = reading.facts.get("biases", (kind == "gpt2", ""))
     if bool(biased) != (kind == "gpt2"):
-        reading.give_up(where, f"{kind} always has biases" if kind == "gpt2" else f"{kind} has no such biases")
+        reading.drop(where, f"{kind} always has biases" if kind == "gpt2" else f"{kind} has no such biases")
     elif where:
         reading.claim(where, Has("model.family", kind))
     layers = ("LayerNorm", "learned_absolute") if kind == "gpt2" else ("RMSNorm", "rope")
     for name, ours in zip(("normalization", "positions"), layers, strict=True):
         if reading.known(name, ours) != ours:
-            reading.give_up(reading.facts[name][1], f"{kind} has {ours}")
-    told = ("swiglu", "positions", "normalization", "qk norm", "qkv bias")
-    origins = [reading.facts[name][1] for name in told if name in reading.facts]
+            reading.drop(reading.facts[name][1], f"{kind} has {ours}")
+    named = ("swiglu", "positions", "normalization", "qk norm", "qkv bias")
+    origins = [reading.facts[name][1] for name in named if name in reading.facts]
     reading.set("model.family", kind, "; ".join(origins) or f"{file} (no flag sets another activation)")

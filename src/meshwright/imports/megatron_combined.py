@@ -1,6 +1,6 @@
 """Settings that follow from several of Megatron-LM's flags, and its defaults that a recipe lacks.
 
-Megatron-Bridge and NeMo have the same settings under other names, which a `MegatronForm` tells.
+Megatron-Bridge and NeMo have the same settings under other names, which a `MegatronForm` lists.
 """
 
 from collections.abc import Callable, Collection, Mapping
@@ -118,21 +118,21 @@ def model_defaults(reading: Reading, given: Collection[str], file: str, form: Me
     if "untie-embeddings-and-output-weights" not in given:
         reading.default("model.tied_embeddings", True, f"{file} (Megatron's default)")
     if family != "gpt2" and "disable-bias-linear" not in given:
-        reading.give_up(f"{file} (no {form.key('disable-bias-linear')})", f"{family} has no such biases")
+        reading.drop(f"{file} (no {form.key('disable-bias-linear')})", f"{family} has no such biases")
     hidden, origin = settings.get("model.hidden", (None, ""))
-    said = f"{file} (Megatron's default)"
-    reading.default("model.norm_eps", 1e-5, said)
+    default = f"{file} (Megatron's default)"
+    reading.default("model.norm_eps", 1e-5, default)
     if family != "gpt2":
-        reading.default("model.rope_theta", 10000, said)
+        reading.default("model.rope_theta", 10000, default)
         if hidden is not None and reading.known("swiglu"):
             check_count(hidden, origin)
-            reading.default("model.ffn", form.gated_ffn(hidden), f"{said} for {origin}")
+            reading.default("model.ffn", form.gated_ffn(hidden), f"{default} for {origin}")
     if family == "mixtral":
-        reading.default("model.balance_loss", 0.0, said)
-        reading.default("model.experts_per_token", 2, said)
+        reading.default("model.balance_loss", 0.0, default)
+        reading.default("model.experts_per_token", 2, default)
     for flag, path in REQUIRED.items():
         if flag not in given and "model.name" not in settings:
-            reading.give_up(f"{file} (no {form.key(flag)})", f"Megatron has no default; set {path}")
+            reading.drop(f"{file} (no {form.key(flag)})", f"Megatron has no default; set {path}")
     if form.groups_when_asked:
         _key_value_heads(reading)
     lacks = {"normalization": "RMSNorm", "position-embedding-type": "rope", "swiglu": "SwiGLU"}
@@ -150,33 +150,33 @@ def model_defaults(reading: Reading, given: Collection[str], file: str, form: Me
 
 def _key_value_heads(reading: Reading) -> None:
     """Megatron-LM groups heads only where a flag says so."""
-    path, (asked, said) = "model.num_kv_heads", reading.facts.get("grouped heads", (False, ""))
-    if not asked and path in reading.settings:
+    path, (grouped, flag_origin) = "model.num_kv_heads", reading.facts.get("grouped heads", (False, ""))
+    if not grouped and path in reading.settings:
         _, origin = reading.settings.pop(path)
-        reading.give_up(origin, "without --group-query-attention it has no effect")
-    elif asked:
-        reading.default(path, 1, f"{said} (Megatron's default)")
-        reading.claim(said, HasNot(path, None))
+        reading.drop(origin, "without --group-query-attention it has no effect")
+    elif grouped:
+        reading.default(path, 1, f"{flag_origin} (Megatron's default)")
+        reading.claim(flag_origin, HasNot(path, None))
 
 
 def _low_precision(reading: Reading, file: str, form: MegatronForm) -> None:
     """The precision of matrix products, with its recipe."""
     facts = {name: reading.facts[name] for name in COMBINED.values() if name in reading.facts}
     eight, four = facts.pop("fp8 format", None), facts.pop("fp4 format", None)
-    facts = {name: found for name, found in facts.items() if name.startswith(("fp8", "fp4"))}
+    facts = {name: fact for name, fact in facts.items() if name.startswith(("fp8", "fp4"))}
     if four:
         _narrow(reading, "nvfp4", four[1], form)
         for name, (value, origin) in facts.items():
             if (name, value) == ("fp4 recipe", "nvfp4"):
                 reading.claim(origin, Has("training.precision", "nvfp4"))
             else:
-                reading.give_up(origin, "unknown to nvfp4")
+                reading.drop(origin, "unknown to nvfp4")
     elif eight:
         _eight_bits(reading, eight, facts, file, form)
     else:
         for _, origin in facts.values():
             formats = f"{form.key('fp8-format')} or {form.key('fp4-format')}"
-            reading.give_up(origin, f"without {formats} it has no effect")
+            reading.drop(origin, f"without {formats} it has no effect")
 
 
 def _eight_bits(
@@ -186,13 +186,13 @@ def _eight_bits(
     recipe, where = facts.pop("fp8 recipe", ("delayed", f"{file} (Megatron's default)"))
     known = [one for recipes in FORMATS.values() for one in recipes]
     if kind not in FORMATS or recipe not in known:
-        reading.give_up(origin, f"supported: {', '.join(FORMATS)}, with recipe {', '.join(known)}")
-        for why in (where, *(found[1] for found in facts.values())):
-            reading.give_up(why, "the format or the recipe is not supported")
+        reading.drop(origin, f"supported: {', '.join(FORMATS)}, with recipe {', '.join(known)}")
+        for unused in (where, *(fact[1] for fact in facts.values())):
+            reading.drop(unused, "the format or the recipe is not supported")
         return
     if recipe not in FORMATS[kind]:
         grads = "in e5m2" if recipe in FORMATS["hybrid"] else "in e4m3"
-        reading.give_up(origin, f"products are imported, but gradients of recipe {recipe} are {grads}")
+        reading.drop(origin, f"products are imported, but gradients of recipe {recipe} are {grads}")
     both = origin if origin == where else f"{origin}; {where}"
     _narrow(reading, "mxfp8" if recipe == "mxfp8" else "fp8", both, form)
     if recipe != "mxfp8":
@@ -201,25 +201,25 @@ def _eight_bits(
         _delayed(reading, facts, where)
     else:
         for name in (name for name in ("fp8 history", "fp8 margin", "fp8 algorithm") if name in facts):
-            reading.give_up(facts[name][1], f"recipe {recipe} takes no scales from previous steps")
+            reading.drop(facts[name][1], f"recipe {recipe} takes no scales from previous steps")
     _wide_layers(reading, facts, form)
     if "fp8 weights" in facts:
-        reading.give_up(facts["fp8 weights"][1], "weights stay in bf16, and are rounded to fp8 for each product")
+        reading.drop(facts["fp8 weights"][1], "weights stay in bf16, and are rounded to fp8 for each product")
     if "fp8 weight gradients" in facts:
-        reading.give_up(facts["fp8 weight gradients"][1], f"recipe {recipe} computes weight gradients in fp8, too")
+        reading.drop(facts["fp8 weight gradients"][1], f"recipe {recipe} computes weight gradients in fp8, too")
     if "fp4 recipe" in facts:
-        reading.give_up(facts["fp4 recipe"][1], f"without {form.key('fp4-format')} it has no effect")
+        reading.drop(facts["fp4 recipe"][1], f"without {form.key('fp4-format')} it has no effect")
 
 
 def _delayed(reading: Reading, facts: dict[str, tuple[Any, str]], where: str) -> None:
     """How scales follow from previous steps."""
     length, origin = facts.get("fp8 history", (1, where))
-    algorithm, why = facts.get("fp8 algorithm", ("most_recent", where))
+    algorithm, algorithm_origin = facts.get("fp8 algorithm", ("most_recent", where))
     if algorithm not in ("most_recent", "max"):
-        reading.give_up(why, "supported: most_recent, max")
+        reading.drop(algorithm_origin, "supported: most_recent, max")
     elif algorithm == "most_recent":  # of a history, however long
         length = 1
-    origin = origin if why == origin else f"{why}; {origin}"
+    origin = origin if algorithm_origin == origin else f"{algorithm_origin}; {origin}"
     reading.set("training.low_precision.amax_history", length, origin)
     if "fp8 margin" in facts:
         reading.set("training.low_precision.margin", *facts["fp8 margin"])
@@ -231,7 +231,7 @@ def _narrow(reading: Reading, precision: str, origin: str, form: MegatronForm) -
     beside, where = reading.settings.pop(path, ("fp32", ""))
     reading.set(path, precision, f"{origin}; {where}" if beside == "bf16" and where != origin else origin)
     if beside == "fp16":
-        reading.give_up(where, f"beside {precision} products everything is in bf16")
+        reading.drop(where, f"beside {precision} products everything is in bf16")
     elif beside == "fp32":
         reading.set("training.low_precision.compute", "fp32", f"no {form.key('bf16')}")
 
@@ -240,14 +240,14 @@ def _wide_layers(reading: Reading, facts: dict[str, tuple[Any, str]], form: Mega
     """The first and last layers that stay in bf16."""
     ends = [facts.get(f"fp8 {end}") for end in ("first", "last")]
     if "fp8 ends" not in facts:
-        for found in filter(None, ends):
-            reading.give_up(found[1], f"without {form.key('first-last-layers-bf16')} it has no effect")
+        for given in filter(None, ends):
+            reading.drop(given[1], f"without {form.key('first-last-layers-bf16')} it has no effect")
         return
-    first, last = (found[0] if found else 1 for found in ends)
-    origins = [facts["fp8 ends"][1], *(found[1] for found in ends if found)]
-    for number, found in zip((first, last), ends, strict=True):
+    first, last = (one[0] if one else 1 for one in ends)
+    origins = [facts["fp8 ends"][1], *(one[1] for one in ends if one)]
+    for number, given in zip((first, last), ends, strict=True):
         if not isinstance(number, int) or not 0 <= number <= 1000:
-            raise UserError(f"{found[1] if found else origins[0]}: must be a whole number of layers")
+            raise UserError(f"{given[1] if given else origins[0]}: must be a whole number of layers")
     keep = [f"layers.{index}" for index in range(first)] + [f"layers.{-index}" for index in range(last, 0, -1)]
     reading.set("training.low_precision.keep", keep, "; ".join(dict.fromkeys(origins)))
 
@@ -255,12 +255,12 @@ def _wide_layers(reading: Reading, facts: dict[str, tuple[Any, str]], form: Mega
 def _in_samples(reading: Reading) -> None:
     """Steps of a run whose length is given in samples."""
     batch, origin = _global_batch(reading)
-    asked = {
+    settings = {
         "samples": "training.steps",
         "warmup samples": "training.lr_schedule.warmup",
         "wsd samples": "training.lr_schedule.decay",
     }
-    for name, path in asked.items():
+    for name, path in settings.items():
         if name not in reading.facts:
             continue
         samples, where = reading.facts[name]
@@ -270,7 +270,7 @@ def _in_samples(reading: Reading) -> None:
         check_count(samples, where)
         if batch is None:
             if name != "samples":  # which is named in any case
-                reading.give_up(where, f"set {path} to the samples divided by the global batch")
+                reading.drop(where, f"set {path} to the samples divided by the global batch")
             continue
         reading.facts.pop(name)
         steps = samples // batch if name == "samples" else round(samples / batch)
@@ -281,7 +281,7 @@ def _in_samples(reading: Reading) -> None:
         samples, where = reading.facts["decay samples"]
         check_count(samples, where)
         if batch is None or samples // batch != reading.settings.get("training.steps", (None, ""))[0]:
-            reading.give_up(where, "schedules always end at the last step")
+            reading.drop(where, "schedules always end at the last step")
         else:
             reading.claim(where, Has("training.steps", samples // batch))
     _share_of_the_decay(reading, batch)
@@ -316,16 +316,16 @@ def recomputation(reading: Reading) -> None:
     method, where = reading.facts.get("recompute method", (None, ""))
     layers, origin = reading.facts.get("recompute layers", (None, ""))
     path = "training.recompute"
-    kind, said = reading.settings.get(path, ("none", ""))
+    kind, kind_origin = reading.settings.get(path, ("none", ""))
     if kind != "full":
-        for found in filter(None, (where, origin)):
-            reading.give_up(found, "it only applies to recompute granularity full")
+        for unused in filter(None, (where, origin)):
+            reading.drop(unused, "it only applies to recompute granularity full")
     elif method == "block" and layers is not None:
         check_count(layers, origin)
-        reading.settings[path] = {"full": layers}, f"{said}; {where}; {origin}"
+        reading.settings[path] = {"full": layers}, f"{kind_origin}; {where}; {origin}"
     elif method not in (None, "uniform", "block"):
-        reading.give_up(where, "supported: uniform, block")
+        reading.drop(where, "supported: uniform, block")
     elif layers not in (None, 1):
-        reading.give_up(origin, "every layer keeps its input, not one layer of several")
+        reading.drop(origin, "every layer keeps its input, not one layer of several")
     if method != "block":
         reading.claim(f"{where}; {origin}", Has(path, "full"))

@@ -51,7 +51,7 @@ def read_model_config(reading: Reading, values: Mapping[str, Any], file: str) ->
     flags = {key[2:]: _as_passed(value) for key, value in given.items() if value is not None and value != ""}
     for flag in [flag for flag, value in flags.items() if value is False]:
         del flags[flag]
-        reading.give_up(f"{file}: {flag}=False", "their runner writes `false` behind the flag; it is taken as absent")
+        reading.drop(f"{file}: {flag}=False", "their runner writes `false` behind the flag; it is taken as absent")
     for flag in [flag for flag in flags.keys() & SWITCHES if flags[flag] is not True]:
         raise UserError(f"{file}: {flag}={flags[flag]}: the flag has no value; supported: true")
     read_megatron(reading, flags, file)

@@ -30,7 +30,7 @@ class Names:
 
     path: str
     written: Mapping[Any, Any]
-    """Our value -> the name that is written. Several values may share a name, which other keys tell apart."""
+    """Our value -> the name that is written. Several values may share a name, which other keys distinguish."""
     also_read: Mapping[Any, Any] = field(default_factory=dict)
     """Further names -> our value."""
     counts: Callable[[Run], bool] = _always

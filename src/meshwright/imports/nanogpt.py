@@ -78,7 +78,7 @@ def _start(reading: Reading, value: Any, origin: str) -> None:
         if reading.settings["model.name"][0] == name:
             reading.set("model.weights", "pretrained", origin)
     elif value == "resume":
-        reading.give_up(
+        reading.drop(
             origin, "its sizes and weights are in the checkpoint; pass out_dir/ckpt.pt too, with --weights DIR"
         )
     elif value == "scratch":
@@ -156,7 +156,7 @@ def read_assignments(text: str, file: str) -> dict[str, Any]:
 
     Raises `UserError` for anything else, which would have to be run.
     """
-    found: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     try:
         body = ast.parse(text).body
     except SyntaxError as error:
@@ -172,10 +172,10 @@ def read_assignments(text: str, file: str) -> dict[str, Any]:
                 continue  # as time, for names of runs
             raise UserError(f"{file}:{node.lineno}: only lines 'name = constant' are supported, because no code is run")
         try:
-            found[target.id] = constant(node.value, found)
+            values[target.id] = constant(node.value, values)
         except (ArithmeticError, RecursionError, ValueError) as error:
             raise UserError(f"{file}:{node.lineno}: {target.id} cannot be evaluated: {error}") from error
-    return found
+    return values
 
 
 SCRATCH = "nanoGPT's model from scratch"
@@ -212,15 +212,15 @@ def read_nanogpt(reading: Reading, values: Mapping[str, Any], file: str) -> None
 
 def _overruled(reading: Reading, values: Mapping[str, Any], file: str) -> dict[str, Any]:
     """The keys that count, decay_lr before those that depend on it; the others are reported."""
-    why = {}
+    reasons = {}
     if not values.get("decay_lr", True):
-        why |= dict.fromkeys(DECAY, "it has no effect with decay_lr=False")
+        reasons |= dict.fromkeys(DECAY, "it has no effect with decay_lr=False")
     if (start := values.get("init_from")) in PRETRAINED:
-        why |= dict.fromkeys(SIZES, f"init_from={start} has its own")
-    for key in [key for key in values if key in why]:
-        reading.give_up(f"{file}: {key}={values[key]}", why[key])
+        reasons |= dict.fromkeys(SIZES, f"init_from={start} has its own")
+    for key in [key for key in values if key in reasons]:
+        reading.drop(f"{file}: {key}={values[key]}", reasons[key])
     first = {key: values[key] for key in ("init_from", "decay_lr") if key in values}
-    return first | {key: value for key, value in values.items() if key not in why}
+    return first | {key: value for key, value in values.items() if key not in reasons}
 
 
 def _take_defaults(reading: Reading, left: Mapping[str, Any], default: str) -> None:
@@ -242,15 +242,17 @@ def _take_defaults(reading: Reading, left: Mapping[str, Any], default: str) -> N
 def _vocabulary(reading: Reading, dataset: Any, default: str) -> None:
     """train.py reads it from the data set's meta.pkl, where there is one."""
     vocabulary = VOCABULARY.get(str(dataset), GPT2_VOCABULARY)
-    said = f"{default}: vocab_size={vocabulary}"
+    origin = f"{default}: vocab_size={vocabulary}"
     if "model.vocab" not in reading.settings:
-        reading.default("model.vocab", vocabulary, said)
-        reading.notes.append(f"{said}, unless data/{dataset}/meta.pkl has another; set model.vocab to that")
+        reading.default("model.vocab", vocabulary, origin)
+        reading.notes.append(f"{origin}, unless data/{dataset}/meta.pkl has another; set model.vocab to that")
 
 
 def _check_accumulation(reading: Reading) -> None:
     """Raise `UserError` if the ranks do not divide the accumulation, as train.py does."""
     ranks, origin = reading.facts.get("ranks", (1, ""))
-    whole, said = reading.facts.get("accumulation of all ranks", (ranks, ""))
+    whole, whole_origin = reading.facts.get("accumulation of all ranks", (ranks, ""))
     if whole % ranks:
-        raise UserError(f"{said}: nanoGPT needs a multiple of the number of ranks, but {origin}; give another --ranks")
+        raise UserError(
+            f"{whole_origin}: nanoGPT needs a multiple of the number of ranks, but {origin}; give another --ranks"
+        )

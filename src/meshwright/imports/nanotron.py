@@ -40,7 +40,7 @@ def _excluded(reading: Reading, value: Any, origin: str) -> None:
         if all("norm" in str(pattern) or "bias" in str(pattern) for pattern in value):
             reading.claim(origin, Always("norms and biases never decay"))
         else:
-            reading.give_up(origin, "weight decay always applies to matrices and embeddings, never to norms and biases")
+            reading.drop(origin, "weight decay always applies to matrices and embeddings, never to norms and biases")
 
 
 def _stages(reading: Reading, value: Any, origin: str) -> None:
@@ -49,18 +49,18 @@ def _stages(reading: Reading, value: Any, origin: str) -> None:
     first, *later = sorted(value, key=lambda stage: stage["start_training_step"])
     where = origin.split("=")[0]
     for stage in later:
-        why = "a recipe has one data stage; train the next one in its own run, with checkpoint.start_from"
-        reading.give_up(f"{where}: {stage}", why)
+        reason = "a recipe has one data stage; train the next one in its own run, with checkpoint.start_from"
+        reading.drop(f"{where}: {stage}", reason)
     data = first["data"]
-    for key, said in flat({key: inner for key, inner in data.items() if key != "dataset"}).items():
+    for key, setting in flat({key: inner for key, inner in data.items() if key != "dataset"}).items():
         if key not in ("seed", "num_loading_workers"):
-            reading.give_up(f"{where}: data.{key}={said}", "unknown, or without a counterpart")
+            reading.drop(f"{where}: data.{key}={setting}", "unknown, or without a counterpart")
     if length := first.get("sequence_length"):
-        reading.give_up(f"{where}: sequence_length={length}", "data.sequence_length holds for all steps")
+        reading.drop(f"{where}: sequence_length={length}", "data.sequence_length holds for all steps")
     if data.get("dataset"):
         _dataset(reading, data["dataset"], where)
     else:
-        reading.give_up(f"{where}: dataset=null", "Nanotron would train on random tokens; set data.sources to text")
+        reading.drop(f"{where}: dataset=null", "Nanotron would train on random tokens; set data.sources to text")
 
 
 PLAIN = ("hf_dataset_config_name", "hf_dataset_splits", "text_column_name")
@@ -70,10 +70,10 @@ ARRANGED = ("dataset_processing_num_proc_per_process", "dataset_overwrite_cache"
 def _dataset(reading: Reading, value: Mapping[str, Any], where: str) -> None:
     names = value.get("hf_dataset_or_datasets")
     if names is None or value.get("sft_dataloader"):
-        reading.give_up(f"{where}: {dict(value)}", "tokens and conversations are not imported; set data.sources")
+        reading.drop(f"{where}: {dict(value)}", "tokens and conversations are not imported; set data.sources")
         return
     for key in value.keys() - {"hf_dataset_or_datasets", *PLAIN, *ARRANGED}:
-        reading.give_up(f"{where}: {key}={value[key]}", "set it under data.sources")
+        reading.drop(f"{where}: {key}={value[key]}", "set it under data.sources")
     splits = value.get("hf_dataset_splits") or "train"
     common = {
         "subset": value.get("hf_dataset_config_name"),
@@ -86,7 +86,7 @@ def _dataset(reading: Reading, value: Mapping[str, Any], where: str) -> None:
         local = str(name).startswith((".", "/"))
         source = {"path": str(name) if local else f"hub:{name}", **common, "weight": weight}
         defaults = {"split": "train", "text_key": "text"}
-        sources.append({key: said for key, said in source.items() if said is not None and defaults.get(key) != said})
+        sources.append({key: part for key, part in source.items() if part is not None and defaults.get(key) != part})
     reading.set("data.sources", sources, f"{where} hf_dataset_or_datasets={names}")
 
 
@@ -289,8 +289,8 @@ def _dtypes(reading: Reading, default: str) -> None:
 def _rates(reading: Reading, default: str) -> None:
     """Its schedule as one of ours: cosine or linear from the end of warm-up, or wsd."""
     steps = _steps(reading)
-    peak, said = reading.settings.get("training.optimizer.lr", (None, ""))
-    check_number(peak, said)
+    peak, peak_origin = reading.settings.get("training.optimizer.lr", (None, ""))
+    check_number(peak, peak_origin)
     warmup, where = reading.settings.get("training.lr_schedule.warmup", (0, default))
     check_number(warmup, where)
     style, origin = reading.facts.get("warmup style", ("linear", default))
@@ -309,12 +309,12 @@ def _rates(reading: Reading, default: str) -> None:
     check_number(start, begin)
     if lowest == peak:
         reading.set("training.lr_schedule.name", "constant", floor)
-        reading.no_effect += [(said, NoEffect.OFF) for said in (kind, length, begin) if said != default]
+        reading.no_effect += [(one, NoEffect.OFF) for one in (kind, length, begin) if one != default]
         return
     reading.set("training.lr_schedule.final", float(f"{lowest / peak:.6g}"), f"{floor}, relative to the peak {peak}")
     if start + over != steps:
-        told = "; ".join(dict.fromkeys((length, begin)))
-        reading.give_up(told, f"the decay ends at step {start + over}; schedules always end at the last step, {steps}")
+        origins = "; ".join(dict.fromkeys((length, begin)))
+        reading.drop(origins, f"the decay ends at step {start + over}; schedules always end at the last step, {steps}")
     else:
         reading.claim(f"{length}; {begin}", Has("training.steps", steps))
     if shape == "linear" and start > warmup:
@@ -323,12 +323,12 @@ def _rates(reading: Reading, default: str) -> None:
     elif shape in SHAPES and start <= warmup:
         reading.set("training.lr_schedule.name", SHAPES[shape], kind)
     else:
-        why = "only linear or cosine decay from the end of warm-up, or linear decay at the end, is supported"
-        reading.give_up(kind, why)
+        reason = "only linear or cosine decay from the end of warm-up, or linear decay at the end, is supported"
+        reading.drop(kind, reason)
 
 
 def _decay(reading: Reading) -> None:
-    """Nanotron decays norms and biases too, unless it is told names."""
+    """Nanotron decays norms and biases too, unless a key names exceptions."""
     decay, where = reading.settings.get("training.optimizer.weight_decay", (0, ""))
     if decay and "excluded" not in reading.facts:
         reading.notes.append(f"{where}: Nanotron also decays norms and biases; Meshwright does not")

@@ -47,7 +47,7 @@ def read_nemo(reading: Reading, values: Mapping[str, Any], file: str) -> None:
     if reading.settings.get("training.lr_schedule.name", ("", ""))[0] == "wsd" and not any(
         key.startswith("scheduler.lr_wsd_decay_") and not key.endswith("style") for key in keys
     ):
-        reading.give_up(
+        reading.drop(
             f"{file} (no scheduler.lr_wsd_decay_iters: the rate falls during the whole run)",
             "set training.lr_schedule.decay",
         )
@@ -63,7 +63,7 @@ def _settle_sharding(reading: Reading) -> None:
         else:
             reading.no_effect.append((where, NoEffect.OFF))
     if stages:
-        stage, where = max(stages, key=lambda found: found[0])
+        stage, where = max(stages, key=lambda pair: pair[0])
         reading.fact("zero", stage, where)
         for _, origin in stages:
             reading.claim(origin, Has("layout.zero", stage))
@@ -79,7 +79,7 @@ def _settle_gelu(reading: Reading) -> None:
     elif fused:
         reading.claim(origin, Always("GELU is approximated by tanh"))
     else:
-        reading.give_up(origin, "GELU is approximated by tanh")
+        reading.drop(origin, "GELU is approximated by tanh")
 
 
 def _form(*, old: bool, defaults: bool, whole: bool) -> MegatronForm:
@@ -96,14 +96,14 @@ def _form(*, old: bool, defaults: bool, whole: bool) -> MegatronForm:
 
 def _old_defaults(reading: Reading, keys: Mapping[str, Any], file: str) -> None:
     """NeMo's defaults that are not Megatron's."""
-    said = f"{file} (NeMo's default)"
+    default = f"{file} (NeMo's default)"
     if "model.optim.weight_decay" not in keys:
         decay = 0.01 if keys.get("model.optim.name") in ("adam", "adamw") else 0.0  # Apex's optimizers have none
-        reading.default("training.optimizer.weight_decay", decay, said)
+        reading.default("training.optimizer.weight_decay", decay, default)
     if not any(key.startswith("model.optim.sched.") for key in keys):
-        reading.default("training.lr_schedule.name", "constant", f"{said}: no schedule")
+        reading.default("training.lr_schedule.name", "constant", f"{default}: no schedule")
     if "trainer.gradient_clip_val" not in keys:
-        reading.default("training.clip", None, said)
+        reading.default("training.clip", None, default)
 
 
 def _is_whole(reading: Reading, keys: Mapping[str, Any], file: str) -> bool:
@@ -134,8 +134,8 @@ def _check_activation(reading: Reading, keys: Mapping[str, Any], file: str) -> N
     function, where = reading.facts.get("activation", ("gelu", f"{file} (no model.activation_func: gelu)"))
     gated = keys.get("model.gated_linear_unit") is True
     if gated and function != "silu":
-        reading.give_up(where, "gated layers are SwiGLU, not GEGLU")
+        reading.drop(where, "gated layers are SwiGLU, not GEGLU")
     elif function == "silu" and not gated:
-        reading.give_up(where, "without model.gated_linear_unit=true it is no SwiGLU; ungated layers have GELU")
+        reading.drop(where, "without model.gated_linear_unit=true it is no SwiGLU; ungated layers have GELU")
     else:
         reading.claim(where, Always("gated layers have SiLU, ungated ones GELU"))

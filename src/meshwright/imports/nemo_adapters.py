@@ -43,7 +43,7 @@ def _kind(reading: Reading, value: Any, origin: str) -> None:
     if name in CLASSES:
         reading.fact(KIND, name, origin)
     else:
-        reading.give_up(origin, f"supported: {', '.join(CLASSES)}")
+        reading.drop(origin, f"supported: {', '.join(CLASSES)}")
 
 
 def _scheme(reading: Reading, value: Any, origin: str) -> None:
@@ -52,7 +52,7 @@ def _scheme(reading: Reading, value: Any, origin: str) -> None:
     elif value in ("none", None):
         reading.claim(origin, Has("finetune.rank", None))
     else:
-        reading.give_up(origin, "supported: lora, dora, none")
+        reading.drop(origin, "supported: lora, dora, none")
 
 
 RULES: Mapping[str, Rule] = {
@@ -84,7 +84,7 @@ def settle_adapters(reading: Reading, keys: Mapping[str, Any], file: str) -> Non
     if not any(key.startswith("peft.") for key in keys) and not (old and KIND in reading.facts):
         for path in ("finetune.rank", "finetune.alpha", "finetune.dropout"):
             if path in reading.settings:
-                reading.give_up(reading.settings.pop(path)[1], "it counts only with peft_scheme")
+                reading.drop(reading.settings.pop(path)[1], "it counts only with peft_scheme")
         return
     default = f"{file} (NeMo's default)" if old else f"{file} (Megatron-Bridge's default)"
     kind, origin = reading.facts.get(KIND, ("LoRA", f"{file}: peft"))
@@ -96,7 +96,7 @@ def settle_adapters(reading: Reading, keys: Mapping[str, Any], file: str) -> Non
     names, where = reading.facts.get(NAMES, (["all"] if not old else ["attention_qkv"], default))
     names = [names] if isinstance(names, str) else list(names)
     if other := [name for name in names if name not in TARGETS]:
-        reading.give_up(where, f"list Hugging Face's names in finetune.targets, for {', '.join(map(str, other))}")
+        reading.drop(where, f"list Hugging Face's names in finetune.targets, for {', '.join(map(str, other))}")
         names = [name for name in names if name in TARGETS]
     targets = list(dict.fromkeys(target for name in names for target in TARGETS[name]))
     reading.set("finetune.targets", "all-linear" if set(targets) == EVERY else targets, where)

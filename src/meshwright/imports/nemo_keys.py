@@ -32,22 +32,22 @@ SCHEDULES = {"CosineAnnealing": "cosine", "WarmupAnnealing": "linear", "WarmupHo
 
 
 def _activation(reading: Reading, value: Any, origin: str) -> None:
-    """NeMo's word for the activation, which tells whether layers are gated."""
+    """NeMo's word for the activation, which says whether layers are gated."""
     if str(value).removeprefix("fast-") in ("swiglu", "silu"):
         reading.fact("swiglu", True, origin)
     elif str(value) in ("gelu", "openai-gelu"):
         reading.claim(origin, Has("model.family", "gpt2"))
     else:
-        reading.give_up(origin, "supported: swiglu, gelu")
+        reading.drop(origin, "supported: swiglu, gelu")
 
 
 def _function(reading: Reading, value: Any, origin: str) -> None:
-    """The function of Megatron-Bridge; another key tells whether layers are gated."""
+    """The function of Megatron-Bridge; another key says whether layers are gated."""
     word = "silu" if "silu" in str(value) else "gelu" if "gelu" in str(value) else ""
     if word:
         reading.fact("activation", word, origin)
     else:
-        reading.give_up(origin, "supported: silu, gelu")
+        reading.drop(origin, "supported: silu, gelu")
 
 
 def _normalization(reading: Reading, value: Any, origin: str) -> None:
@@ -66,7 +66,7 @@ def _optimizer(reading: Reading, value: Any, origin: str) -> None:
 def _checked(reading: Reading, value: Any, origin: str) -> None:
     """NeMo's interval of evaluations; a number with a point is a share of an epoch."""
     if isinstance(value, float):
-        reading.give_up(origin, "a share of an epoch; set training.evaluation.every, in steps")
+        reading.drop(origin, "a share of an epoch; set training.evaluation.every, in steps")
     else:
         reading.set("training.evaluation.every", value, origin)
 

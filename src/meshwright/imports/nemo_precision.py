@@ -79,7 +79,7 @@ def named(reading: Reading, value: Any, origin: str) -> None:
         return
     word = str(value).lower().replace("-", "_")
     if word not in NAMES:
-        reading.give_up(origin, f"supported: {', '.join(sorted(NAMES))}")
+        reading.drop(origin, f"supported: {', '.join(sorted(NAMES))}")
         return
     wide, facts = NAMES[word]
     reading.set(PATH, wide, origin)
@@ -124,7 +124,7 @@ def _overruled(name: str, usual: Any) -> Rule:
 
     def rule(reading: Reading, value: Any, origin: str) -> None:
         if value != usual and reading.known(name) != value and name not in ("fp8 first", "fp8 last"):
-            reading.give_up(origin, f"{SECTION} decides")
+            reading.drop(origin, f"{SECTION} decides")
         else:
             reading.no_effect.append((origin, NoEffect.OVERRULED))
 
@@ -152,7 +152,7 @@ def _same_dtype(reading: Reading, value: Any, origin: str) -> None:
     if precision:
         reading.claim(origin, Has(PATH, precision))
     else:
-        reading.give_up(origin, DECIDED)
+        reading.drop(origin, DECIDED)
 
 
 def dtypes_of(section: str) -> dict[str, Rule]:
@@ -171,7 +171,7 @@ SECTION_RULES: Mapping[str, Rule] = {
     f"{SECTION}.fp16": when(PATH, "fp16"),
     f"{SECTION}.fp32": when(PATH, "fp32"),
     f"{SECTION}.grad_reduce_in_fp32": reduced,
-    **{f"{SECTION}.{key}": unsupported(why) for key, why in BOTH.items()},
+    **{f"{SECTION}.{key}": unsupported(reason) for key, reason in BOTH.items()},
     f"{SECTION}.fp8_interval": only(1, "scales are computed at every step"),
     f"{SECTION}.autocast_enabled": unsupported(DECIDED),
     **dtypes_of(SECTION),
@@ -183,7 +183,7 @@ MODEL_RULES: Mapping[str, Rule] = {
     "model.fp8": _old_format,
     **{f"model.fp8_{kind}": fact(f"old {kind}") for kind in OLD_KINDS},
     "model.fp8_wgrad": _weight_gradients,
-    **{f"model.{key}": unsupported(why) for key, why in BOTH.items()},
+    **{f"model.{key}": unsupported(reason) for key, reason in BOTH.items()},
     "model.fp8_interval": only(1, "scales are computed at every step"),
 }
 
@@ -209,16 +209,16 @@ def settle_formats(reading: Reading, values: Mapping[str, Any], file: str) -> No
     if "old fp8" not in reading.facts:
         reading.no_effect += [(where, NoEffect.OFF) for _, where in kinds.values()]
     elif on:
-        told = "; ".join([reading.facts["old fp8"][1], *(where for _, where in kinds.values())])
-        reading.fact("fp8 format", on, told)
+        origins = "; ".join([reading.facts["old fp8"][1], *(where for _, where in kinds.values())])
+        reading.fact("fp8 format", on, origins)
     else:
-        reading.give_up(reading.facts["old fp8"][1], "neither model.fp8_e4m3 nor model.fp8_hybrid is true")
+        reading.drop(reading.facts["old fp8"][1], "neither model.fp8_e4m3 nor model.fp8_hybrid is true")
     in_section = any(key.startswith(f"{SECTION}.") for key in values)
-    said = f"{file} (Megatron-Bridge's default)"
+    default = f"{file} (Megatron-Bridge's default)"
     if in_section and "fp8 format" in reading.facts and "fp8 recipe" not in reading.facts:
-        reading.fact("fp8 recipe", "tensorwise", said)
+        reading.fact("fp8 recipe", "tensorwise", default)
     for name in ("fp8 first", "fp8 last"):
         if "fp8 ends" not in reading.facts:
             reading.facts.pop(name, None)
         elif in_section and name not in reading.facts:
-            reading.fact(name, 0, said)
+            reading.fact(name, 0, default)

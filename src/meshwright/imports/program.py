@@ -65,8 +65,8 @@ def edits_of(text: str, record: Sequence[str], path: Path) -> list[Edit]:
             edits.append(Edit(same + start + 1, "lines before this one were removed", frozenset()))
         elif kind in ("insert", "replace"):
             changed = [_edit(same + number, lines) for number in range(start, stop)]
-            told = [edit for edit in changed if kind == "replace" or not _is_idle(edit.text)]
-            edits += told
+            kept = [edit for edit in changed if kind == "replace" or not _is_idle(edit.text)]
+            edits += kept
     return edits
 
 
@@ -149,7 +149,7 @@ def read_program(reading: Reading, text: str, path: Path) -> None:
         _name_edits(reading, [edit for edit in edits if not edit.lines & _constant_lines(body)], path)
     for number, line in enumerate(text.split("\n"), 1):
         if number > program.count("\n") and line.strip() and not line.startswith("#"):
-            reading.give_up(f"{path.name}:{number}: {line.strip()[:SHOWN]}", "edited by hand, not imported")
+            reading.drop(f"{path.name}:{number}: {line.strip()[:SHOWN]}", "edited by hand, not imported")
     for setting, value in settings.items():
         if setting not in reading.settings:
             reading.set(setting, value, f"{path.name}: {setting}")
@@ -161,13 +161,13 @@ def _commented(text: str) -> list[str]:
 
 def _name_edits(reading: Reading, edits: list[Edit], path: Path) -> None:
     if len(edits) > MOST_EDITS:
-        reading.give_up(
+        reading.drop(
             f"{path.name}:{edits[0].line}",
             f"{len(edits)} places from here on were edited by hand, which is not imported",
         )
         return
     for edit in edits:
-        reading.give_up(f"{path.name}:{edit.line}: {edit.text[:SHOWN]}", "edited by hand, not imported")
+        reading.drop(f"{path.name}:{edit.line}: {edit.text[:SHOWN]}", "edited by hand, not imported")
 
 
 def _read_constants(
@@ -190,9 +190,7 @@ def _read_constants(
         reading.set(setting, constant.value, origin)
     _read_batch(reading, constants, settings, path)
     for name in CONSTANTS.keys() - constants.keys() if edits is not None else ():
-        reading.give_up(
-            f"{path.name}: {name}", "the program no longer sets it to a number; its recipe's value is taken"
-        )
+        reading.drop(f"{path.name}: {name}", "the program no longer sets it to a number; its recipe's value is taken")
 
 
 def _read_batch(reading: Reading, constants: Mapping[str, _Constant], settings: dict[str, Any], path: Path) -> None:
@@ -251,12 +249,12 @@ def _constants(body: list[ast.stmt], path: Path) -> dict[str, _Constant]:
 
 def _constant_lines(body: list[ast.stmt]) -> set[int]:
     """The lines that assign nothing but constants."""
-    found: set[int] = set()
+    lines: set[int] = set()
     for node in body:
         pairs = _assigned(node)
         if pairs and all(isinstance(name, ast.Name) and name.id in CONSTANTS for name, _ in pairs):
-            found |= set(range(node.lineno, (node.end_lineno or node.lineno) + 1))
-    return found
+            lines |= set(range(node.lineno, (node.end_lineno or node.lineno) + 1))
+    return lines
 
 
 def _value(node: ast.expr, name: str, path: Path) -> Any:

@@ -102,7 +102,7 @@ class Reading:
     def _note(self, known: dict[str, tuple[Any, str]], name: str, value: Any, origin: str) -> None:
         before, where = known.get(name, (value, ""))
         if before != value:
-            self.give_up(origin, f"{where} sets {name}={before}")
+            self.drop(origin, f"{where} sets {name}={before}")
         elif origin not in where:
             known[name] = value, f"{where}; {origin}" if where else origin
 
@@ -152,9 +152,9 @@ class Reading:
         """Keep weights and moments in bf16, rounded to the nearest."""
         self.set_all(NARROW, origin)
 
-    def give_up(self, origin: str, why: str) -> None:
+    def drop(self, origin: str, reason: str) -> None:
         """Record a key without a counterpart."""
-        self.without.append((origin, why))
+        self.without.append((origin, reason))
 
     def claim(self, origin: str, *claims: Claim) -> None:
         """Record what a key says about the recipe, or several keys together, which `conclude` checks."""
@@ -179,7 +179,7 @@ class Reading:
                 self.notes.append(f"{origin}: taken from another file, or the recipe's default")
             elif rule is None:
                 self.unknown.append(origin)
-                self.give_up(origin, "unknown, or without a counterpart")
+                self.drop(origin, "unknown, or without a counterpart")
             elif isinstance(rule, str):
                 self.set(rule, value, origin)
             else:
@@ -195,18 +195,18 @@ class Reading:
 
     def conclude(self, run: Run) -> None:
         """Compare all claims with the finished recipe, and list the keys that left nothing in it."""
-        told = "\n".join([*(origin for _, origin in self.settings.values()), *self.notes,
+        mentioned = "\n".join([*(origin for _, origin in self.settings.values()), *self.notes,
                           *(origin for origin, _ in [*self.without, *self.no_effect])])  # fmt: skip
         for origin in dict.fromkeys(self.seen):
-            if _names(told, origin):
+            if _names(mentioned, origin):
                 continue
             claims = [claim for claimant, claim in self.claims if _names(claimant, origin)]
             if problems := list(filter(None, (claim.problem(run) for claim in claims))):
-                self.give_up(origin, "; ".join(problems))
+                self.drop(origin, "; ".join(problems))
             elif claims:
                 self.already_so.append(f"{origin}: {'; '.join(map(str, claims))}")
             else:
-                self.give_up(origin, "nothing in the recipe comes from it")
+                self.drop(origin, "nothing in the recipe comes from it")
 
 
 def of_section(rules: Mapping[str, Rule], key: str) -> Rule | None:
@@ -237,10 +237,10 @@ def check_number(value: Any, origin: str) -> None:
 
 def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Every leaf of nested mappings by its dotted key."""
-    found: dict[str, Any] = {}
+    leaves: dict[str, Any] = {}
     for key, value in values.items():
         if isinstance(value, Mapping) and value:
-            found |= flat(value, f"{prefix}{key}.")
+            leaves |= flat(value, f"{prefix}{key}.")
         else:
-            found[f"{prefix}{key}"] = value
-    return found
+            leaves[f"{prefix}{key}"] = value
+    return leaves

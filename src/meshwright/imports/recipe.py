@@ -69,30 +69,32 @@ def _finish(reading: Reading) -> None:
         check_number(*settings["training.optimizer.lr"])
     degrees = [settings.get(f"layout.{axis}", (1, ""))[0] for axis in ("tp", "pp", "cp")]
     split = degrees[0] * degrees[1] * degrees[2]
-    stage, why = reading.facts.get("zero", (0, origin))
+    stage, stage_origin = reading.facts.get("zero", (0, origin))
     if ranks is None and stage:
-        reading.give_up(why, "the number of ranks is unknown; give --ranks N")
+        reading.drop(stage_origin, "the number of ranks is unknown; give --ranks N")
     elif ranks is not None:
         if ranks % split:
             raise UserError(f"{origin}: tp x pp x cp = {split} does not divide {ranks} ranks; give another --ranks")
-        _data_parallel(reading, ranks // split, stage, f"{origin}; {why}" if why != origin else origin)
+        _data_parallel(
+            reading, ranks // split, stage, f"{origin}; {stage_origin}" if stage_origin != origin else origin
+        )
     replicas = (ranks or split) // split
     if replicas == 1:
         reading.claim(origin, Has("layout.dp_shard", 1), Has("layout.dp_replicate", 1))
         if "layout.zero" not in settings and "zero" in reading.facts:
-            reading.no_effect.append((why, NoEffect.ALONE))
+            reading.no_effect.append((stage_origin, NoEffect.ALONE))
     _batch(reading, replicas)
     betas = {name: reading.facts.get(name) for name in ("beta1", "beta2")}
     if any(betas.values()):
-        values = [found[0] if found else default for found, default in zip(betas.values(), (0.9, 0.95), strict=True)]
-        reading.set("training.optimizer.betas", values, "; ".join(found[1] for found in betas.values() if found))
+        values = [fact[0] if fact else default for fact, default in zip(betas.values(), (0.9, 0.95), strict=True)]
+        reading.set("training.optimizer.betas", values, "; ".join(fact[1] for fact in betas.values() if fact))
     steps = settings.get("training.steps", (None, ""))[0]
     if "warmup_ratio" in reading.facts:
         ratio, origin = reading.facts["warmup_ratio"]
         if steps:
             reading.set("training.lr_schedule.warmup", int(ratio * steps), origin)
         else:
-            reading.give_up(origin, "the number of steps is unknown; set training.lr_schedule.warmup")
+            reading.drop(origin, "the number of steps is unknown; set training.lr_schedule.warmup")
     if "min_lr" in reading.facts:
         _floor(reading, *reading.facts["min_lr"])
     if "decay steps" in reading.facts:
@@ -100,9 +102,9 @@ def _finish(reading: Reading) -> None:
         if length == steps:
             reading.claim(origin, Has("training.steps", steps))
         else:
-            reading.give_up(origin, "schedules always end at the last step")
+            reading.drop(origin, "schedules always end at the last step")
     if "samples" in reading.facts:
-        reading.give_up(reading.facts["samples"][1], "set training.steps to the samples divided by the global batch")
+        reading.drop(reading.facts["samples"][1], "set training.steps to the samples divided by the global batch")
     if "epochs" in reading.facts and steps:
         if (origin := reading.facts["epochs"][1]) in reading.seen:
             reading.no_effect.append((origin, NoEffect.OVERRULED))
@@ -116,7 +118,7 @@ def _floor(reading: Reading, floor: float, origin: str) -> None:
     path = "training.optimizer.lr"
     lr, where = reading.settings.get(path) or reading.defaults.get(path) or (None, "")
     if lr is None:
-        reading.give_up(origin, "the peak rate is unknown; set training.lr_schedule.final")
+        reading.drop(origin, "the peak rate is unknown; set training.lr_schedule.final")
         return
     check_number(lr, where)
     if lr <= 0:
@@ -130,7 +132,7 @@ def _check_warmup(reading: Reading) -> None:
     steps, (warmup, origin) = reading.settings.get("training.steps", (0, ""))[0], reading.settings.get(path, (0, ""))
     if steps and isinstance(warmup, int) and warmup > steps:
         del reading.settings[path]
-        reading.give_up(
+        reading.drop(
             origin if str(warmup) in origin else f"{origin}: a warm-up of {warmup} steps",
             f"exceeds the {steps} steps of training; set {path}",
         )
@@ -161,27 +163,29 @@ def _batch(reading: Reading, replicas: int) -> None:
     """The global batch from micro batch, accumulation and ranks, if no file gives it."""
     settings = reading.settings
     micro, origin = settings.get("training.micro_batch", (None, ""))
-    accumulation, why = reading.facts.get("accumulation", (None, ""))
+    accumulation, accumulation_origin = reading.facts.get("accumulation", (None, ""))
     if "accumulation of all ranks" in reading.facts:
-        whole, why = reading.facts["accumulation of all ranks"]
+        whole, accumulation_origin = reading.facts["accumulation of all ranks"]
         if whole % replicas:
-            reading.give_up(why, f"{replicas} data-parallel ranks do not divide {whole} microbatches")
+            reading.drop(accumulation_origin, f"{replicas} data-parallel ranks do not divide {whole} microbatches")
             return
         accumulation = whole // replicas
     if micro is None and accumulation is not None:
-        _micro_batch(reading, replicas, accumulation, why)
+        _micro_batch(reading, replicas, accumulation, accumulation_origin)
     elif micro is not None and not settings.keys() & {"training.global_batch", "training.global_batch_tokens"}:
         made = micro * (accumulation or 1) * replicas
         reading.set(
-            "training.global_batch", made, f"{origin}; {why or 'no accumulation'}; {replicas} data-parallel ranks"
+            "training.global_batch",
+            made,
+            f"{origin}; {accumulation_origin or 'no accumulation'}; {replicas} data-parallel ranks",
         )
     elif micro is not None and accumulation is not None and "training.global_batch" in settings:
         batch = settings["training.global_batch"]
         if batch[0] == micro * accumulation * replicas:
-            reading.claim(why, Has("training.global_batch", micro * accumulation * replicas))
+            reading.claim(accumulation_origin, Has("training.global_batch", micro * accumulation * replicas))
         else:
-            reading.give_up(
-                why,
+            reading.drop(
+                accumulation_origin,
                 (f"{batch[1]} with micro batch {micro} and {replicas} data-parallel ranks gives another accumulation"),
             )
 
@@ -193,7 +197,7 @@ def _micro_batch(reading: Reading, replicas: int, accumulation: int, origin: str
         made = whole // (accumulation * replicas)
         reading.set("training.micro_batch", made, f"{where}; {origin}; {replicas} data-parallel ranks")
     elif accumulation > 1:
-        reading.give_up(origin, "the micro batch is unknown; set training.micro_batch and training.global_batch")
+        reading.drop(origin, "the micro batch is unknown; set training.micro_batch and training.global_batch")
 
 
 def _recipe(reading: Reading) -> str:
@@ -259,13 +263,13 @@ def check_recipe(text: str, settings: Mapping[str, tuple[Any, str]], files: str)
 
 
 def _cited(problem: str, settings: Mapping[str, tuple[Any, str]], files: str) -> str:
-    found = PLACE.fullmatch(problem)
-    if found is None:
+    match = PLACE.fullmatch(problem)
+    if match is None:
         return problem
-    setting, message = found[1] or "", found[2]
+    setting, message = match[1] or "", match[2]
     origins = [origin for path, (_, origin) in settings.items() if _concerns(path, setting, message)]
-    said = f"{setting}: {message}" if setting else message
-    return f"{'; '.join(dict.fromkeys(origins)) or files}: {said}"
+    text = f"{setting}: {message}" if setting else message
+    return f"{'; '.join(dict.fromkeys(origins)) or files}: {text}"
 
 
 def _concerns(path: str, setting: str, message: str) -> bool:

@@ -77,7 +77,7 @@ def no_effects(keys: Mapping[NoEffect, Mapping[str, str]]) -> dict[str, Rule]:
 
 def without(reason: str) -> Rule:
     """No counterpart, whatever the value."""
-    return Form(lambda reading, value, origin: reading.give_up(origin, reason), even_auto=True)
+    return Form(lambda reading, value, origin: reading.drop(origin, reason), even_auto=True)
 
 
 def unsupported(reason: str) -> Rule:
@@ -85,7 +85,7 @@ def unsupported(reason: str) -> Rule:
 
     def rule(reading: Reading, value: Any, origin: str) -> None:
         if value and value not in OFF:
-            reading.give_up(origin, reason)
+            reading.drop(origin, reason)
         else:
             reading.claim(origin, Always("it is off, as in every recipe"))
 
@@ -102,7 +102,7 @@ def only(expected: Any, reason: str) -> Rule:
         if value == expected:
             reading.claim(origin, Always(reason))
         else:
-            reading.give_up(origin, reason)
+            reading.drop(origin, reason)
 
     return Form(rule, lambda get: expected)
 
@@ -207,7 +207,7 @@ def when(rule: Rule, result: Any, off: Claim | None = None) -> Rule:
         elif value is False:
             reading.claim(origin, claim)
         else:
-            reading.give_up(origin, "supported: true, false")
+            reading.drop(origin, "supported: true, false")
 
     return both(chosen, lambda get: write(rule, get) == result)
 
@@ -233,7 +233,7 @@ def choice(rule: Rule, known: Mapping[Any, Any], supported: str = "") -> Rule:
         if value in known:
             apply(rule, reading, known[value], origin)
         else:
-            reading.give_up(origin, f"supported: {supported or ', '.join(known)}")
+            reading.drop(origin, f"supported: {supported or ', '.join(known)}")
 
     return both(chosen, inverse(rule, known))
 

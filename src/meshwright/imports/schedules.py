@@ -33,20 +33,20 @@ def schedule_words(known: Mapping[str, str]) -> Rule:
     )
 
 
-def lose_schedule(reading: Reading, origin: str, why: str) -> None:
+def lose_schedule(reading: Reading, origin: str, reason: str) -> None:
     """Keep a schedule without a counterpart for `settle_lost_schedule`."""
     if LOST in reading.facts:
-        reading.give_up(origin, why)
+        reading.drop(origin, reason)
     else:
-        reading.fact(LOST, why, origin)
+        reading.fact(LOST, reason, origin)
 
 
 def settle_lost_schedule(reading: Reading) -> None:
     """Name the schedule that was lost, and write the one that the recipe has instead."""
     if LOST not in reading.facts:
         return
-    why, origin = reading.facts[LOST]
+    reason, origin = reading.facts[LOST]
     default = LrScheduleSpec.model_fields["name"].default
     instead, where = reading.settings.get(NAME, (default, f"the default of recipes, in place of {origin}"))
-    reading.give_up(origin, f"{why}; the recipe's schedule is {instead} instead; set training.lr_schedule")
+    reading.drop(origin, f"{reason}; the recipe's schedule is {instead} instead; set training.lr_schedule")
     reading.settings[NAME] = instead, where

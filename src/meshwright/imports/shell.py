@@ -70,7 +70,7 @@ class _Reader:
         self.file, self.switches, self.lists = file, switches, lists
         self.values = Values(file)
         self.used: set[str] = set()
-        self._found: dict[str, list[str]] = {}
+        self._given: dict[str, list[str]] = {}
         self._flags = Flags()
         self._branches = 0
         self._in_branches: list[str] = []
@@ -107,7 +107,7 @@ class _Reader:
                 self._inner(one)
                 name, read = "", True
             elif name and self._takes(name, one) and not HIDES_FLAGS.fullmatch(one):
-                self._found[name].append(one)
+                self._given[name].append(one)
             else:
                 name = ""
                 if is_unset(one):
@@ -135,7 +135,7 @@ class _Reader:
                 raise UserError(
                     f"{self.file}: {word} holds flags, but the file does not set it; write them in the file"
                 )
-        flags.values = {name: _value(given) for name, given in self._found.items()}
+        flags.values = {name: _value(given) for name, given in self._given.items()}
         flags.replaced = [(name, value) for name, value in flags.replaced if value != flags.values[name]]
         if branches:
             flags.notes.append(
@@ -158,9 +158,9 @@ class _Reader:
         return words
 
     def _assign(self, word: Word) -> None:
-        found = ASSIGNED.fullmatch(word.text)
-        assert found is not None
-        name, more = found[1], bool(found[2])
+        match = ASSIGNED.fullmatch(word.text)
+        assert match is not None
+        name, more = match[1], bool(match[2])
         before = self.values.known(name)
         self.values.assign(name, word, more=more)
         now = self.values.known(name)
@@ -172,9 +172,9 @@ class _Reader:
                 self._flags.notes.append(f"{self.file}: {name} is {before} or {now}, by a branch; {now} is taken")
 
     def _keep(self, name: str, value: list[str]) -> None:
-        if name in self._found:
-            self._flags.replaced.append((name, _value(self._found.pop(name))))
-        self._found[name] = value
+        if name in self._given:
+            self._flags.replaced.append((name, _value(self._given.pop(name))))
+        self._given[name] = value
         if self._branches > 0:
             self._in_branches.append(f"--{name}")
 
@@ -182,7 +182,7 @@ class _Reader:
         """Whether a word is a flag's value, or one of several."""
         if name in self.switches:
             return False
-        return not self._found[name] or name in self.lists or not isinstance(_number(word), str)
+        return not self._given[name] or name in self.lists or not isinstance(_number(word), str)
 
 
 def _value(given: list[str]) -> Any:

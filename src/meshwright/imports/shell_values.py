@@ -46,8 +46,8 @@ class Values:
     def assign(self, name: str, word: Word, *, more: bool) -> None:
         """Set a variable to the value of NAME=value or NAME=(list), or extend it."""
         if word.items is not None:
-            found = [one for item in word.items for one in self.fields(item)]
-            self.words[name] = [*self.words.get(name, []), *found] if more else found
+            words = [one for item in word.items for one in self.fields(item)]
+            self.words[name] = [*self.words.get(name, []), *words] if more else words
             self.put_in.discard(name)
             return
         first, *rest = word.pieces
@@ -59,19 +59,19 @@ class Values:
 
     def fields(self, word: Word) -> list[str]:
         """The words that a word becomes."""
-        found: list[str | None] = [None]  # the last one grows; None: it has no text yet, not even an empty one
+        words: list[str | None] = [None]  # the last one grows; None: it has no text yet, not even an empty one
         for part in (part for piece in word.pieces for part in self._parts(piece)):
             if part is None:
-                found.append(None)
+                words.append(None)
             elif not part.splits:
-                found[-1] = f"{found[-1] or ''}{part.text}"
+                words[-1] = f"{words[-1] or ''}{part.text}"
             else:
                 for index, text in enumerate(re.split(r"\s+", part.text)):
                     if index:
-                        found.append(None)
+                        words.append(None)
                     if text:
-                        found[-1] = f"{found[-1] or ''}{text}"
-        return [text for text in found if text is not None]
+                        words[-1] = f"{words[-1] or ''}{text}"
+        return [text for text in words if text is not None]
 
     def _parts(self, piece: QuotedPart) -> list[_Part | None]:
         """The parts of a piece; None between two items of a list."""
@@ -79,11 +79,11 @@ class Values:
             return [_Part(piece.text)]
         parts: list[_Part | None] = []
         at = 0
-        while found := USE.search(piece.text, at):
-            if found.start() > at:
-                parts.append(_Part(_plain(piece.text[at : found.start()])))
-            end = found.end() if found[1] else inner_end(piece.text, found.start()) or len(piece.text)
-            parts += self._value(piece.text[found.start() : end], quoted=bool(piece.quote))
+        while match := USE.search(piece.text, at):
+            if match.start() > at:
+                parts.append(_Part(_plain(piece.text[at : match.start()])))
+            end = match.end() if match[1] else inner_end(piece.text, match.start()) or len(piece.text)
+            parts += self._value(piece.text[match.start() : end], quoted=bool(piece.quote))
             at = end
         return [*parts, _Part(_plain(piece.text[at:]))] if at < len(piece.text) or piece.quote else parts
 
@@ -92,14 +92,14 @@ class Values:
         self._depth += 1
         if self._depth > DEEPEST:
             raise UserError(f"{self._file}: a variable's default is nested too deeply")
-        parts = self._found(use, quoted=quoted)
+        parts = self._substituted(use, quoted=quoted)
         self._depth -= 1
         self._length += sum(len(part.text) for part in parts if part)
         if self._length > LONGEST:
             raise UserError(f"{self._file}: is longer than {LONGEST} characters once its variables are substituted")
         return parts
 
-    def _found(self, use: str, *, quoted: bool) -> list[_Part | None]:
+    def _substituted(self, use: str, *, quoted: bool) -> list[_Part | None]:
         if use.startswith("$((") and use.endswith("))"):
             return [_Part(self._sum(use), splits=False)]
         braces = BRACES.fullmatch(use)
@@ -141,16 +141,16 @@ class Values:
         except (SyntaxError, ValueError, ArithmeticError, RecursionError, MemoryError):
             return use
 
-    def _number(self, found: re.Match[str]) -> str:
-        known = self.known(found[1] or found[2])
-        return found[0] if known is None else f"({known})"
+    def _number(self, match: re.Match[str]) -> str:
+        known = self.known(match[1] or match[2])
+        return match[0] if known is None else f"({known})"
 
 
 def is_unset(word: str) -> bool:
     """Whether a word is nothing but variables and substitutions that the script does not set."""
     at = 0
-    while at < len(word) and (found := USE.match(word, at)):
-        at = found.end() if found[1] else inner_end(word, at) or len(word)
+    while at < len(word) and (match := USE.match(word, at)):
+        at = match.end() if match[1] else inner_end(word, at) or len(word)
     return bool(word) and at == len(word)
 
 

@@ -63,9 +63,9 @@ def read_word(text: str, file: str) -> Word:
     pieces = []
     lexer = _Lexer(text, file)
     while lexer.at < len(text):
-        found = lexer.piece()
-        pieces.append(found or QuotedPart(text[lexer.at]))
-        lexer.at += 0 if found else 1
+        piece = lexer.piece()
+        pieces.append(piece or QuotedPart(text[lexer.at]))
+        lexer.at += 0 if piece else 1
     return Word(pieces)
 
 
@@ -125,9 +125,9 @@ class _Lexer:
     def piece(self) -> QuotedPart | None:
         """The next part of a word; None where the word ends."""
         text, start = self.text, self.at
-        if found := PLAIN.match(text, start):
-            self.at = found.end()
-            return QuotedPart(found[0])
+        if match := PLAIN.match(text, start):
+            self.at = match.end()
+            return QuotedPart(match[0])
         if start >= len(text) or text.startswith("\\\n", start):
             return None
         if text[start] == "\\":
@@ -186,5 +186,5 @@ class _Lexer:
 
     def _skip_spaces(self, *, lines: bool = False) -> None:
         """Skip spaces, and a comment, which begins with a # at the start of a word."""
-        found = (SPACES_AND_LINES if lines else SPACES).match(self.text, self.at)
-        self.at = found.end() if found else self.at
+        match = (SPACES_AND_LINES if lines else SPACES).match(self.text, self.at)
+        self.at = match.end() if match else self.at

@@ -84,9 +84,9 @@ def _value(node: ast.expr, known: Mapping[str, ast.expr], depth: int) -> Any:
     if isinstance(node, ast.Call):
         if _name(node.func) == "float" and len(node.args) == 1:
             return 0.0  # float("inf"): nothing is clipped
-        found = {word.arg: _value(word.value, known, depth + 1) for word in node.keywords if word.arg}
+        keywords = {word.arg: _value(word.value, known, depth + 1) for word in node.keywords if word.arg}
         first = {"0": _value(node.args[0], known, depth + 1)} if node.args else {}
-        return {CALLED: _name(node.func), **first, **found}
+        return {CALLED: _name(node.func), **first, **keywords}
     if isinstance(node, ast.List | ast.Tuple):
         return [_value(item, known, depth + 1) for item in node.elts]
     if isinstance(node, ast.Dict):
@@ -179,7 +179,7 @@ def _models(body: list[ast.stmt], package: str) -> str | None:
 
 def _datasets(body: list[ast.stmt]) -> dict[str, Any]:
     """The data sets that the module adds to torchtitan's table, by name, as sources of a recipe."""
-    found: dict[str, Any] = {}
+    datasets: dict[str, Any] = {}
     for node in body:
         if not (isinstance(node, ast.Assign) and len(node.targets) == 1 and isinstance(node.value, ast.Call)):
             continue
@@ -187,8 +187,8 @@ def _datasets(body: list[ast.stmt]) -> dict[str, Any]:
         if not (isinstance(target, ast.Subscript) and _name(target.value) == "DATASETS"):
             continue
         words = {word.arg: word.value for word in node.value.keywords}
-        found[str(_value(target.slice, {}, 0))] = _source(words)
-    return found
+        datasets[str(_value(target.slice, {}, 0))] = _source(words)
+    return datasets
 
 
 def _source(words: Mapping[str | None, ast.expr]) -> dict[str, Any]:
@@ -197,13 +197,13 @@ def _source(words: Mapping[str | None, ast.expr]) -> dict[str, Any]:
              if isinstance(node, ast.Call) and _name(node.func) == "load_dataset"]  # fmt: skip
     given = {word.arg: _value(word.value, {}, 0) for call in calls for word in call.keywords}
     local = "data_files" in given
-    found = {"path": path if local else f"hub:{path}"}
-    found |= {"subset": given["name"]} if "name" in given else {}
-    found |= {"split": given["split"]} if given.get("split", "train") != "train" else {}
+    source = {"path": path if local else f"hub:{path}"}
+    source |= {"subset": given["name"]} if "name" in given else {}
+    source |= {"split": given["split"]} if given.get("split", "train") != "train" else {}
     columns = [node.slice for word in words.values() for node in ast.walk(word) if isinstance(node, ast.Subscript)]
     if columns and (column := _value(columns[0], {}, 0)) != "text":
-        found["text_key"] = column
-    return found
+        source["text_key"] = column
+    return source
 
 
 def _scaling(function: ast.FunctionDef) -> float | None:

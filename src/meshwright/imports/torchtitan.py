@@ -31,34 +31,34 @@ def is_torchtitan(values: Mapping[str, Any]) -> bool:
 
 def read_torchtitan(reading: Reading, values: Mapping[str, Any], file: str) -> None:
     """Read a torchtitan configuration."""
-    found = flat(values)
-    _take(reading, _without_what_is_off(reading, found, file), file)
+    keys = flat(values)
+    _take(reading, _without_what_is_off(reading, keys, file), file)
 
 
 def read_torchtitan_python(reading: Reading, text: str, file: str, package: str = "") -> None:
     """Read a torchtitan configuration in Python, of a module in the folder `package`; it keeps documents apart."""
     known = package if package in {module for module, _ in FLAVORS} else ""
-    found = read_titan_python(text, file, known)
-    found = _without_what_is_off(reading, found, file)
+    keys = read_titan_python(text, file, known)
+    keys = _without_what_is_off(reading, keys, file)
     last = ("dataset.table",)  # names are looked up in it
-    _take(reading, dict(sorted(found.items(), key=lambda pair: pair[0] in last)), file)
-    if "data set" in reading.facts and "dataset.table" not in found:
+    _take(reading, dict(sorted(keys.items(), key=lambda pair: pair[0] in last)), file)
+    if "data set" in reading.facts and "dataset.table" not in keys:
         _data(reading, *reading.facts["data set"])
     reading.default("data.separate_documents", True, f"{file} (torchtitan masks attention between documents)")
 
 
-def _in_microbatches(reading: Reading, found: Mapping[str, Any], file: str) -> dict[str, Any]:
+def _in_microbatches(reading: Reading, keys: Mapping[str, Any], file: str) -> dict[str, Any]:
     """Read a pipeline's microbatch, one sequence by default, and return the other keys; all keys without a pipeline."""
-    pipelined = found.get("parallelism.pipeline_parallel_degree", 1) != 1
-    if not pipelined or not found.keys().isdisjoint(BUDGET):
-        return dict(found)
+    pipelined = keys.get("parallelism.pipeline_parallel_degree", 1) != 1
+    if not pipelined or not keys.keys().isdisjoint(BUDGET):
+        return dict(keys)
     key, name = "training.local_batch_size", "pipeline_parallel_microbatch_size"
-    rest = {other: value for other, value in found.items() if other != f"parallelism.{name}"}
-    local, micro = found.get(key, 8), found.get(f"parallelism.{name}", 1)
+    rest = {other: value for other, value in keys.items() if other != f"parallelism.{name}"}
+    local, micro = keys.get(key, 8), keys.get(f"parallelism.{name}", 1)
     check_count(local, f"{file}: {key}={local}")
     check_count(micro, f"{file}: {name}={micro}")
     reading.set("training.micro_batch", micro, f"{file}: {name}={micro}")
-    if found.get("training.global_batch_size", -1) == -1:  # else the accumulation follows from it
+    if keys.get("training.global_batch_size", -1) == -1:  # else the accumulation follows from it
         reading.fact("accumulation", max(1, local // micro), f"{file}: {key}={local}")
     return {other: value for other, value in rest.items() if other != key}
 
@@ -67,7 +67,7 @@ BUDGET = ("training.num_tokens_per_microbatch_per_dp_rank", "training.max_contex
 """Keys of releases since mid-2026, which count a microbatch in tokens."""
 
 
-def _in_tokens(reading: Reading, found: Mapping[str, Any], file: str) -> None:
+def _in_tokens(reading: Reading, keys: Mapping[str, Any], file: str) -> None:
     """Set the micro batch, and a pipeline's microbatches, where the file counts in tokens."""
     pipelined, default = "layout.pp" in reading.settings, f"{file} (torchtitan's default)"
     many, where = reading.facts.get(MICROBATCHES, (1, ""))
@@ -75,21 +75,21 @@ def _in_tokens(reading: Reading, found: Mapping[str, Any], file: str) -> None:
         reading.no_effect.append((where, NoEffect.OFF))
     elif where and "training.global_batch_tokens" not in reading.settings:
         reading.fact("accumulation", many, where)
-    if found.keys().isdisjoint(BUDGET):
+    if keys.keys().isdisjoint(BUDGET):
         return
     tokens, origin = reading.facts.get(TOKENS, (16384, f"{default}: num_tokens_per_microbatch_per_dp_rank=16384"))
-    length, said = reading.settings.get("data.sequence_length", (2048, f"{default}: max_context_length=2048"))
+    length, length_origin = reading.settings.get("data.sequence_length", (2048, f"{default}: max_context_length=2048"))
     check_count(tokens, origin)
-    check_count(length, said)
+    check_count(length, length_origin)
     if tokens % length:
-        reading.give_up(origin, f"{said} does not divide it; set training.micro_batch")
+        reading.drop(origin, f"{length_origin} does not divide it; set training.micro_batch")
     else:
-        reading.set("training.micro_batch", tokens // length, f"{origin}; {said}")
+        reading.set("training.micro_batch", tokens // length, f"{origin}; {length_origin}")
 
 
-def _take(reading: Reading, found: Mapping[str, Any], file: str) -> None:
-    reading.take(_in_microbatches(reading, found, file), RULES, file)
-    _in_tokens(reading, found, file)
+def _take(reading: Reading, keys: Mapping[str, Any], file: str) -> None:
+    reading.take(_in_microbatches(reading, keys, file), RULES, file)
+    _in_tokens(reading, keys, file)
     if "training.steps" in reading.settings:
         steps, origin = reading.settings["training.steps"]
         check_count(steps, origin)
@@ -111,8 +111,8 @@ def _take(reading: Reading, found: Mapping[str, Any], file: str) -> None:
     steps = reading.settings.get("training.steps", (DEFAULTS["training.steps"], ""))[0]
     saves, where = reading.facts.get("saves", (None, ""))
     if saves is True:
-        every, said = reading.facts.get("save interval", (500, f"{file} (torchtitan's default)"))
-        reading.set("checkpoint.every", every if every < steps else 0, f"{said}; {where}")
+        every, every_origin = reading.facts.get("save interval", (500, f"{file} (torchtitan's default)"))
+        reading.set("checkpoint.every", every if every < steps else 0, f"{every_origin}; {where}")
     else:
         reading.claim(where, Has("checkpoint.every", 0))
         if "save interval" in reading.facts:
@@ -125,9 +125,9 @@ SWITCHED = {"validation": "enable", "fault_tolerance": "enable", "memory_estimat
 """Sections, and the key that switches each on."""
 
 
-def _without_what_is_off(reading: Reading, found: Mapping[str, Any], file: str) -> dict[str, Any]:
+def _without_what_is_off(reading: Reading, given: Mapping[str, Any], file: str) -> dict[str, Any]:
     """The keys without those of sections that are switched off, which are listed as without effect."""
-    left = dict(found)
+    left = dict(given)
     if other := [section for section in SWITCHED if left.get(section)]:
         raise UserError(f"{file}: {other[0]}={left[other[0]]}: must be a section")
     for section, switch in SWITCHED.items():
@@ -150,12 +150,12 @@ def _start(reading: Reading) -> None:
         return
     place = reading.settings.pop("checkpoint.start_from", None) or assets
     if reading.known("saves") is not True:
-        reading.give_up(where, "torchtitan loads weights only with checkpoint.enable")
+        reading.drop(where, "torchtitan loads weights only with checkpoint.enable")
     elif place is None:
-        reading.give_up(where, "the folder of the weights is not given; set model.name to it")
+        reading.drop(where, "the folder of the weights is not given; set model.name to it")
     elif "model.name" in reading.settings:
-        said = reading.settings["model.name"][1]
-        reading.give_up(where, f"{said} names the model; give --model {place[0]} to start from these weights")
+        name_origin = reading.settings["model.name"][1]
+        reading.drop(where, f"{name_origin} names the model; give --model {place[0]} to start from these weights")
     else:
         reading.set("model.name", place[0], f"{place[1]}; {where}")
         reading.set("model.weights", "pretrained", where)
@@ -163,25 +163,25 @@ def _start(reading: Reading) -> None:
 
 def _model(reading: Reading) -> None:
     name, origin = reading.facts.get("model", (None, ""))
-    flavor, why = reading.facts.get("flavor", ("", ""))
-    found = FLAVORS.get((str(name).lower(), str(flavor).lower()))
-    named = "; ".join(part for part in (origin, why) if part)
+    flavor, flavor_origin = reading.facts.get("flavor", ("", ""))
+    published = FLAVORS.get((str(name).lower(), str(flavor).lower()))
+    named = "; ".join(part for part in (origin, flavor_origin) if part)
     if named and reading.value("model.weights") == "pretrained":
-        reading.give_up(named, "its sizes are in the directory's config.json")
-    elif found and "model.name" not in reading.settings:
-        reading.set("model.name", found, named)
-        factor, said = reading.facts.get("rope factor", (8.0, why))
+        reading.drop(named, "its sizes are in the directory's config.json")
+    elif published and "model.name" not in reading.settings:
+        reading.set("model.name", published, named)
+        factor, factor_origin = reading.facts.get("rope factor", (8.0, flavor_origin))
         if str(flavor) in SCALED and factor != 32.0:
-            reading.set("model.rope_scaling", {"factor": factor}, f"{said}: torchtitan's factor is {factor}")
+            reading.set("model.rope_scaling", {"factor": factor}, f"{factor_origin}: torchtitan's factor is {factor}")
         elif "rope factor" in reading.facts:
-            reading.claim(said, Has("model.rope_scaling", None))
-    elif found:
-        reading.claim(origin, Has("model.name", found))
-        reading.claim(why, Has("model.name", found))
+            reading.claim(factor_origin, Has("model.rope_scaling", None))
+    elif published:
+        reading.claim(origin, Has("model.name", published))
+        reading.claim(flavor_origin, Has("model.name", published))
     elif named and "model.name" in reading.settings:
-        reading.give_up(named, f"{reading.settings['model.name'][1]} names the model")
+        reading.drop(named, f"{reading.settings['model.name'][1]} names the model")
     elif named:
-        reading.give_up(named, "this size is defined in torchtitan's code; give --model")
+        reading.drop(named, "this size is defined in torchtitan's code; give --model")
 
 
 def _decay(reading: Reading) -> None:
@@ -192,20 +192,20 @@ def _decay(reading: Reading) -> None:
     if steps - 1 <= end <= steps:
         reading.claim(where, Always("schedules end at the last step"))
     else:
-        reading.give_up(where, "schedules always end at the last step")
-    kind, said = reading.settings.get("training.lr_schedule.name", ("linear", ""))
+        reading.drop(where, "schedules always end at the last step")
+    kind, kind_origin = reading.settings.get("training.lr_schedule.name", ("linear", ""))
     if reading.settings.get("training.lr_schedule.final", (0, ""))[0] == 1:
         _, origin = reading.settings.pop("training.lr_schedule.final")
-        reading.settings["training.lr_schedule.name"] = "constant", "; ".join(filter(None, (origin, said)))
+        reading.settings["training.lr_schedule.name"] = "constant", "; ".join(filter(None, (origin, kind_origin)))
         return
     if "decay_ratio" not in reading.facts:
         return
     ratio, origin = reading.facts["decay_ratio"]
     if kind == "linear":
-        reading.settings["training.lr_schedule.name"] = "wsd", "; ".join(filter(None, (origin, said)))
+        reading.settings["training.lr_schedule.name"] = "wsd", "; ".join(filter(None, (origin, kind_origin)))
         reading.set("training.lr_schedule.decay", max(1, round(float(ratio) * end)), origin)
     else:
-        reading.give_up(origin, "a cosine always decays from the end of warm-up")
+        reading.drop(origin, "a cosine always decays from the end of warm-up")
 
 
 def _ranks(reading: Reading, file: str) -> None:

@@ -99,7 +99,7 @@ def _pipeline(reading: Reading, value: Any, origin: str) -> None:
     if word in BY_WORD:
         reading.fact("schedule", BY_WORD[word], origin)
     else:
-        reading.give_up(origin, f"supported: {', '.join(BY_WORD)}")
+        reading.drop(origin, f"supported: {', '.join(BY_WORD)}")
 
 
 def _data(reading: Reading, value: Any, origin: str) -> None:
@@ -107,7 +107,7 @@ def _data(reading: Reading, value: Any, origin: str) -> None:
     if value in known:
         reading.set("data.sources", [known[value]], origin)
     else:
-        reading.give_up(origin, "this dataset is defined in torchtitan's code; set data.sources")
+        reading.drop(origin, "this dataset is defined in torchtitan's code; set data.sources")
 
 
 def _table(reading: Reading, value: Any, origin: str) -> None:
@@ -127,15 +127,15 @@ def _converters(reading: Reading, value: Any, origin: str) -> None:
     for given in value if isinstance(value, list) else [value]:
         words = given if isinstance(given, Mapping) else {}
         name = str(words.get(CALLED, given)).lower()
-        if found := [ours for theirs, ours in CONVERTERS.items() if theirs in name]:
-            reading.set("training.precision", found[0], origin)
+        if precisions := [ours for theirs, ours in CONVERTERS.items() if theirs in name]:
+            reading.set("training.precision", precisions[0], origin)
         elif "lora" in name:
             reading.set("finetune.method", "lora", origin)
             reading.set_all({ours: words[key] for key, ours in LORA.items() if key in words}, origin)
             targets = [part for target in words.get("target_modules", ()) for part in FUSED.get(target, (target,))]
             reading.set("finetune.targets", targets or "all-linear", origin)
         elif given:
-            reading.give_up(origin, f"supported: {', '.join(CONVERTERS)}, lora")
+            reading.drop(origin, f"supported: {', '.join(CONVERTERS)}, lora")
     if not value:
         reading.claim(origin, Always("no layer is converted"))
 
@@ -149,7 +149,7 @@ def _resharded(reading: Reading, value: Any, origin: str) -> None:
 
 def _validated(reading: Reading, value: Any, origin: str) -> None:
     if value:
-        reading.give_up(origin, "evaluation data are a share of the training data; set data.held_out")
+        reading.drop(origin, "evaluation data are a share of the training data; set data.held_out")
     else:
         reading.claim(origin, Has("training.evaluation.every", 0))
 
@@ -160,8 +160,8 @@ def _shuffled(reading: Reading, value: Any, origin: str) -> None:
 
 def _named_data(reading: Reading, value: Any, origin: str) -> None:
     """A data set of torchtitan's table, by its name or as `DATASETS['name']`."""
-    found = re.fullmatch(r"DATASETS\[['\"](.*)['\"]\]", str(value))
-    reading.fact("data set", found[1] if found else value, origin)
+    match = re.fullmatch(r"DATASETS\[['\"](.*)['\"]\]", str(value))
+    reading.fact("data set", match[1] if match else value, origin)
 
 
 NO_EFFECT: Mapping[NoEffect, Mapping[str, str]] = {

@@ -93,12 +93,12 @@ def settle_trl(reading: Reading, values: Mapping[str, Any], file: str) -> None:
     else:
         reading.claim(origin, Has("finetune.rank", None))
         for path in [path for path in reading.settings if path.startswith("finetune.") and path != "finetune.method"]:
-            reading.give_up(reading.settings.pop(path)[1], "it has no effect without use_peft")
+            reading.drop(reading.settings.pop(path)[1], "it has no effect without use_peft")
     if DATA in reading.facts:
         name, where = reading.facts[DATA]
         parts = {"subset": reading.facts.get(SUBSET), "split": reading.facts.get(SPLIT)}
-        given = {key: found[0] for key, found in parts.items() if found and (key, found[0]) != ("split", "train")}
-        origins = [where, *(found[1] for found in parts.values() if found)]
+        given = {key: part[0] for key, part in parts.items() if part and (key, part[0]) != ("split", "train")}
+        origins = [where, *(part[1] for part in parts.values() if part)]
         local = str(name).startswith((".", "/"))
         source = {"path": str(name) if local else f"{HUB}{name}", **given}
         reading.set("data.sources", [source], "; ".join(origins))

@@ -95,15 +95,15 @@ class Client:
             "temperature": 0,
             "max_tokens": max_tokens,
         }
-        found = self._call("/chat/completions", body, _Completion)
-        usage = found.usage or _TokenCounts()
-        return Reply(found.choices[0].message.content or "", usage.prompt_tokens, usage.completion_tokens)
+        completion = self._call("/chat/completions", body, _Completion)
+        usage = completion.usage or _TokenCounts()
+        return Reply(completion.choices[0].message.content or "", usage.prompt_tokens, usage.completion_tokens)
 
     def _only_model(self) -> str:
         names = [one.id for one in self._call("/models", None, _ModelList).data]
         if len(names) != 1:
-            told = ", ".join(names[:5]) + (" and others" if len(names) > 5 else "")
-            raise UserError(f"--judge {self.url}: has {len(names)} models ({told}); name one with --judge-model")
+            listed = ", ".join(names[:5]) + (" and others" if len(names) > 5 else "")
+            raise UserError(f"--judge {self.url}: has {len(names)} models ({listed}); name one with --judge-model")
         return names[0]
 
     def _call(self, path: str, body: dict[str, Any] | None, kind: type[ResponseT]) -> ResponseT:

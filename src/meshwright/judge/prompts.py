@@ -73,21 +73,21 @@ def read_prompts(folder: Path | None) -> JudgePrompts:
 
 def choice(reply: str) -> str | None:
     """`model_a`, `model_b` or `tie`, from the last verdict in the reply; None if there is none."""
-    found = _CHOICE.findall(reply)
-    return {"A": "model_a", "B": "model_b", "C": "tie"}[found[-1]] if found else None
+    choices = _CHOICE.findall(reply)
+    return {"A": "model_a", "B": "model_b", "C": "tie"}[choices[-1]] if choices else None
 
 
 def rating(reply: str) -> float | None:
     """The last rating from 1 to 10 in the reply; None if there is none."""
-    found = [float(one) for one in _RATING.findall(reply)]
-    return found[-1] if found and 1 <= found[-1] <= 10 else None
+    ratings = [float(one) for one in _RATING.findall(reply)]
+    return ratings[-1] if ratings and 1 <= ratings[-1] <= 10 else None
 
 
 def _fill(text: str, values: Mapping[str, str]) -> str:
     """The text with its fields filled in; braces in values are unchanged."""
-    return _FIELD.sub(lambda found: values.get(found[1], found[0]), text)
+    return _FIELD.sub(lambda match: values.get(match[1], match[0]), text)
 
 
 def _conversation(question: JudgeQuestion, answers: Sequence[str], name: str) -> str:
-    said = zip(question.turns, answers, strict=False)
-    return "\n\n".join(f"### User:\n{asked}\n\n### {name[0].upper()}{name[1:]}:\n{answer}" for asked, answer in said)
+    turns = zip(question.turns, answers, strict=False)
+    return "\n\n".join(f"### User:\n{turn}\n\n### {name[0].upper()}{name[1:]}:\n{answer}" for turn, answer in turns)

@@ -35,7 +35,7 @@ def read_questions(path: Path, limit: int | None = None) -> list[JudgeQuestion]:
 
     Raises `UserError` if a line is not a question, or two have the same id.
     """
-    found: dict[str, JudgeQuestion] = {}
+    questions: dict[str, JudgeQuestion] = {}
     for place, row in read_objects(path):
         turns = row.get("turns", row.get("question", row.get("prompt")))
         turns, reference = _texts(turns), _texts(row.get("reference") or [])
@@ -43,13 +43,13 @@ def read_questions(path: Path, limit: int | None = None) -> list[JudgeQuestion]:
             raise UserError(f"{place}: is not a question: give question (text), or turns (a list of texts)")
         if reference is None:
             raise UserError(f"{place}: reference must be a text, or a list of texts")
-        number = str(row.get("question_id", row.get("id", len(found) + 1)))
-        if number in found:
+        number = str(row.get("question_id", row.get("id", len(questions) + 1)))
+        if number in questions:
             raise UserError(f"{place}: question {number} occurs twice; give each its own question_id")
-        found[number] = JudgeQuestion(number, turns, reference, str(row.get("category") or ""))
-    if not found:
+        questions[number] = JudgeQuestion(number, turns, reference, str(row.get("category") or ""))
+    if not questions:
         raise UserError(f"{path}: contains no question")
-    return list(found.values())[:limit]
+    return list(questions.values())[:limit]
 
 
 def read_answers(path: Path, questions: Sequence[JudgeQuestion], model: str | None = None) -> ModelAnswers:
@@ -58,7 +58,7 @@ def read_answers(path: Path, questions: Sequence[JudgeQuestion], model: str | No
 
     Raises `UserError` if an answer is missing, or has too few turns.
     """
-    found: dict[str, tuple[str, ...]] = {}
+    answers: dict[str, tuple[str, ...]] = {}
     for index, (place, row) in enumerate(read_objects(path)):
         choices = row.get("choices")
         turns = choices[0].get("turns") if isinstance(choices, list) and choices else row.get("answer")
@@ -66,12 +66,12 @@ def read_answers(path: Path, questions: Sequence[JudgeQuestion], model: str | No
         if not turns:
             raise UserError(f"{place}: is not an answer: give answer (text), or choices[0].turns (a list of texts)")
         order = questions[index].id if index < len(questions) else str(index + 1)
-        found[str(row.get("question_id", row.get("id", order)))] = tuple(turns)
+        answers[str(row.get("question_id", row.get("id", order)))] = tuple(turns)
         model = model or row.get("model_id")
     for question in questions:
-        if len(found.get(question.id, ())) < len(question.turns):
+        if len(answers.get(question.id, ())) < len(question.turns):
             raise UserError(f"{path}: question {question.id} has no answer to each of its {len(question.turns)} turns")
-    return ModelAnswers(str(model or path.stem), found)
+    return ModelAnswers(str(model or path.stem), answers)
 
 
 def answer_record(question: JudgeQuestion, model: str, turns: Sequence[str]) -> dict[str, Any]:

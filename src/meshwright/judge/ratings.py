@@ -78,7 +78,7 @@ class Versus:
 def read_verdicts(paths: Sequence[Path]) -> list[Verdict]:
     """The verdicts in files: a judge's, or people's from the arena page; other lines, such as ratings, are skipped.
     Raises `UserError` if a line has an invalid winner."""
-    found = []
+    verdicts = []
     for path in paths:
         for place, row in read_objects(path):
             if "winner" not in row or row["winner"] is None:
@@ -90,8 +90,8 @@ def read_verdicts(paths: Sequence[Path]) -> list[Verdict]:
             question = row.get("question_id", row.get("question", row.get("id", place)))
             name = question if isinstance(question, str) else json.dumps(question)
             turn = row["turn"] if isinstance(row.get("turn"), int) else 1
-            found.append(Verdict(name, str(row["model_a"]), str(row["model_b"]), WINNERS[row["winner"]], turn))
-    return found
+            verdicts.append(Verdict(name, str(row["model_a"]), str(row["model_b"]), WINNERS[row["winner"]], turn))
+    return verdicts
 
 
 def settled(verdicts: Sequence[Verdict]) -> list[Verdict]:
@@ -105,14 +105,14 @@ def settled(verdicts: Sequence[Verdict]) -> list[Verdict]:
         first, second = sorted((verdict.model_a, verdict.model_b))
         score = 1 - verdict.score if swapped else verdict.score
         games[verdict.question, verdict.turn, first, second][swapped].append(score)
-    found = []
+    results = []
     for (question, turn, first, second), orders in games.items():
         both = min(len(scores) for scores in orders.values())
         for one, other in zip(orders[False], orders[True], strict=False):
-            found.append(Verdict(question, first, second, one if one == other else 0.5, turn))
+            results.append(Verdict(question, first, second, one if one == other else 0.5, turn))
         for scores in orders.values():
-            found += [Verdict(question, first, second, score, turn) for score in scores[both:]]
-    return found
+            results += [Verdict(question, first, second, score, turn) for score in scores[both:]]
+    return results
 
 
 def versus(verdicts: Sequence[Verdict]) -> list[Versus]:
@@ -120,12 +120,12 @@ def versus(verdicts: Sequence[Verdict]) -> list[Versus]:
     pairs: dict[tuple[str, str], list[Verdict]] = defaultdict(list)
     for verdict in verdicts:
         pairs[verdict.model_a, verdict.model_b].append(verdict)
-    found = []
+    pairings = []
     for (first, second), games in pairs.items():
         scores = np.array([game.score for game in games])
         wins, ties, losses = (int((scores == score).sum()) for score in (1, 0.5, 0))
-        found.append(Versus(first, second, wins, ties, losses, _mean(scores, [game.question for game in games])))
-    return found
+        pairings.append(Versus(first, second, wins, ties, losses, _mean(scores, [game.question for game in games])))
+    return pairings
 
 
 def ratings(verdicts: Sequence[Verdict]) -> dict[str, BootstrapInterval]:
@@ -147,8 +147,8 @@ def ratings(verdicts: Sequence[Verdict]) -> dict[str, BootstrapInterval]:
 
     value = rated(np.arange(len(verdicts)))
     samples = np.array([rated(drawn) for drawn in _resamples([verdict.question for verdict in verdicts])])
-    found = {model: _interval(value[index], samples[:, index]) for model, index in number.items()}
-    return dict(sorted(found.items(), key=lambda item: -item[1].value))
+    intervals = {model: _interval(value[index], samples[:, index]) for model, index in number.items()}
+    return dict(sorted(intervals.items(), key=lambda item: -item[1].value))
 
 
 def bradley_terry(wins: np.ndarray) -> np.ndarray:
@@ -169,11 +169,11 @@ def bradley_terry(wins: np.ndarray) -> np.ndarray:
 
 def mean_ratings(rated: Sequence[Rated]) -> dict[str, BootstrapInterval]:
     """Each model's mean of single ratings, best first."""
-    found = {}
+    means = {}
     for model in sorted({one.model for one in rated}):
         own = [one for one in rated if one.model == model]
-        found[model] = _mean(np.array([one.rating for one in own]), [one.question for one in own])
-    return dict(sorted(found.items(), key=lambda item: -item[1].value))
+        means[model] = _mean(np.array([one.rating for one in own]), [one.question for one in own])
+    return dict(sorted(means.items(), key=lambda item: -item[1].value))
 
 
 def _resamples(questions: Sequence[str]) -> list[np.ndarray]:

@@ -36,8 +36,8 @@ class Item:
 
     def key(self, judge: str) -> str:
         """Equal for equal prompts to the same judge about the same models."""
-        told = json.dumps([self.question, self.models, self.prompt, judge])
-        return hashlib.sha256(told.encode()).hexdigest()[:16]
+        content = json.dumps([self.question, self.models, self.prompt, judge])
+        return hashlib.sha256(content.encode()).hexdigest()[:16]
 
 
 @dataclass
@@ -67,13 +67,13 @@ def items_of(
         raise UserError(f"--answers: two have the same name ({max(names, key=names.count)}); rename a file")
     if len(names) < (2 if mode == "pairwise" else 1):
         raise UserError("--answers: a comparison needs two or more; to rate a single one use --mode single")
-    found = []
+    items = []
     for question, turn in ((one, turn) for one in questions for turn in range(1, len(one.turns) + 1)):
         for shown in itertools.permutations(answers, 2 if mode == "pairwise" else 1):
-            said = [one.turns[question.id][:turn] for one in shown]
-            prompt = prompts.pairwise(question, *said) if mode == "pairwise" else prompts.single(question, *said)
-            found.append(Item(question.id, tuple(one.model for one in shown), prompt, turn))
-    return found
+            turns = [one.turns[question.id][:turn] for one in shown]
+            prompt = prompts.pairwise(question, *turns) if mode == "pairwise" else prompts.single(question, *turns)
+            items.append(Item(question.id, tuple(one.model for one in shown), prompt, turn))
+    return items
 
 
 class VerdictJournal:

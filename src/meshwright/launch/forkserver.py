@@ -159,12 +159,12 @@ class _Server:
     def fork(self, words: Sequence[str], env: Mapping[str, str], cwd: str, descriptors: Mapping[int, int]) -> "Forked":
         """A fork that runs `python -m words...` with these variables, in this folder; `descriptors`: its number of each
         file descriptor -> ours. Raises `OSError` if the server has ended."""
-        asked = json.dumps([list(words), dict(env), cwd, list(descriptors)]).encode()
+        request = json.dumps([list(words), dict(env), cwd, list(descriptors)]).encode()
         with self.turn:
             _prctl(PR_SET_CHILD_SUBREAPER, 1)
             try:
-                socket.send_fds(self.connection, [len(asked).to_bytes(8)], list(descriptors.values()))
-                self.connection.sendall(asked)
+                socket.send_fds(self.connection, [len(request).to_bytes(8)], list(descriptors.values()))
+                self.connection.sendall(request)
                 answer = _received(self.connection, 8)
             except BaseException:  # such as Ctrl-C: the next request would read this one's answer
                 self.connection.close()

@@ -226,8 +226,8 @@ def _meeting_of_launchers(run: Run | RankJob, nodes: Nodes) -> tuple[dist.Store,
 
 def _own_machine_only() -> dict[str, str]:
     """The loopback interface for gloo and NCCL, unless the environment sets another."""
-    names, found = (GLOO_INTERFACE, NCCL_INTERFACE), loopback()
-    return {name: found for name in names if found and name not in os.environ}
+    names, interface = (GLOO_INTERFACE, NCCL_INTERFACE), loopback()
+    return {name: interface for name in names if interface and name not in os.environ}
 
 
 def rank_environments(ranks: int) -> list[dict[str, str]]:
@@ -302,9 +302,9 @@ def _meet(worker: Worker, run: Run | RankJob) -> tuple[dist.Store, dist.Store]:
 def _choose_interface(worker: Worker) -> None:
     """Make gloo listen on the one interface that leads to the others, unless the environment sets another."""
     alone = worker.local_world_size == worker.world_size
-    found = loopback() if alone else interface_towards(worker.store.rpartition(":")[0])
-    if found:
-        os.environ.setdefault(GLOO_INTERFACE, found)
+    interface = loopback() if alone else interface_towards(worker.store.rpartition(":")[0])
+    if interface:
+        os.environ.setdefault(GLOO_INTERFACE, interface)
 
 
 def watch_store(worker: Worker) -> dist.Store | None:

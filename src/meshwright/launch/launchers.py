@@ -25,7 +25,7 @@ POLL_SECONDS = 0.1
 ANSWER_SECONDS = 10.0
 """Timeout for the first machine's launcher."""
 FAREWELL_SECONDS = 1.0
-"""The same for a launcher that was told to end at once."""
+"""The same for a launcher that must end at once."""
 MEET_SECONDS = 30.0
 """Time for the launchers of all machines to be ready for a restart, and to read the last verdict."""
 

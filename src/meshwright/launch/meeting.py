@@ -57,7 +57,7 @@ def await_name(host: str, patience: timedelta) -> None:
 
     Raises `UserError` if it does not; torch would warn twice a second while waiting.
     """
-    began = told = time.monotonic()
+    began = reported = time.monotonic()
     while True:
         try:
             socket.getaddrinfo(host, None)
@@ -67,9 +67,9 @@ def await_name(host: str, patience: timedelta) -> None:
             unknown = f"the rendezvous host {host!r} cannot be resolved ({error.strerror})"
             if now - began >= patience.total_seconds():
                 raise UserError(f"{unknown}; use its IP address, or fix name resolution") from error
-            if now - told >= 10:
+            if now - reported >= 10:
                 print(f"waiting: {unknown}", file=sys.stderr, flush=True)
-                told = now
+                reported = now
             time.sleep(0.5)
 
 

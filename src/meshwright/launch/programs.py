@@ -80,9 +80,9 @@ class RankedProgram:
             if time.monotonic() > deadline and self._compiles():
                 deadline = time.monotonic() + seconds
             if time.monotonic() > deadline:
-                said = self._lines()[-1:] or ["it printed nothing"]
+                lines = self._lines()[-1:] or ["it printed nothing"]
                 raise NoStepError(
-                    f"no step within {seconds:g} s, so the program was ended: {said[0]} (output: {self.log})"
+                    f"no step within {seconds:g} s, so the program was ended: {lines[0]} (output: {self.log})"
                 )
             time.sleep(LOOK_EVERY)
 
@@ -104,10 +104,10 @@ class RankedProgram:
         rank, status = next((rank, status) for rank, status in enumerate(statuses) if status is not None)
         how = f"by {signal.Signals(-status).name}" if status < 0 else f"with status {status}"
         lines = self._lines()
-        said = next(
+        message = next(
             (line for line in reversed(lines) if "Error" in line), lines[-1] if lines else ("it printed nothing")
         )
-        return f"rank {rank} ended {how}: {said} (output: {self.log})"
+        return f"rank {rank} ended {how}: {message} (output: {self.log})"
 
     def _lines(self) -> list[str]:
         """The lines that the ranks have printed."""

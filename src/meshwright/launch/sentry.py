@@ -57,22 +57,22 @@ class Sentry:
                 self._store.set(f"sentry/{self._rank}", f"{beats} {socket.gethostname()}")
                 if self._store.check([ENDED]):
                     self._store.get(ENDED)  # raises if no rank has signed it
-                    self._give_up(None)
+                    self._abort(None)
                 now = self._store.get(f"sentry/{self._next}") if self._store.check([f"sentry/{self._next}"]) else b""
                 self._reached = time.monotonic()
                 if now != seen:
                     seen, heard = now, self._reached
                 elif self._reached - heard > self._limit:
                     host = seen.decode().partition(" ")[2] or "an unknown machine"
-                    self._give_up(
+                    self._abort(
                         f"rank {self._next} on {host} has not responded for {self._reached - heard:.0f} s: its "
                         "process is stopped or its machine is down"
                     )
         except UserError as error:
-            self._give_up(str(error))
+            self._abort(str(error))
         except dist.DistError as error:
             if not self._stopped.wait(self._period):  # else the run has ended
-                self._give_up(
+                self._abort(
                     f"rank {self._rank} lost the connection to the rendezvous at {self._where} ({_first_line(error)})"
                 )
 
@@ -80,24 +80,24 @@ class Sentry:
         while not self._stopped.wait(self._period):
             silence = time.monotonic() - self._reached
             if silence > self._limit:
-                self._give_up(
+                self._abort(
                     f"rank {self._rank} on {socket.gethostname()} has not reached the rendezvous at {self._where} "
                     f"for {silence:.0f} s: the network or the first machine is down",
-                    tell=False,
+                    report=False,
                 )
 
-    def _give_up(self, why: str | None, *, tell: bool = True) -> None:
+    def _abort(self, reason: str | None, *, report: bool = True) -> None:
         """End this process. If several detect the same failure, the first reports it and the others repeat its
         report."""
         if self._stopped.is_set():
             return
         first = True
-        if why and tell:
+        if reason and report:
             with contextlib.suppress(dist.DistError, UserError):  # if the store is gone, every process reports it
                 first = int(self._store.compare_set(ENDED, "", str(self._rank))) == self._rank
-        if why and first:
-            print(f"error: {why}", file=sys.stderr, flush=True)
-        if tell:
+        if reason and first:
+            print(f"error: {reason}", file=sys.stderr, flush=True)
+        if report:
             time.sleep(2 * self._period)  # so that the others can read it while the store exists
         self._end(STUCK)
         self._stopped.set()

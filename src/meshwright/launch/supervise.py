@@ -154,9 +154,9 @@ class _Worker:
             return "error: " + json.loads(self.last_words.read_text())["message"]
         code = self.process.returncode
         if code < 0:
-            why, explain = self.lack_of_memory, self.spec.policy.explain_kill
-            more = "\n" + explain(self.rank, *self.memory.of(self.process.pid)) if why and explain else ""
-            return f"error: rank {self.rank} was killed by {signal_name(-code)}{why}{more}"
+            cause, explain = self.lack_of_memory, self.spec.policy.explain_kill
+            more = "\n" + explain(self.rank, *self.memory.of(self.process.pid)) if cause and explain else ""
+            return f"error: rank {self.rank} was killed by {signal_name(-code)}{cause}{more}"
         return f"error: rank {self.rank} ended with status {code}; see its messages above"
 
 

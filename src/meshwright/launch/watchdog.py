@@ -85,7 +85,7 @@ class Watchdog:
         self._times: dict[str, int] = {}
         self._main = threading.get_ident()
         self._done = threading.Event()
-        self._giving_up = False
+        self._aborting = False
         self._thread = threading.Thread(target=self._watch, name="meshwright-watchdog", daemon=True)
         self._pulse = min(5.0, spec.stuck_after / 20)
 
@@ -115,7 +115,7 @@ class Watchdog:
 
     def __exit__(self, *_: object) -> None:
         self._done.set()
-        if self._giving_up:
+        if self._aborting:
             self._thread.join()  # a rank that exits early breaks the others' collectives
 
     def _watch(self) -> None:
@@ -125,8 +125,8 @@ class Watchdog:
                 # If a call never releases the interpreter lock, this thread hangs too; then C code prints.
                 faulthandler.dump_traceback_later(max(self.limit, 1.0) + 10 * self._pulse, file=2)
                 self._publish("pulse", self._report(seconds))
-                if seconds > self.limit or self._told_to_stop():
-                    self._give_up(seconds)
+                if seconds > self.limit or self._must_stop():
+                    self._abort(seconds)
                     return
                 self._done.wait(self._pulse)
         except dist.DistError:  # the store's host is gone, and so is the run: the main thread will fail
@@ -137,7 +137,7 @@ class Watchdog:
         finally:
             faulthandler.cancel_dump_traceback_later()
 
-    def _told_to_stop(self) -> bool:
+    def _must_stop(self) -> bool:
         """Whether a rank has reported a hang. Raises `UserError` if the report is not signed by one of our ranks."""
         return self._store.check(["stuck"]) and bool(self._store.get("stuck"))
 
@@ -154,9 +154,9 @@ class Watchdog:
         values["collectives"] = [Collective(**value) for value in values["collectives"]]
         return RankReport(**values)
 
-    def _give_up(self, seconds: float) -> None:
+    def _abort(self, seconds: float) -> None:
         """Publish this rank's report, or print all reports, and end the process."""
-        self._giving_up = True
+        self._aborting = True
         faulthandler.cancel_dump_traceback_later()
         mine = self._report(seconds)
         mine.stack = "".join(traceback.format_stack(sys._current_frames()[self._main]))
@@ -205,18 +205,18 @@ def explain(reports: list[RankReport | None], pulses: dict[int, RankReport | Non
         lines.append(f"stuck: rank {rank} does not respond: its process is stopped or its machine is down{last}")
     if not silent:
         blamed = _late(there)
-        lines += [f"stuck: rank {report.rank} on {report.host}, {_why(report, there)}" for report in blamed]
+        lines += [f"stuck: rank {report.rank} on {report.host}, {_reason(report, there)}" for report in blamed]
         if not blamed:
             lines.append("stuck: all ranks wait in the same collective: check the network")
     for report in blamed or [first]:
         lines.append(f"stack of rank {report.rank}:\n{report.stack.rstrip()}")
     lines.append("last collectives:")
     for report in there:
-        told = ", ".join(
-            f"{found.name} {found.number} of {found.group}{' (waiting)' if found.waiting else ''}"
-            for found in report.collectives
+        collectives = ", ".join(
+            f"{last.name} {last.number} of {last.group}{' (waiting)' if last.waiting else ''}"
+            for last in report.collectives
         )
-        lines.append(f"  rank {report.rank}, {report.doing}: {told or 'none'}")
+        lines.append(f"  rank {report.rank}, {report.doing}: {collectives or 'none'}")
     return "\n".join(lines)
 
 
@@ -224,21 +224,21 @@ def _late(reports: list[RankReport]) -> list[RankReport]:
     """The ranks that wait for no one while others wait; else those that are behind in a group."""
     if len(reports) == 1:
         return reports
-    free = [report for report in reports if not any(found.waiting for found in report.collectives)]
+    free = [report for report in reports if not any(collective.waiting for collective in report.collectives)]
     return free or [report for report in reports if _behind(report, reports)]
 
 
 def _behind(report: RankReport, reports: list[RankReport]) -> Collective | None:
     """A collective that others are in and this rank is not."""
-    mine = {found.group: found.number for found in report.collectives}
+    mine = {collective.group: collective.number for collective in report.collectives}
     for other in reports:
-        for found in other.collectives:
-            if found.waiting and mine.get(found.group, 0) < found.number:
-                return found
+        for collective in other.collectives:
+            if collective.waiting and mine.get(collective.group, 0) < collective.number:
+                return collective
     return None
 
 
-def _why(report: RankReport, reports: list[RankReport]) -> str:
+def _reason(report: RankReport, reports: list[RankReport]) -> str:
     missed = _behind(report, reports)
     if missed is None:
         return f"in {report.doing}"

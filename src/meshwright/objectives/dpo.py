@@ -34,7 +34,6 @@ class DPO(Objective):
 
     @property
     def needs_reference(self) -> bool:
-        """See `Objective`."""
         return self.reference == "start"
 
     def __str__(self) -> str:

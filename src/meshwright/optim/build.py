@@ -110,13 +110,13 @@ def build_optimizers(
         seed: of stochastic rounding.
     """
     rows = tuple(table)
-    found = (build or OPTIMIZERS.get(spec.name, _plugged))(spec, rows, parameters)
+    optimizers = (build or OPTIMIZERS.get(spec.name, _plugged))(spec, rows, parameters)
     names = {id(parameters[row.name]): row.name for row in rows}
     bf16 = Bf16(rounding=spec.rounding, moments=spec.state_dtype == BF16.name, seed=seed, names=names)
-    for optimizer in found:
+    for optimizer in optimizers:
         if isinstance(optimizer, Parameterwise):
             optimizer.bf16 = bf16
-    return Optimizers(found)
+    return Optimizers(optimizers)
 
 
 def decayed_groups(spec: OptimizerSpec, rows: Rows, parameters: Mapping[str, torch.Tensor]) -> list[dict[str, Any]]:
@@ -125,7 +125,7 @@ def decayed_groups(spec: OptimizerSpec, rows: Rows, parameters: Mapping[str, tor
     for row in rows:
         decay = spec.weight_decay if len(row.dims) >= 2 else 0.0
         groups.setdefault((spec.lr * row.lr_ratio, decay), []).append(parameters[row.name])
-    return [{"params": found, "lr": lr, "weight_decay": decay} for (lr, decay), found in groups.items()]
+    return [{"params": tensors, "lr": lr, "weight_decay": decay} for (lr, decay), tensors in groups.items()]
 
 
 def _adamw(make: Callable[..., torch.optim.Optimizer]) -> Builder:
@@ -152,11 +152,11 @@ def _muon(spec: OptimizerSpec, rows: Rows, parameters: Mapping[str, torch.Tensor
     hidden = [row for row in rows if len(row.dims) == 2 and not {"vocab", "positions", "rank"} & set(row.dims)]
     names = {row.name for row in hidden}
     others = tuple(row for row in rows if row.name not in names)
-    found = OPTIMIZERS["adamw"](spec, others, parameters)
+    optimizers = OPTIMIZERS["adamw"](spec, others, parameters)
     if hidden:
         matrices = [parameters[row.name] for row in hidden]
-        found.append(Muon(matrices, lr=spec.muon_lr, momentum=spec.muon_momentum, weight_decay=spec.weight_decay))
-    return found
+        optimizers.append(Muon(matrices, lr=spec.muon_lr, momentum=spec.muon_momentum, weight_decay=spec.weight_decay))
+    return optimizers
 
 
 def _plugged(spec: OptimizerSpec, rows: Rows, parameters: Mapping[str, torch.Tensor]) -> list[torch.optim.Optimizer]:

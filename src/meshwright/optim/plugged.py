@@ -108,14 +108,14 @@ class Plugged(torch.optim.Optimizer):
         """Name of each state of a parameter with `dims` dims -> whether it has the parameter's shape."""
         like = next(leaf for leaf in self._leaves.values() if leaf.dim() == dims)
         shape = STAND_IN[:dims]
-        found = self._tried(shape, like)
-        odd = [key for key, tensor in found.items() if tensor.shape != shape and tensor.numel() != 1]
+        states = self._tried(shape, like)
+        odd = [key for key, tensor in states.items() if tensor.shape != shape and tensor.numel() != 1]
         if odd and self.elementwise:
             raise UserError(
                 f"training.optimizer.name={self.name} has elementwise = True, but its state {odd[0]!r} has another "
                 "shape than the parameter; set elementwise = False to get whole tensors"
             )
-        return {key: tensor.shape == shape for key, tensor in found.items()}
+        return {key: tensor.shape == shape for key, tensor in states.items()}
 
     def _tensors(self, state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
         for key, value in state.items():
@@ -171,13 +171,13 @@ class Plugged(torch.optim.Optimizer):
         for parameter in parameters:
             leaf = self._leaves[parameter]
             _keep(leaf.detach(), parameter)
-            found = self._tensors(self.theirs.state.pop(leaf))
-            if late := found.keys() - self._shaped[leaf.dim()].keys():
+            states = self._tensors(self.theirs.state.pop(leaf))
+            if late := states.keys() - self._shaped[leaf.dim()].keys():
                 raise UserError(
                     f"training.optimizer.name={self.name}: its state {min(late)!r} is created after the first step, so "
                     "checkpoints would miss it; create it in the first"
                 )
-            for key, tensor in found.items():
+            for key, tensor in states.items():
                 self._keep_state(parameter, key, tensor)
             leaf.data, leaf.grad = leaf.new_empty(0), None
 

@@ -29,7 +29,7 @@ def apply_parallelism(
     model: Decoder, resolved: ResolvedRun, meshes: Meshes | None, objective: Objective, offload: OffloadPolicy
 ) -> Passes:
     """Turn `model` (on the meta device) in place into this rank's model; `meshes` is None for a single process.
-    `offload` tells FSDP2 where weights and gradients live (`state/`).
+    `offload` sets for FSDP2 where weights and gradients live (`state/`).
 
     The pipeline comes first, so that the others have less to do. Each strategy then fills its slots: the ops of linear
     layers and embeddings (`models/slots.py` fixes their order, whichever comes first), the cores of attention, and the

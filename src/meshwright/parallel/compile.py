@@ -40,8 +40,8 @@ class NotCompiled:
 
 def describe_compile(mode: CompileMode, scope: CompileScope = "block") -> str:
     """The compiled parts and the mode, in words."""
-    said = [*(["as one"] if scope == "model" else []), *([mode] if mode != "default" else [])]
-    return f"compiled ({', '.join(said)})" if said else "compiled"
+    words = [*(["as one"] if scope == "model" else []), *([mode] if mode != "default" else [])]
+    return f"compiled ({', '.join(words)})" if words else "compiled"
 
 
 def apply_compile(model: Decoder, mode: CompileMode = "default", scope: CompileScope = "block") -> None:

@@ -78,7 +78,6 @@ class _NotCompiled(Core):
         self._attend: Any = torch.compiler.disable(self.attend)
 
     def __call__(self, q_BHTK: torch.Tensor, k_BGTK: torch.Tensor, v_BGTK: torch.Tensor, mask: Mask) -> torch.Tensor:
-        """See `Core`."""
         return self._attend(q_BHTK, k_BGTK, v_BGTK, mask)
 
     def attend(self, q_BHTK: torch.Tensor, k_BGTK: torch.Tensor, v_BGTK: torch.Tensor, mask: Mask) -> torch.Tensor:

@@ -133,13 +133,11 @@ class ShardedGradients(GradientSync):
                 module.set_reshard_after_backward(last, recurse=False)
 
     def hold(self, modules: Iterable[nn.Module]) -> None:
-        """See `GradientSync`."""
         for module in _sharded(modules):
             module.set_requires_gradient_sync(False, recurse=False)
             module.set_reshard_after_backward(self.layout.zero_stage == 3, recurse=False)
 
     def reduce(self, modules: Iterable[nn.Module], last: bool) -> None:
-        """See `GradientSync`."""
         sharded = _sharded(modules)
         self.hold(sharded)
         if self.layout.zero_stage >= 2 and self.layout.dp_replicate > 1:
@@ -154,7 +152,6 @@ class ShardedGradients(GradientSync):
         torch_internals.end_whole_backward(self.model)
 
     def release(self) -> None:
-        """See `GradientSync`."""
         release_gathered(self.model)
 
     def inside(self) -> Callable[..., torch.Tensor]:

@@ -93,8 +93,8 @@ class Fp8AllGather(FsdpAllGather):
                 here.copy_(values.view(part.matrices, -1).abs().amax(1))
         for ranks in (group, *self.others):
             flat = collectives.maximum(flat, ranks)
-        found = zip(self.parts, flat.split(rows), strict=True)
-        return [largest.view(-1, max(1, part.matrices)) for part, largest in found]
+        maxima = zip(self.parts, flat.split(rows), strict=True)
+        return [largest.view(-1, max(1, part.matrices)) for part, largest in maxima]
 
     @staticmethod
     def _encoded(part: GatheredPart, values: torch.Tensor, largest: torch.Tensor) -> Encoded:
@@ -113,13 +113,13 @@ def apply_fp8_gather(model: nn.Module, meshes: Meshes, layout: LayoutSpec) -> No
     for module in model.modules():
         if not isinstance(module, FSDPModule):
             continue
-        found = [(weight, shape.numel()) for weight, shape in grouped_parts(module)]
+        weights = [(weight, shape.numel()) for weight, shape in grouped_parts(module)]
         parts = [
             _part(weight, numbers, layout) if id(weight) in coded else GatheredPart(numbers)
-            for weight, numbers in found
+            for weight, numbers in weights
         ]
         if any(part.matrices for part in parts):
-            dense = any(weight.dim() == 2 and id(weight) in coded for weight, _ in found)
+            dense = any(weight.dim() == 2 and id(weight) in coded for weight, _ in weights)
             module.set_custom_all_gather(Fp8AllGather(parts, [tp.get_group()] if tp is not None and dense else ()))
 
 

@@ -66,24 +66,24 @@ class _Gathers:
     def resized(self, gathering: bool) -> list[torch.UntypedStorage]:
         """The storages freed since the last operation; then, where FSDP2 is `gathering`, the enlarged ones."""
         self._looking |= gathering
-        found = self._first_gathered() if self._looking and self._unknown else []
+        first = self._first_gathered() if self._looking and self._unknown else []
         freed = {key: group for key, group in self._gathered.items() if not group[0].nbytes()}
         grown = {key: group for key, group in self._freed.items() if group[-1].nbytes()} if gathering else {}
         for key in freed:
             self._freed[key] = self._gathered.pop(key)
         for key in grown:
             self._gathered[key] = self._freed.pop(key)
-        return [storage for group in (*freed.values(), *found, *grown.values()) for storage in group]
+        return [storage for group in (*freed.values(), *first, *grown.values()) for storage in group]
 
     def _first_gathered(self) -> list[Group]:
         """The weights of modules that have been gathered for the first time."""
         groups = {id(module): gathered_storages(module) for module in self._unknown}
-        found = {key: group for key, group in groups.items() if group}
-        if found:
-            self._unknown = [module for module in self._unknown if id(module) not in found]
+        gathered = {key: group for key, group in groups.items() if group}
+        if gathered:
+            self._unknown = [module for module in self._unknown if id(module) not in gathered]
             self._looking = False
-            self._gathered |= found
-        return list(found.values())
+            self._gathered |= gathered
+        return list(gathered.values())
 
 
 class Ledger(DispatchMode):

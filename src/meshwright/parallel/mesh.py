@@ -37,8 +37,8 @@ class Meshes:
         """The axis pp, replicate, shard, tp, cp or ep; None if it has one rank."""
         if name not in self._axes:
             view = {"cp": self.batch, "ep": self.experts}.get(name, self.state)
-            found = view[name] if view is not None and name in (view.mesh_dim_names or ()) else None
-            self._axes[name] = found if found is not None and found.size() > 1 else None
+            mesh = view[name] if view is not None and name in (view.mesh_dim_names or ()) else None
+            self._axes[name] = mesh if mesh is not None and mesh.size() > 1 else None
         return self._axes[name]
 
     def rank_along(self, name: str) -> int:

@@ -71,7 +71,7 @@ class _Pass:
         self._copy, self._stay, self._before = copy, stay, before
         self._made: dict[tuple[Any, ...], tuple[torch.Tensor, HostCopy]] = {}  # with the tensor, so that its id lasts
         self._copies: list[weakref.ref[HostCopy]] = []
-        self._asked = False
+        self._unpacked = False
 
     def pack(self, tensor: torch.Tensor) -> torch.Tensor | HostCopy:
         """The object that autograd keeps for a tensor."""
@@ -89,11 +89,11 @@ class _Pass:
         """The tensor again; the first call of a pass also prefetches for the block before."""
         if isinstance(kept, torch.Tensor):
             return kept
-        if not self._asked:
-            self._asked = True
+        if not self._unpacked:
+            self._unpacked = True
             for copy in self._before._copies if self._before is not None else ():
-                if (found := copy()) is not None:
-                    found.fetch()
+                if (host_copy := copy()) is not None:
+                    host_copy.fetch()
             self._before = None
         return kept.back()
 

@@ -27,7 +27,7 @@ def scale_of(scale: Scale, index: int) -> float:
 
 
 class GradientSync:
-    """What a strategy that shards `model` is told around backward passes. This one shards nothing and does nothing."""
+    """The calls around backward passes to a strategy that shards `model`. This one shards nothing and does nothing."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
@@ -99,13 +99,13 @@ class Passes(ABC):
         """The log-probability of each label [B, T], in nats and fp32 (fp64); 0 without a label."""
         labels_BT = batch.labels
         assert labels_BT is not None
-        found = list(self.read([batch], lambda x_BTD, head, _: -head.token_losses(x_BTD, labels_BT)))
-        return found[0] if found else torch.zeros(labels_BT.shape)
+        results = list(self.read([batch], lambda x_BTD, head, _: -head.token_losses(x_BTD, labels_BT)))
+        return results[0] if results else torch.zeros(labels_BT.shape)
 
     def next_logits(self, batch: TensorBatch, asked_BT: torch.Tensor) -> torch.Tensor:
         """The logits [B, V] of the one position in each row that `asked_BT` [B, T], bool, marks."""
-        found = list(self.read([batch], lambda x_BTD, head, _: head.next_logits(x_BTD, asked_BT)))
-        return found[0] if found else torch.zeros(len(asked_BT), self.model.spec.vocab)
+        results = list(self.read([batch], lambda x_BTD, head, _: head.next_logits(x_BTD, asked_BT)))
+        return results[0] if results else torch.zeros(len(asked_BT), self.model.spec.vocab)
 
     @property
     def counted_elsewhere(self) -> frozenset[str]:
@@ -157,7 +157,6 @@ class WholeModel(Passes):
         self.sync = GradientSync(model) if sync is None else sync
 
     def train(self, batches: Sequence[TensorBatch], scale: Scale) -> torch.Tensor:
-        """See `Passes`."""
         losses = []
         for index, batch in enumerate(batches):
             self.sync.announce(self.model.modules(), index == len(batches) - 1)
@@ -168,7 +167,6 @@ class WholeModel(Passes):
 
     @torch.no_grad()
     def read(self, batches: Iterable[TensorBatch], read: Read) -> Iterator[Any]:
-        """See `Passes`."""
         with evaluating(self.model):
             for batch in batches:
                 yield self.model(batch, read)

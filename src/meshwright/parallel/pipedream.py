@@ -107,7 +107,7 @@ class Pipedream(Pipeline):
             "gradients": [gradient for version in versions for gradient in version.gradients.values()],
         }
 
-    def announce(self, action: Action, tell: object) -> None:
+    def announce(self, action: Action, notify: object) -> None:
         """Does nothing: gradients are summed over replicas when a batch is done."""
 
     def _leave_gradient(self, version: "Version") -> None:

@@ -95,7 +95,7 @@ class Pipeline(Passes):
 
         Args:
             model: this rank's part, after all other strategies.
-            sync: is told of backward passes.
+            sync: is called around backward passes.
             weights: defers weight gradients, where the schedule splits backward passes.
         """
         super().__init__(model, objective)
@@ -145,13 +145,12 @@ class Pipeline(Passes):
 
     @torch.no_grad()
     def read(self, batches: Iterable[TensorBatch], read: Read) -> Iterator[Any]:
-        """See `Passes`."""
         rest = iter(batches)
         with evaluating(self.model):
             while some := tuple(islice(rest, self.stage_plan.schedule.num_microbatches)):
                 running = PipelineRun(self, read, None)
                 running.run(self.evaluation_program(len(some)), enumerate(some))
-                yield from (found for _, found in sorted(running.found.items()))
+                yield from (result for _, result in sorted(running.outputs.items()))
 
     def modules_of(self, stage: int) -> list[nn.Module]:
         """The modules of a backward pass through a stage; the model itself represents embeddings, norm and head."""
@@ -178,12 +177,12 @@ class Pipeline(Passes):
         """The last action that completes gradients of the embedding or the head on this rank."""
         return next((action for action in reversed(list(self.completing)) if action.stage in self.ends), None)
 
-    def announce(self, action: Action, tell: Callable[[Iterable[nn.Module], bool], None]) -> None:
-        """Call `tell` for the modules of an action's stage, with whether this is their last backward pass."""
+    def announce(self, action: Action, notify: Callable[[Iterable[nn.Module], bool], None]) -> None:
+        """Call `notify` for the modules of an action's stage, with whether this is their last backward pass."""
         modules = self.modules_of(action.stage)
-        tell([module for module in modules if module is not self.model], self.completing[action])
+        notify([module for module in modules if module is not self.model], self.completing[action])
         if action.stage in self.ends:
-            tell([self.model], action == self.completes_ends)
+            notify([self.model], action == self.completes_ends)
 
     def sum_copies(self) -> None:
         """Add the gradients of a tied embedding's two copies, so that both take the same step.
@@ -209,7 +208,7 @@ class PipelineRun:
         self.pipeline, self.read, self.scale = pipeline, read, scale
         self.loss = torch.zeros((), dtype=torch.float64)
         """The sum of the losses."""
-        self.found: dict[int, Any] = {}
+        self.outputs: dict[int, Any] = {}
         """The result of `read` for each microbatch, if there are no backward passes."""
         self.microbatches: dict[int, TensorBatch] = {}
         self.results: dict[Key, torch.Tensor] = {}
@@ -250,7 +249,7 @@ class PipelineRun:
         if stage < pipeline.stage_plan.last:
             self.results[True, stage, m] = y.detach()
         elif self.scale is None:
-            self.found[m] = y
+            self.outputs[m] = y
         else:
             self.loss = self.loss.to(y.device) + y.detach()
         if self.scale is not None:

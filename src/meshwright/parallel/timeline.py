@@ -88,11 +88,9 @@ class RecordingLedger(Ledger):
             handle.remove()
 
     def counts(self, storage: torch.UntypedStorage) -> bool:
-        """See `Ledger`."""
         return self.device_type in (None, storage.device.type)
 
     def made(self, tensor: torch.Tensor, operation: Any) -> None:
-        """See `Ledger`."""
         number = self._number.get(id(tensor.untyped_storage()))
         if number is not None:
             shape = " x ".join(map(str, tensor.shape))

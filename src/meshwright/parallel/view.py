@@ -39,7 +39,6 @@ class LocalView(View):
         self.split, self.rows, self.axis, self.repeated, self.absent = split, rows, axis, repeated, absent
 
     def read(self, module: nn.Module) -> Weights:
-        """See `View.read`."""
         weights: Weights = {}
         for name, parameter in module._parameters.items():
             if parameter is None:
@@ -51,7 +50,6 @@ class LocalView(View):
         return weights
 
     def readable(self, module: nn.Module) -> bool:
-        """See `View.readable`."""
         parameters = (parameter for parameter in module._parameters.values() if isinstance(parameter, DTensor))
         return all(parameter.device_mesh.ndim == 1 for parameter in parameters)
 

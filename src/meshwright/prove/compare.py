@@ -13,7 +13,7 @@ from meshwright.data.loader import HostBatch, Loader, padding_of
 from meshwright.models.init import named_state
 from meshwright.optim import shards
 from meshwright.prove.difference import Difference, largest_entry, measure
-from meshwright.prove.gathered import QuantizationRoom, room_of, rounding_told
+from meshwright.prove.gathered import QuantizationRoom, recorded_rounding, room_of
 from meshwright.prove.reference import Reference, gradients_of, load_weights, loader_for, samples_for
 from meshwright.prove.rounding import NUMBER, compare_rounded, rounding_of
 from meshwright.prove.tolerance import Facts, Tolerance
@@ -73,14 +73,14 @@ class StepComparison:
 
 def compare_start(trainer: Trainer, reference: Reference) -> dict[str, Difference]:
     """Every parameter and buffer before the first step, which must be equal bit for bit. Collective."""
-    rank, found = trainer.worker.rank, {}
+    rank, differences = trainer.worker.rank, {}
     for name, parameter in trainer.parameters.items():
-        found[name] = measure(
+        differences[name] = measure(
             shards.local(parameter), shards.part_like(reference.weight(0, name), parameter), 0.0, rank
         )
     for name, buffer in named_state(trainer.model).items():
-        found[name] = measure(shards.local(buffer), shards.part_like(reference.state(0, name), buffer), 0.0, rank)
-    return worst_over_ranks(found)
+        differences[name] = measure(shards.local(buffer), shards.part_like(reference.state(0, name), buffer), 0.0, rank)
+    return worst_over_ranks(differences)
 
 
 def compare_steps(trainer: Trainer, reference: Reference, steps: int, tolerance: Tolerance) -> list[StepComparison]:
@@ -112,9 +112,9 @@ class _Step:
         """Make the step, and compare each of its results."""
         trainer, resolved = self.trainer, self.trainer.resolved
         misread = check_readings(trainer, microbatches, self.step)
-        with rounding_told(trainer.model) as told:
+        with recorded_rounding(trainer.model) as rounding:
             loss, _ = trainer.train_step.gradients(microbatches)
-        self.room = room_of(told, resolved.run.layout, tied=resolved.model.tied_embeddings)
+        self.room = room_of(rounding, resolved.run.layout, tied=resolved.model.tied_embeddings)
         comparison = StepComparison(
             step=self.step,
             loss=self._number("loss", loss),
@@ -140,8 +140,8 @@ class _Step:
         if self.tolerance.statistical:
             moved = rounding_of(self.reference, self.step)[name]
             allowed = min(allowed, NUMBER * moved + 4 * FP32.epsilon * abs(expected))
-        found = measure(number[:1], number[1:], allowed + more, self.rank)
-        return worst_over_ranks({"": found})[""]
+        difference = measure(number[:1], number[1:], allowed + more, self.rank)
+        return worst_over_ranks({"": difference})[""]
 
     def _rounded(self) -> float:
         """Relative distance by which quantization moved the gradient: the norm of the difference over its own."""
@@ -256,11 +256,11 @@ def _read(trainer: Trainer, microbatches: Sequence[HostBatch], whole: HostBatch)
     for microbatch in microbatches:
         here = places[: microbatch.tokens.shape[1]]  # padding may have been cut
         samples = {row.tobytes(): index for index, row in enumerate(whole.tokens[:, here])}
-        found = [samples.get(np.ascontiguousarray(row).tobytes()) for row in microbatch.tokens]
-        for row, sample in enumerate(found):
+        indices = [samples.get(np.ascontiguousarray(row).tobytes()) for row in microbatch.tokens]
+        for row, sample in enumerate(indices):
             if sample is not None and not other:
                 other = _differs(microbatch, row, whole, sample, here)
-        rows += found
+        rows += indices
     return SamplesRead(tuple(rows), tuple(places.tolist()), other)
 
 

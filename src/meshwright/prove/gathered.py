@@ -97,24 +97,26 @@ class QuantizationRoom:
 
 
 @contextmanager
-def rounding_told(model: nn.Module) -> Iterator[Rounding]:
+def recorded_rounding(model: nn.Module) -> Iterator[Rounding]:
     """Inside the block, reductions of this rank's gradients record their rounding."""
-    told, ours = Rounding(), reductions(model)
+    rounding, ours = Rounding(), reductions(model)
     for reduction in ours:
-        reduction.rounding = told
+        reduction.rounding = rounding
     try:
-        yield told
+        yield rounding
     finally:
         for reduction in ours:
             reduction.rounding = None
 
 
-def room_of(told: Rounding, layout: LayoutSpec, *, tied: bool) -> QuantizationRoom:
+def room_of(rounding: Rounding, layout: LayoutSpec, *, tied: bool) -> QuantizationRoom:
     """The allowance that all ranks' roundings together explain. Collective."""
     replicas = max(layout.replicate, layout.expert_replicate)  # each has rounded its own sum
     copies = replicas * (2 if tied and layout.pp > 1 else 1)
     most, squares = dict[str, float](), 0.0
-    for of_rank in gather_everywhere({name: (float(told.most[name]), float(told.norms[name])) for name in told.most}):
+    for of_rank in gather_everywhere(
+        {name: (float(rounding.most[name]), float(rounding.norms[name])) for name in rounding.most}
+    ):
         for name, (largest, norm) in of_rank.items():
             most[name], squares = max(most.get(name, 0.0), copies * largest), squares + norm * norm
     return QuantizationRoom(most, copies * sqrt(squares))

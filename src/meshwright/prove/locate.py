@@ -58,9 +58,9 @@ class _Watch:
         self.first_row = trainer.data_rank * (resolved.global_batch // layout.data_parallel)
         everything = torch.arange(resolved.run.data.sequence_length)
         self.places = everything if trainer.places is None else torch.from_numpy(trainer.places)
-        self.found: dict[tuple[str, str], Difference] = {}
+        self.differences: dict[tuple[str, str], Difference] = {}
         self.parts: dict[str, PartSums] = {}
-        """Under low precision, used instead of `found`; by `PHASE NAME`."""
+        """Under low precision, used instead of `differences`; by `PHASE NAME`."""
         self.computed: set[tuple[str, str]] = set()
 
     def __call__(self, phase: str, name: str, microbatch: int, tensor: torch.Tensor) -> None:
@@ -88,10 +88,10 @@ class _Watch:
             return
         allowed = self.tolerance.relative * self.index[phase][name]
         difference = measure(tensor, expected, allowed, self.trainer.worker.rank)
-        if (phase, name) not in self.found or difference.by > self.found[phase, name].by:
+        if (phase, name) not in self.differences or difference.by > self.differences[phase, name].by:
             row, place = divmod(int((tensor - expected).abs().flatten(2).amax(2).argmax()), tensor.shape[1])
             where = f"sample {start + row} of the step, position {int(places[place])}"
-            self.found[phase, name] = replace(difference, place=where)
+            self.differences[phase, name] = replace(difference, place=where)
 
     def _is_part(self, path: str) -> bool:
         """Whether a module is inside one of transformers' that ranks share, where their numbers are parts."""
@@ -125,7 +125,7 @@ def locate(trainer: Trainer, reference: Reference, comparison: StepComparison, t
     trainer.store.zero_grad()
     share = _Share(trainer.worker.rank, trainer.data_rank, watch.tp_rank, losses.terms())
     shares = gather_everywhere(share)
-    by_rank = gather_everywhere((watch.found, watch.computed))
+    by_rank = gather_everywhere((watch.differences, watch.computed))
     rounded, relative = dict[str, list[Difference]](), tolerance.relative
     if tolerance.statistical:
         moved = rounding_of_trace(reference)
@@ -137,8 +137,8 @@ def locate(trainer: Trainer, reference: Reference, comparison: StepComparison, t
         for name in (name for name in watch.index[phase] if name in names):
             if BLOCK.fullmatch(name) and not any((phase, name) in computed for _, computed in by_rank):
                 return Location(phase, name, None)
-            found = [differences[phase, name] for differences, _ in by_rank if (phase, name) in differences]
-            wrong = [difference for difference in (*found, *rounded.get(f"{phase} {name}", [])) if not difference.equal]
+            same = [differences[phase, name] for differences, _ in by_rank if (phase, name) in differences]
+            wrong = [difference for difference in (*same, *rounded.get(f"{phase} {name}", [])) if not difference.equal]
             if wrong:
                 worst = worst_of(wrong) if tolerance.statistical else max(wrong, key=lambda difference: difference.by)
                 return Location(phase, name, worst, tuple(sorted({difference.rank for difference in wrong})))

@@ -21,12 +21,12 @@ DEGREES = (4, 2, 3)
 def pair_layouts(layout: LayoutSpec) -> list[LayoutSpec]:
     """The layouts of all pairs of axes with several ranks, or of the only such axis."""
     axes = [axis for axis in AXES if getattr(layout, axis) > 1]
-    found: list[LayoutSpec] = []
+    pairs: list[LayoutSpec] = []
     for pair in combinations(axes, min(2, len(axes))):
         small = _restricted(layout, pair)
-        if small is not None and small not in found:
-            found.append(small)
-    return found
+        if small is not None and small not in pairs:
+            pairs.append(small)
+    return pairs
 
 
 def _restricted(layout: LayoutSpec, pair: tuple[str, ...]) -> LayoutSpec | None:

@@ -92,8 +92,8 @@ class Replay:
         for run in range(RUNS):
             restore_before(self.folder, self.trainer)
             with rounded_anew(self.trainer.model, self.epsilon, run):
-                found = self._step(microbatches)
-            for name, value in found.items():
+                numbers = self._step(microbatches)
+            for name, value in numbers.items():
                 self.moved.setdefault(name, []).append(value - self.figures[name])
             for kind, name, tensor in _whole(self.trainer, self.arrangements):
                 self._keep(kind, name, tensor, first=run == 0)
@@ -150,14 +150,14 @@ class Replay:
             parts[one.ranks[0]][key] = PartSums.of(ours, expected, square, before)
             holders[key, one.ranks[0]] = one
             least[key] = max(least.get(key, 0.0), self._least(one.kind, expected))
-        found = []
+        differing = []
         for key, differences in judge(parts, self.factors(), size=SIZE, least=least).items():
             if different := [difference for difference in differences if not difference.equal]:
                 ranks = {rank for difference in different for rank in holders[key, difference.rank].ranks}
                 kind, _, name = key.partition(" ")
-                found.append(Wrong(kind, name, worst_of(different), tuple(sorted(ranks))))
+                differing.append(Wrong(kind, name, worst_of(different), tuple(sorted(ranks))))
         order = {row.name: place for place, row in enumerate(self.trainer.table)}
-        return sorted(found, key=lambda one: _rank_of(one, order))
+        return sorted(differing, key=lambda one: _rank_of(one, order))
 
     def _least(self, kind: str, expected: torch.Tensor) -> float:
         """The rounding of a stored number. A router's bias moves up or down by a fixed amount, and a single token may
@@ -202,18 +202,18 @@ def verdict(replay: Replay, seconds: float) -> dict[str, Any]:
     numbers, wrong = replay.allowed(ours), replay.wrong(held)
     equal = not wrong and all(number.equal for number in numbers.values())
     names = {"loss": "loss", "gnorm": "gradient norm"}
-    said = [
+    sentences = [
         f"{names[name]} {ours[name]:.6g}, {'within' if number.equal else 'not within'} {number.allowed:.1e} of one "
         f"process's {replay.figures[name]:.6g}"
         for name, number in numbers.items()
     ]
     tensors = len({(one.kind, one.name) for one in held})
-    said.append(f"{len(wrong)} of {tensors} tensors differ" if wrong else f"{tensors} of {tensors} tensors equal")
+    sentences.append(f"{len(wrong)} of {tensors} tensors differ" if wrong else f"{tensors} of {tensors} tensors equal")
     if wrong:
-        said.append(f"first {_describe(wrong[0])}")
+        sentences.append(f"first {_describe(wrong[0])}")
     return {
         "equal": equal,
-        "text": "; ".join([*said, f"{seconds:.0f} s"]),
+        "text": "; ".join([*sentences, f"{seconds:.0f} s"]),
         "first": wrong[0].name if wrong else None if equal else next(n for n, one in numbers.items() if not one.equal),
         "ranks": list(wrong[0].ranks) if wrong else [],
         "seconds": round(seconds, 1),
@@ -247,8 +247,8 @@ def main() -> int:
     except UserError as error:
         print(error)
         return MISUSE
-    found = verdict(replay, time.monotonic() - began)
-    write_durably(arguments.folder / VERDICT, json.dumps(found))
+    report = verdict(replay, time.monotonic() - began)
+    write_durably(arguments.folder / VERDICT, json.dumps(report))
     return 0
 
 

@@ -261,8 +261,8 @@ def compare_rounded(
         )
         parts[name] = PartSums.of(tensor, expected, square, base)
     factors = {name.removeprefix(f"{kind} "): by for name, by in rounding_of(reference, step).items()}
-    found = judge(gather_everywhere(parts), factors, least=least)
-    return {name: worst_of(of_ranks) for name, of_ranks in found.items()}
+    differences = judge(gather_everywhere(parts), factors, least=least)
+    return {name: worst_of(of_ranks) for name, of_ranks in differences.items()}
 
 
 def worst_of(differences: Sequence[Difference]) -> Difference:
@@ -294,7 +294,7 @@ def judge(
     A difference in the last bit of a stored weight is rounding even if none of the measured runs has it: all weights of
     a part may have one, and as a whole they move like that many independent numbers.
     """
-    found: dict[str, list[Difference]] = {}
+    differences: dict[str, list[Difference]] = {}
     for name in {name: None for parts in by_rank for name in parts}:
         parts = {rank: parts[name] for rank, parts in enumerate(by_rank) if name in parts and parts[name].count}
         if not parts:
@@ -303,7 +303,7 @@ def judge(
         typical = sum(part.rounding for part in parts.values()) / count
         room = {rank: size * sqrt(max(typical, part.rounding / part.count)) for rank, part in parts.items()}
         floor = least.get(name, 0.0) if least else 0.0
-        found[name] = [
+        differences[name] = [
             Difference(_root(part.moved / part.count), max(room[rank], floor, sqrt(part.stored / part.count)), rank)
             for rank, part in parts.items()
         ]
@@ -312,9 +312,9 @@ def judge(
         last_bits = sqrt(sum(part.stored for part in parts.values())) / count
         allowed = max(FACTOR * max(factors[name] * scale, last_bits), floor)
         if not off * scale <= allowed:
-            worst = max(found[name], key=lambda difference: difference.share).rank
-            found[name].append(Difference(off * scale, allowed, worst, 1 + _ratio(along, change)))
-    return found
+            worst = max(differences[name], key=lambda difference: difference.share).rank
+            differences[name].append(Difference(off * scale, allowed, worst, 1 + _ratio(along, change)))
+    return differences
 
 
 def _root(value: float) -> float:

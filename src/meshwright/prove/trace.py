@@ -80,21 +80,19 @@ class Recorded(Objective):
         self.inner = inner
         self.term, self.over, self.metrics = inner.term, inner.over, inner.metrics  # type: ignore[misc]
         self.needs_pairs = inner.needs_pairs  # type: ignore[misc]
-        self.found: list[tuple[torch.Tensor, int]] = []
+        self.microbatches: list[tuple[torch.Tensor, int]] = []
 
     def count(self, batch: Batch[Any]) -> int:
-        """See `Objective`."""
         return self.inner.count(batch)
 
     def sums(self, hidden_BTD: torch.Tensor, head: Head, batch: TensorBatch) -> Sums:
-        """See `Objective`."""
         sums = self.inner.sums(hidden_BTD, head, batch)
-        self.found.append((sums.loss.detach(), self.inner.count(batch)))
+        self.microbatches.append((sums.loss.detach(), self.inner.count(batch)))
         return sums
 
     def terms(self) -> list[tuple[float, int]]:
         """(summed loss, number of terms) of each microbatch so far."""
-        return [(loss.item(), count) for loss, count in self.found]
+        return [(loss.item(), count) for loss, count in self.microbatches]
 
 
 @contextmanager

@@ -96,13 +96,13 @@ class Trained:
         """The loss scale at the start."""
 
     def __call__(self, step: int, microbatches: Sequence[HostBatch]) -> dict[str, float]:
-        """See `Stepper`."""
+        """The figures of the trainer's step."""
         result, scaler = self.step(step, microbatches), self.step.scaler
         figures = _figures(result.loss, result.gnorm or 0.0, result.trained, result.tokens, result.skipped)
         return figures | _scale(scaler, self.scale) | _load(None if result.skipped else result.expert_load)
 
     def finish(self, step: int) -> None:
-        """See `Stepper`."""
+        """Make the trainer's pending update."""
         self.step.finish(step)
 
     def weights(self) -> AbstractContextManager[None]:
@@ -125,7 +125,7 @@ class Defined:
         self.scale = self.scaler.scale
 
     def __call__(self, step: int, microbatches: Sequence[HostBatch]) -> dict[str, float]:
-        """See `Stepper`."""
+        """The figures of the step by its definition."""
         loss, trained = self.gradients(microbatches)
         gnorm, balance = self.trainer.train_step.gradient_norm(), self.trainer.train_step.balance
         finite = isfinite(loss) and isfinite(gnorm)
@@ -150,10 +150,10 @@ class Defined:
         self.trainer.train_step.update(step, gnorm, self.trainer.train_step.lr_factor(step))
 
     def finish(self, step: int) -> None:
-        """See `Stepper`: nothing is pending."""
+        """Nothing is pending."""
 
     def weights(self) -> AbstractContextManager[None]:
-        """See `Stepper`."""
+        """Inside, the weights are rounded as the layout's ranks would gather them."""
         return as_gathered(self.trainer, self.layout)
 
 
@@ -168,7 +168,6 @@ class DefinedLate(Defined):
         self.pending: dict[str, torch.Tensor] = {}
 
     def __call__(self, step: int, microbatches: Sequence[HostBatch]) -> dict[str, float]:
-        """See `Stepper`."""
         loss, trained = self.gradients(microbatches)
         newest = {name: gradient.clone() for name, gradient in gradients_of(self.trainer)}
         gnorm = self._late_update(step)
@@ -176,7 +175,7 @@ class DefinedLate(Defined):
         return _figures(loss, gnorm, trained, self.trainer.train_step.tokens, skipped=False)
 
     def finish(self, step: int) -> None:
-        """See `Stepper`."""
+        """Make the update with the last batch's gradient."""
         self._late_update(step)
 
     def _late_update(self, step: int) -> float:

@@ -17,7 +17,7 @@ from meshwright.models.init import named_state
 from meshwright.optim import shards
 from meshwright.prove.compare import compare_moments, worst_over_ranks
 from meshwright.prove.difference import Difference, largest_entry, measure
-from meshwright.prove.gathered import room_of, rounding_told
+from meshwright.prove.gathered import recorded_rounding, room_of
 from meshwright.prove.locate import Location
 from meshwright.prove.reference import Reference, facts_of, gradients_of, load_weights, loader_for, save_state
 from meshwright.prove.tolerance import Facts, Tolerance, derive_tolerance
@@ -243,7 +243,7 @@ class _Judge:
         load_weights(trainer, self.reference, done - 1)
         trainer.train_step.feedback.drop()
         sums: dict[str, torch.Tensor] = {}
-        with loader_for(trainer) as loader, rounding_told(trainer.model) as told:
+        with loader_for(trainer) as loader, recorded_rounding(trainer.model) as rounding:
             for _ in range(REPEATS):
                 trainer.train_step.gradients(loader.microbatches(done - 1))
                 for name, gradient in gradients_of(trainer):
@@ -252,7 +252,7 @@ class _Judge:
                 trainer.store.zero_grad()
         trainer.train_step.feedback.drop()
         room, facts = (
-            room_of(told, resolved.run.layout, tied=resolved.model.tied_embeddings),
+            room_of(rounding, resolved.run.layout, tied=resolved.model.tied_embeddings),
             self.reference.facts(done),
         )
         result = {}

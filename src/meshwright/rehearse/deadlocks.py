@@ -35,15 +35,15 @@ def prove(resolved: ResolvedRun, ranks: Sequence[int], *, on_gpu: bool, fp8: boo
     chosen = sorted({*(ranks[0] for ranks in divided), resolved.run.layout.world_size - 1, *ranks})
     reports = rehearse(resolved, chosen, on_gpu=on_gpu, fp8=fp8, records=True)
     recording, records = time.perf_counter(), records_of_all(divided, reports)
-    found = [*check(records), *differences(divided, reports)]
-    bound = [] if found else check(records, pairs=False)
+    findings = [*check(records), *differences(divided, reports)]
+    bound = [] if findings else check(records, pairs=False)
     return {
         "layout": resolved.run.layout.model_dump(),
         "recorded": chosen,
         "classes": divided,
         "microbatches": reports[0]["microbatches"]["rehearsed"],
         "operations": sum(len(record.events) for record in records),
-        "findings": found,
+        "findings": findings,
         "bound": bound,
         "assumed": ASSUMED,
         "seconds": {"recording": recording - began, "checking": time.perf_counter() - recording},
@@ -61,11 +61,11 @@ def classes(resolved: ResolvedRun) -> list[list[int]]:
         shard_of = ((row, shard_rank if row.name.startswith("tok_embeddings.") else 0) for row in table)
         return tuple(kept_shape(row, model, layout, tp_rank=tp_rank, shard_rank=shard) for row, shard in shard_of)
 
-    found: defaultdict[tuple[int, Any], list[int]] = defaultdict(list)
+    ranks_of: defaultdict[tuple[int, Any], list[int]] = defaultdict(list)
     for rank in range(layout.world_size):
         stage, shard_rank = rank // (layout.world_size // layout.pp), rank // layout.tp % layout.shard
-        found[stage, shapes(rank % layout.tp, shard_rank if exchanges else 0)].append(rank)
-    return list(found.values())
+        ranks_of[stage, shapes(rank % layout.tp, shard_rank if exchanges else 0)].append(rank)
+    return list(ranks_of.values())
 
 
 def recorded(report: dict[str, Any]) -> list[RankEvent]:
@@ -97,7 +97,7 @@ def records_of_all(groups_of: Sequence[Sequence[int]], reports: Sequence[dict[st
 
 def differences(groups_of: Sequence[Sequence[int]], reports: Sequence[dict[str, Any]]) -> list[str]:
     """Ranks that do not do what the first recorded rank of their class does: they contradict the symmetry."""
-    events, found = {report["rank"]: report["events"] for report in reports}, []
+    events, contradictions = {report["rank"]: report["events"] for report in reports}, []
     for ranks in groups_of:
         first, *others = [rank for rank in ranks if rank in events]
         for other in others:
@@ -108,8 +108,10 @@ def differences(groups_of: Sequence[Sequence[int]], reports: Sequence[dict[str, 
                 what = [
                     f"{_shown(of[index : index + 1])} on rank {rank}" for of, rank in ((ours, first), (theirs, other))
                 ]
-                found.append(f"operation {index + 1} is {' and '.join(what)}, but these ranks should do the same")
-    return found
+                contradictions.append(
+                    f"operation {index + 1} is {' and '.join(what)}, but these ranks should do the same"
+                )
+    return contradictions
 
 
 def _shown(events: Sequence[dict[str, Any]]) -> str:

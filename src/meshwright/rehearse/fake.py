@@ -112,7 +112,6 @@ class UncountedCopy(HostCopy):
             self._back = torch.empty_strided(shape, stride, dtype=dtype, device=self.device)
 
     def back(self) -> torch.Tensor:
-        """See `HostCopy`."""
         self.fetch()
         assert self._back is not None
         return self._back
@@ -125,7 +124,7 @@ class EvenCounts:
         self.rows = rows
 
     def __call__(self, *counts: torch.Tensor) -> list[list[int]]:
-        """See `moe.read_counts`."""
+        """Rows of each expert: all rows shared evenly."""
         return [[self.rows // len(one) + (n < self.rows % len(one)) for n in range(len(one))] for one in counts]
 
 
@@ -135,7 +134,7 @@ class FusedNorm:
     def __call__(
         self, x: torch.Tensor, shape: tuple[int, ...], weight: torch.Tensor, eps: float | None
     ) -> torch.Tensor:
-        """See `F.rms_norm`."""
+        """The norm, by the fake kernel."""
         return _FusedNorm.apply(x, weight)
 
 

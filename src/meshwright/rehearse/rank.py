@@ -168,14 +168,14 @@ def _frozen(trainer: Trainer) -> list[torch.Tensor]:
 def _passing_storages(trainer: Trainer) -> Storages:
     """The transient storages with their current kinds: weights gathered by FSDP2, the copies that an asynchronous
     pipeline computes with, and gradients."""
-    found = _named("optimizer", trainer.store.in_hand)
-    found |= _named("gradients", (tensor.grad for tensor in trainer.parameters.values()))
+    storages = _named("optimizer", trainer.store.in_hand)
+    storages |= _named("gradients", (tensor.grad for tensor in trainer.parameters.values()))
     for kind, tensors in trainer.train_step.passes.working_copies().items():
-        found |= _named(kind, tensors)
+        storages |= _named(kind, tensors)
     for module in trainer.model.modules():
         weights, gradients = passing_tensors(module)
-        found |= _named("gathered weights", weights) | _named("gradients", gradients)
-    return found
+        storages |= _named("gathered weights", weights) | _named("gradients", gradients)
+    return storages
 
 
 def _place(meshes: Meshes | None) -> dict[str, int]:

@@ -123,7 +123,7 @@ class Caller(NamedTuple):
     batch: FrameType | None
     """The call that sends it in a batch."""
     waits_later: bool
-    """Whether `Recorder.waits` is told of its wait."""
+    """Whether `Recorder.waits` is called with its wait."""
 
 
 def caller() -> Caller:

@@ -43,16 +43,16 @@ def enough_microbatches(resolved: ResolvedRun) -> tuple[int, ...]:
         return (many, many)
     if layout.pp == 1:
         return (2, 3) if many > 5 else (many,)
-    held, found = in_flight(_schedule(resolved, many)), []
+    held, counts = in_flight(_schedule(resolved, many)), []
     for count in range(1, min(many, MOST_TRIED + 1)):
         try:
             schedule = _schedule(resolved, count)
         except ScheduleError:
             continue
         if in_flight(schedule) == held:
-            found.append(count)
-        if len(found) == 3:  # with the first number, sends and receives do not yet overlap at the peak
-            few, more = found[1:]
+            counts.append(count)
+        if len(counts) == 3:  # with the first number, sends and receives do not yet overlap at the peak
+            few, more = counts[1:]
             regular = (many - few) % (more - few) == 0  # longer by a multiple of the difference
             return (few, more) if few + more < many and regular else (many,)
     return (many,)

@@ -81,8 +81,8 @@ def _rehearse_apart(resolved: Path, rank: int, words: Sequence[str]) -> dict[str
             process.wait()
             raise
     if status:
-        said = errors.read_text().strip().splitlines()
-        raise UserError(f"rank {rank} would fail: {said[-1] if said else f'status {status}'}")
+        messages = errors.read_text().strip().splitlines()
+        raise UserError(f"rank {rank} would fail: {messages[-1] if messages else f'status {status}'}")
     return json.loads(report.read_text())
 
 
@@ -93,12 +93,12 @@ def device_peak(report: dict[str, Any]) -> int:
 
 def findings(reports: Sequence[dict[str, Any]], layout: LayoutSpec, *, memory_bytes: int, per_node: int) -> list[str]:
     """Problems of the run: ranks that do not fit, and axes that span nodes although every layer uses them."""
-    found = []
+    problems = []
     for report in reports:
         if device_peak(report) > memory_bytes:
             here = [part for part in report["peak_by_kind"].items() if not report["host"] or part[0] not in OFFLOADED]
             kind, size = max(here, key=lambda part: part[1])
-            found.append(
+            problems.append(
                 f"rank {report['rank']} needs {device_peak(report) / 2**30:.1f} GiB of {memory_bytes / 2**30:.1f} "
                 f"GiB; the largest part is {kind}, {size / 2**30:.1f} GiB"
             )
@@ -107,8 +107,8 @@ def findings(reports: Sequence[dict[str, Any]], layout: LayoutSpec, *, memory_by
         degree = getattr(layout, axis)
         span *= degree
         if degree > 1 and span > per_node and axis in ("tp", "cp"):
-            found.append(
+            problems.append(
                 f"{axis}={degree} crosses nodes of {per_node} devices, and every layer waits for its communication; "
                 f"at most {axis}={max(1, per_node * degree // span)} stays within a node"
             )
-    return found
+    return problems

@@ -61,7 +61,7 @@ def export_adapter(trained: TrainedModel, directory: Path, *, vllm: Path | None 
                 write_base,
             )
             positions = probe_tokens(trained.spec).numel()
-            readings = [logits_reading(program, found, positions) for program, found in differences.items()]
+            readings = [logits_reading(program, difference, positions) for program, difference in differences.items()]
             notes = [f"vLLM does not support {reason}" for reason in unread_by_vllm(written)]
             if python is not None and not notes:
                 reading, notes = vllm_reading(reference, write_base(), python, tokenizer=None, adapter=written)

@@ -114,7 +114,7 @@ class AnswerFormat:
     """The field that requests it."""
     kind: Kind
     text: str
-    """See `Grammars.compile`."""
+    """The rules, as `Grammars.compile` reads them."""
 
 
 class Generation(_Model):
@@ -176,13 +176,13 @@ class Generation(_Model):
     @property
     def form(self) -> AnswerFormat | None:
         """The form of answers, if the request sets one."""
-        asked, other = self.response_format, self.structured_outputs
-        if asked is not None and asked.type == "json_schema" and asked.json_schema is None:
+        wanted, other = self.response_format, self.structured_outputs
+        if wanted is not None and wanted.type == "json_schema" and wanted.json_schema is None:
             raise ApiError(400, "response_format: json_schema is missing", param="response_format")
         forms: list[AnswerFormat] = []
-        if asked is not None and asked.type == "json_schema" and asked.json_schema is not None:
-            forms.append(AnswerFormat("response_format", "schema", json.dumps(asked.json_schema.rules)))
-        elif asked is not None and asked.type == "json_object":
+        if wanted is not None and wanted.type == "json_schema" and wanted.json_schema is not None:
+            forms.append(AnswerFormat("response_format", "schema", json.dumps(wanted.json_schema.rules)))
+        elif wanted is not None and wanted.type == "json_object":
             forms.append(AnswerFormat("response_format", "schema", '{"type": "object"}'))
         if other is not None and other.rules is not None:
             forms.append(AnswerFormat("structured_outputs", "schema", json.dumps(other.rules)))
@@ -202,7 +202,7 @@ class Generation(_Model):
 
     @property
     def wanted_logprobs(self) -> int | None:
-        """See `Request.logprobs`."""
+        """The number of likeliest tokens to report with each token; None: no log-probabilities."""
         return None
 
 
@@ -240,12 +240,10 @@ class ChatRequest(Generation, TemplateArguments):
 
     @property
     def wanted_tokens(self) -> int | None:
-        """See `Generation`."""
         return self.max_completion_tokens or self.max_tokens
 
     @property
     def wanted_logprobs(self) -> int | None:
-        """See `Generation`."""
         if self.top_logprobs and not self.logprobs:
             raise ApiError(400, "top_logprobs needs logprobs: true", param="top_logprobs")
         return (self.top_logprobs or 0) if self.logprobs else None
@@ -275,7 +273,6 @@ class CompletionRequest(Generation):
 
     @property
     def wanted_logprobs(self) -> int | None:
-        """See `Generation`."""
         return self.logprobs
 
 

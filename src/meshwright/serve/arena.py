@@ -15,7 +15,7 @@ LONGEST = 64
 _lock = threading.Lock()
 
 
-class Said(BaseModel):
+class ArenaMessage(BaseModel):
     """A message of a conversation."""
 
     model_config = ConfigDict(extra="forbid")
@@ -32,8 +32,8 @@ class Vote(BaseModel):
     model_a: str = Field(min_length=1, max_length=200)
     model_b: str = Field(min_length=1, max_length=200)
     winner: Literal["model_a", "model_b", "tie", "tie (bothbad)"]
-    conversation_a: list[Said] = Field(min_length=1, max_length=LONGEST)
-    conversation_b: list[Said] = Field(min_length=1, max_length=LONGEST)
+    conversation_a: list[ArenaMessage] = Field(min_length=1, max_length=LONGEST)
+    conversation_b: list[ArenaMessage] = Field(min_length=1, max_length=LONGEST)
 
     @model_validator(mode="after")
     def _of_two(self) -> "Vote":
@@ -44,8 +44,8 @@ class Vote(BaseModel):
 
 def add_vote(file: Path, vote: Vote) -> None:
     """Append a vote and its time; equal questions have equal ids."""
-    asked = [said.content for said in vote.conversation_a if said.role == "user"]
-    number = hashlib.sha256(json.dumps(asked).encode()).hexdigest()[:16]
+    questions = [message.content for message in vote.conversation_a if message.role == "user"]
+    number = hashlib.sha256(json.dumps(questions).encode()).hexdigest()[:16]
     record: dict[str, Any] = {"question_id": number, "time": time.time(), **vote.model_dump()}
     line = json.dumps(record, ensure_ascii=False) + "\n"
     with _lock, file.open("a", encoding="utf-8") as votes:

@@ -33,9 +33,9 @@ def ask(program: str, command: Sequence[str], questions: Mapping[str, Any]) -> P
     Raises `UserError`, naming the `program`, if it fails or takes longer than half an hour.
     """
     with tempfile.TemporaryDirectory() as folder:
-        asked, answered = Path(folder, "questions.json"), Path(folder, "answers.json")
-        asked.write_text(json.dumps(questions))
-        run = [*command, str(asked), str(answered)]
+        input_file, answered = Path(folder, "questions.json"), Path(folder, "answers.json")
+        input_file.write_text(json.dumps(questions))
+        run = [*command, str(input_file), str(answered)]
         try:
             ended = subprocess.run(run, stdin=subprocess.DEVNULL, capture_output=True, timeout=PATIENCE)
         except subprocess.TimeoutExpired:
@@ -43,11 +43,11 @@ def ask(program: str, command: Sequence[str], questions: Mapping[str, Any]) -> P
         except OSError as error:
             raise UserError(f"the export was refused: {program} does not start ({error})") from None
         if ended.returncode or not answered.exists():
-            raise UserError(f"the export was refused: {program} cannot read it ({_why(ended.stderr)})")
+            raise UserError(f"the export was refused: {program} cannot read it ({_reason(ended.stderr)})")
         return ProgramAnswers(**json.loads(answered.read_text()))
 
 
-def _why(stderr: bytes) -> str:
+def _reason(stderr: bytes) -> str:
     """The message of a program that failed: the last line of a Python traceback, or else the first about an error."""
     lines = [line.strip() for line in stderr.decode(errors="replace").splitlines() if line.strip()]
     if any(line.endswith("Traceback (most recent call last):") for line in lines):

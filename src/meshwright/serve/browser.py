@@ -1,4 +1,4 @@
-"""The chat page and the arena, their browser policy, and the headers that tell browsers' requests apart."""
+"""The chat page and the arena, their browser policy, and the headers that distinguish browsers' requests."""
 
 import base64
 import hashlib
@@ -29,9 +29,9 @@ def _policy(page: str) -> str:
     """The browser's policy for the page: only its own style and script run, and they contact only this server."""
     own = {kind: re.search(f"<{kind}>(.*?)</{kind}>", page, flags=re.DOTALL) for kind in ("style", "script")}
     hashes = {
-        kind: base64.b64encode(hashlib.sha256(found[1].encode()).digest()).decode()
-        for kind, found in own.items()
-        if found is not None
+        kind: base64.b64encode(hashlib.sha256(match[1].encode()).digest()).decode()
+        for kind, match in own.items()
+        if match is not None
     }
     rules = [f"{kind}-src 'sha256-{digest}'" for kind, digest in hashes.items()]
     nowhere = [f"{what} 'none'" for what in ("base-uri", "form-action", "frame-ancestors")]
@@ -40,8 +40,8 @@ def _policy(page: str) -> str:
 
 def called(request: Request) -> str | None:
     """The host name that the client used; None if it is not a valid name."""
-    found = HOST.fullmatch(request.headers.get("host", ""))
-    return found and found[1].lower()
+    match = HOST.fullmatch(request.headers.get("host", ""))
+    return match and match[1].lower()
 
 
 def is_from_another_site(request: Request) -> bool:

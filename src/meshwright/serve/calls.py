@@ -117,7 +117,7 @@ class EventStream(StreamingResponse):
         self._call = call
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """See `StreamingResponse`."""
+        """Send the events, and close the call."""
 
         async def send_and_wait(message: Message) -> None:
             await send(message)

@@ -19,7 +19,7 @@ MAX_TOKENS = 512
 class ChatTurn:
     """A question and its answer, or a text and its continuation."""
 
-    asked: str
+    question: str
     answered: str = ""
 
 
@@ -55,25 +55,25 @@ class Partner:
             return [*lines, f"template  the chat template of {self.trained.tokenizer_dir}; answers end at {ends}"]
         return [*lines, "template  none: a base model, which continues your text; /more continues the last text"]
 
-    def say(self, asked: str, settings: Settings) -> Iterator[str]:
+    def say(self, question: str, settings: Settings) -> Iterator[str]:
         """The parts of the answer as they are generated. If the iterator is closed early, the text so far stays in the
         history.
 
         Raises `UserError` if the context is full; then the history is unchanged.
         """
         if self.chats:
-            messages = [*self.messages(), {"role": "user", "content": asked}]
+            messages = [*self.messages(), {"role": "user", "content": question}]
             prompt, ends = self._prompts.conversation(messages), self._prompts.answer_ends
         else:
-            prompt, ends = self._prompts.text(asked), self._prompts.text_ends
-        yield from self._write(ChatTurn(asked), prompt, ends, settings)
+            prompt, ends = self._prompts.text(question), self._prompts.text_ends
+        yield from self._write(ChatTurn(question), prompt, ends, settings)
 
     def more(self, settings: Settings) -> Iterator[str]:
         """Continue the last text. Raises `UserError` if there is none, or the model has a chat template."""
         if self.chats or not self.turns:
             raise UserError("/more continues the last text of a model without a chat template")
         last = self.turns.pop()
-        text = last.asked + last.answered
+        text = last.question + last.answered
         try:
             yield from self._write(ChatTurn(text), self._prompts.text(text), self._prompts.text_ends, settings)
         except UserError:
@@ -84,7 +84,7 @@ class Partner:
         """The conversation so far, in the form of training data."""
         system = [{"role": "system", "content": self.system}] if self.system else []
         pairs = (
-            ({"role": "user", "content": turn.asked}, {"role": "assistant", "content": turn.answered})
+            ({"role": "user", "content": turn.question}, {"role": "assistant", "content": turn.answered})
             for turn in self.turns
         )
         return [*system, *(message for pair in pairs for message in pair)]
@@ -93,7 +93,7 @@ class Partner:
         """The training record that /save writes."""
         if self.chats:
             return {"model": str(self.trained.source), "messages": self.messages()}
-        texts = [turn.asked + turn.answered for turn in self.turns]
+        texts = [turn.question + turn.answered for turn in self.turns]
         return {"model": str(self.trained.source), "text": "\n".join(texts)}
 
     def _write(self, turn: ChatTurn, prompt: Sequence[int], ends: frozenset[int], settings: Settings) -> Iterator[str]:

@@ -120,8 +120,8 @@ class PromptEncoder:
         messages = [_with_calls(message) for message in messages]
         special = self._tokenizer.special_pattern
         for name, given in (("tools", tools), ("chat_template_kwargs", arguments)):
-            if found := next(filter(None, map(special.search, _texts(given))), None):
-                raise UserError(f"{name}: contains the text of the special token {found[0]}")
+            if match := next(filter(None, map(special.search, _texts(given))), None):
+                raise UserError(f"{name}: contains the text of the special token {match[0]}")
         with self._lock:
             if tools and not template.writes_tools():
                 raise UserError("tools: the model's chat template omits them")
@@ -129,19 +129,21 @@ class PromptEncoder:
             limits.check(self._fewest.of(text))
             spans: Sequence[tuple[int, int]] = ()
             if any(map(special.search, _texts(messages))):
-                told = template.turns(messages, [], tools=tools)
-                if not text.startswith(told.text):
+                conversation = template.turns(messages, [], tools=tools)
+                if not text.startswith(conversation.text):
                     raise UserError(
                         "a message contains the text of a special token, which this chat template cannot escape"
                     )
-                spans = told.texts
+                spans = conversation.texts
         return self._tokenizer.encode_conversation(text, spans, limits.check)[0]
 
     @cached_property
     def _silent(self) -> frozenset[int]:
         """Special tokens that belong to no call."""
-        said = self.calls.texts if self.calls else ""
-        numbers = (self._tokenizer.token_id(token) for token in self._tokenizer.special_tokens if token not in said)
+        call_texts = self.calls.texts if self.calls else ""
+        numbers = (
+            self._tokenizer.token_id(token) for token in self._tokenizer.special_tokens if token not in call_texts
+        )
         return frozenset(number for number in numbers if number is not None)
 
     @cached_property

@@ -105,59 +105,59 @@ class Endpoints:
 
     async def chat(self, request: Request) -> Response:
         """Answer a conversation."""
-        asked = await read_request(ChatRequest, request, self._limits.max_body)
-        model = self.find(asked.model)
+        body = await read_request(ChatRequest, request, self._limits.max_body)
+        model = self.find(body.model)
         if not model.prompts.chats:
             raise ApiError(400, f"{model.name} has no chat template; use /v1/completions", param="messages")
-        tools = asked.tools if asked.tool_choice != "none" else None
+        tools = body.tools if body.tool_choice != "none" else None
 
         def work(limits: EncodingLimits) -> tuple[list[int], ToolChoice | None]:
-            messages = [message.plain() for message in asked.messages]
-            arguments = asked.chat_template_kwargs
-            return model.prompts.conversation(messages, tools, limits, arguments=arguments), _tools(model, asked)
+            messages = [message.plain() for message in body.messages]
+            arguments = body.chat_template_kwargs
+            return model.prompts.conversation(messages, tools, limits, arguments=arguments), _tools(model, body)
 
         prompt, choice = await encoded(request, self._encoders, work, model.engine.max_context)
-        return await self._generate(request, model, asked, EncodedPrompts([prompt], model.prompts.answer_ends, choice))
+        return await self._generate(request, model, body, EncodedPrompts([prompt], model.prompts.answer_ends, choice))
 
     async def complete(self, request: Request) -> Response:
         """Continue texts."""
-        asked = await read_request(CompletionRequest, request, self._limits.max_body)
-        model = self.find(asked.model)
-        if len(asked.prompts) * asked.n > (most := model.engine.max_batch + self._limits.max_queue):
+        body = await read_request(CompletionRequest, request, self._limits.max_body)
+        model = self.find(body.model)
+        if len(body.prompts) * body.n > (most := model.engine.max_batch + self._limits.max_queue):
             raise ApiError(400, f"prompt: this server generates at most {most} answers per request", param="prompt")
         prompts = await encoded(
-            request, self._encoders, lambda limits: _ids(model, asked.prompts, limits), model.engine.max_context
+            request, self._encoders, lambda limits: _ids(model, body.prompts, limits), model.engine.max_context
         )
-        return await self._generate(request, model, asked, EncodedPrompts(prompts, model.prompts.text_ends))
+        return await self._generate(request, model, body, EncodedPrompts(prompts, model.prompts.text_ends))
 
-    async def _generate(self, request: Request, model: Served, asked: Generation, prompts: EncodedPrompts) -> Response:
-        echoes = isinstance(asked, CompletionRequest) and bool(asked.echo)
-        biases = asked.biases(model.engine.model.spec.vocab)
-        sampling, grammar = asked.sampling(), await self._grammar(model, asked, prompts)
+    async def _generate(self, request: Request, model: Served, body: Generation, prompts: EncodedPrompts) -> Response:
+        echoes = isinstance(body, CompletionRequest) and bool(body.echo)
+        biases = body.biases(model.engine.model.spec.vocab)
+        sampling, grammar = body.sampling(), await self._grammar(model, body, prompts)
         requests = [
             engine.Request(
                 prompt=prompt,
-                max_tokens=_room(prompt, asked.wanted_tokens, model.engine.max_context),
+                max_tokens=_room(prompt, body.wanted_tokens, model.engine.max_context),
                 sampling=sampling,
                 row=row,
                 ends=prompts.ends,
-                stops=asked.stops,
-                logprobs=asked.wanted_logprobs,
+                stops=body.stops,
+                logprobs=body.wanted_logprobs,
                 scores_prompt=echoes,
                 bias=biases,
                 grammar=grammar,
                 decode=model.prompts.decode_calls if prompts.tools else None,
             )
             for prompt in prompts.ids
-            for row in range(asked.n)
+            for row in range(body.n)
         ]
         call = self._submit(model, requests, sum(map(len, prompts.ids)))
         decode = model.tokenizer.decode
         texts = [decode(request.prompt) for request in requests] if echoes else []
-        chats = isinstance(asked, ChatRequest)
+        chats = isinstance(body, ChatRequest)
         wording = Wording(model.name, chat=chats, decode=decode, echoes=texts, tools=prompts.tools)
-        if asked.stream:
-            with_usage = asked.stream_options is not None and asked.stream_options.include_usage
+        if body.stream:
+            with_usage = body.stream_options is not None and body.stream_options.include_usage
             return EventStream(call, call.events(wording, begins=chats, with_usage=with_usage))
         answers = await call.answers(request)
         return JSONResponse(wording.whole(answers, call.prompt_tokens))
@@ -182,12 +182,12 @@ class Endpoints:
 
     async def embed(self, request: Request) -> Response:
         """Embed texts: the last hidden state of each one's last token, with length 1."""
-        asked = await read_request(EmbeddingRequest, request, self._limits.max_body)
-        model = self.find(asked.model)
+        body = await read_request(EmbeddingRequest, request, self._limits.max_body)
+        model = self.find(body.model)
         if not model.engine.embeds:
             raise ApiError(400, "embeddings need one process: serve without layout.tp", param="model")
         prompts = await encoded(
-            request, self._encoders, lambda limits: _ids(model, asked.prompts, limits), model.engine.max_context
+            request, self._encoders, lambda limits: _ids(model, body.prompts, limits), model.engine.max_context
         )
         vectors: list[torch.Tensor] = []
         for begin in range(0, len(prompts), model.engine.max_batch):
@@ -197,44 +197,44 @@ class Endpoints:
             requests = [engine.Request(prompt=ids, max_tokens=0, sampling=GREEDY, embeds=True) for ids in some]
             answers = await self._submit(model, requests, sum(map(len, some))).answers(request)
             vectors += [answer.embedding for answer in answers if answer.embedding is not None]
-        content = embeddings(model.name, vectors, asked.encoding_format, sum(map(len, prompts)))
+        content = embeddings(model.name, vectors, body.encoding_format, sum(map(len, prompts)))
         return JSONResponse(content)
 
     async def tokenize(self, request: Request) -> Response:
         """Token ids of a text or a conversation, of any length."""
-        asked = await read_request(TokenizeRequest, request, self._limits.max_body)
-        model = self._first(asked.model)
+        body = await read_request(TokenizeRequest, request, self._limits.max_body)
+        model = self._first(body.model)
 
         def work(limits: EncodingLimits) -> list[int]:
-            if asked.messages is None:
-                return model.prompts.tokens(asked.prompt or "", limits, around=asked.add_special_tokens)
-            messages, arguments = [message.plain() for message in asked.messages], asked.chat_template_kwargs
+            if body.messages is None:
+                return model.prompts.tokens(body.prompt or "", limits, around=body.add_special_tokens)
+            messages, arguments = [message.plain() for message in body.messages], body.chat_template_kwargs
             return model.prompts.conversation(
-                messages, asked.tools, limits, arguments=arguments, answer=asked.add_generation_prompt
+                messages, body.tools, limits, arguments=arguments, answer=body.add_generation_prompt
             )
 
         ids = await encoded(request, self._encoders, work)
-        texts = [model.tokenizer.token(number) for number in ids] if asked.return_token_strs else None
+        texts = [model.tokenizer.token(number) for number in ids] if body.return_token_strs else None
         content = {"count": len(ids), "max_model_len": model.engine.max_context, "tokens": ids, "token_strs": texts}
         return JSONResponse(content)
 
     async def detokenize(self, request: Request) -> Response:
         """The text of token ids."""
-        asked = await read_request(DetokenizeRequest, request, self._limits.max_body)
-        model = self._first(asked.model)
-        if asked.tokens and not 0 <= min(asked.tokens) <= max(asked.tokens) < model.engine.model.spec.vocab:
+        body = await read_request(DetokenizeRequest, request, self._limits.max_body)
+        model = self._first(body.model)
+        if body.tokens and not 0 <= min(body.tokens) <= max(body.tokens) < model.engine.model.spec.vocab:
             message = f"tokens: token ids must be from 0 to {model.engine.model.spec.vocab - 1}"
             raise ApiError(400, message, param="tokens")
-        return JSONResponse({"prompt": await checked(model.tokenizer.decode, asked.tokens)})
+        return JSONResponse({"prompt": await checked(model.tokenizer.decode, body.tokens)})
 
     def _first(self, name: str | None) -> Served:
         """The model of this name; without one, the first."""
         return next(iter(self._models.values())) if name is None else self.find(name)
 
-    async def _grammar(self, model: Served, asked: Generation, prompts: EncodedPrompts) -> Grammar | None:
+    async def _grammar(self, model: Served, body: Generation, prompts: EncodedPrompts) -> Grammar | None:
         """The grammar that answers must follow; compiled in a thread, one at a time, while other requests are
         answered."""
-        form = asked.form
+        form = body.form
         if prompts.tools is not None and prompts.tools.grammar is not None:
             if form is not None:
                 raise ApiError(400, f"{form.param}: goes with tool_choice auto or none only", param=form.param)
@@ -250,10 +250,10 @@ class Endpoints:
             raise ApiError(400, f"{form.param}: {error}", param=form.param) from error
 
 
-def _tools(model: Served, asked: ChatRequest) -> ToolChoice | None:
+def _tools(model: Served, body: ChatRequest) -> ToolChoice | None:
     """The tools that answers may or must call. Raises `ApiError` if the request demands calls that are not possible."""
-    choice, form = asked.tool_choice, model.prompts.calls
-    tools = tools_of(asked.tools or [], "tools") if choice != "none" else []
+    choice, form = body.tool_choice, model.prompts.calls
+    tools = tools_of(body.tools or [], "tools") if choice != "none" else []
     names = tuple(tool["function"]["name"] for tool in tools)
     named = choice.function.name if isinstance(choice, NamedTool) else None
     if named is not None and named not in names:
@@ -269,7 +269,7 @@ def _tools(model: Served, asked: ChatRequest) -> ToolChoice | None:
     grammar = None
     if demands:
         wanted = [tool for tool in tools if named in (None, tool["function"]["name"])]
-        many = named is None and asked.parallel_tool_calls is not False
+        many = named is None and body.parallel_tool_calls is not False
         grammar = form.lark(wanted, model.tokenizer.token_id, many=many)
     return ToolChoice(form, names, named is not None, grammar)
 
@@ -277,17 +277,17 @@ def _tools(model: Served, asked: ChatRequest) -> ToolChoice | None:
 def _ids(model: Served, given: Sequence[str | list[int]], limits: EncodingLimits) -> list[list[int]]:
     """The token ids of texts and of token ids. Raises like `EncodingLimits.check`, and `ApiError` for an id that is no
     token."""
-    found = []
+    ids = []
     for one in given:
         if isinstance(one, str):
-            found.append(model.prompts.text(one, limits))
+            ids.append(model.prompts.text(one, limits))
             continue
         limits.check(len(one))
         if min(one) < 0 or max(one) >= model.engine.model.spec.vocab:
             message = f"prompt: token ids must be from 0 to {model.engine.model.spec.vocab - 1}"
             raise ApiError(400, message, param="prompt")
-        found.append(one)
-    return found
+        ids.append(one)
+    return ids
 
 
 def _room(prompt: Sequence[int], wanted: int | None, room: int) -> int:

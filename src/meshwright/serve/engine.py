@@ -136,7 +136,7 @@ class _Row:
         tokens = request.prompt[len(prompt) : self.read + 1]
         for begin in range(0, len(tokens), PIECE):
             some = tokens[begin : begin + PIECE]
-            prompt += _told(logits_TV[begin : begin + len(some)], request, some)
+            prompt += _tokens_of(logits_TV[begin : begin + len(some)], request, some)
 
     @property
     def adjusts(self) -> bool:
@@ -299,10 +299,10 @@ class InferenceEngine:
         for _, group in groupby(order, key=lambda place: _filters(rows[place].sampling)):
             places = list(group)
             some_BV = from_BV if len(places) == len(rows) else from_BV[places]
-            found = choose(some_BV, rows[places[0]].sampling, [rows[place].stream for place in places])
-            chosen.update(zip(places, found.tolist(), strict=True))
+            tokens = choose(some_BV, rows[places[0]].sampling, [rows[place].stream for place in places])
+            chosen.update(zip(places, tokens.tolist(), strict=True))
         return [
-            _told(logits_BV[place : place + 1], row.answer.request, [chosen[place]])[0]
+            _tokens_of(logits_BV[place : place + 1], row.answer.request, [chosen[place]])[0]
             for place, row in enumerate(rows)
         ]
 
@@ -373,15 +373,15 @@ def _filters(sampling: Sampling) -> tuple[float, ...]:
     return (sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p)
 
 
-def _told(logits_TV: torch.Tensor, request: Request, chosen: Sequence[int]) -> list[Token]:
+def _tokens_of(logits_TV: torch.Tensor, request: Request, chosen: Sequence[int]) -> list[Token]:
     """The tokens, with the details that the request wants."""
     if request.logprobs is None:
         return [Token(token) for token in chosen]
     logprobs_TV = logits_TV.double().log_softmax(-1)
     top = logprobs_TV.topk(min(request.logprobs, logprobs_TV.shape[1]))
     values = logprobs_TV.gather(1, torch.tensor(chosen, device=logprobs_TV.device)[:, None]).flatten().tolist()
-    found = zip(chosen, values, top.indices.tolist(), top.values.tolist(), strict=True)
-    return [Token(token, value, tuple(zip(ids, best, strict=True))) for token, value, ids, best in found]
+    details = zip(chosen, values, top.indices.tolist(), top.values.tolist(), strict=True)
+    return [Token(token, value, tuple(zip(ids, best, strict=True))) for token, value, ids, best in details]
 
 
 def requests_of(

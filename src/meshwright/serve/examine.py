@@ -60,12 +60,12 @@ def answer_questions(trained: TrainedModel, questions: Sequence[Sequence[str]], 
     engine = InferenceEngine(trained.model, decode=tokenizer.decode_text)
     answers: list[list[str]] = [[] for _ in questions]
     for turn in range(max(map(len, questions), default=0)):
-        asked = [number for number, question in enumerate(questions) if len(question) > turn]
+        numbers = [number for number, question in enumerate(questions) if len(question) > turn]
         requests = []
-        for number in asked:
+        for number in numbers:
             messages = []
-            for said, answered in zip(questions[number], [*answers[number], None], strict=False):
-                messages.append({"role": "user", "content": said})
+            for question_text, answered in zip(questions[number], [*answers[number], None], strict=False):
+                messages.append({"role": "user", "content": question_text})
                 if answered is not None:
                     messages.append({"role": "assistant", "content": answered})
             ids = prompts.conversation(messages)
@@ -85,6 +85,6 @@ def answer_questions(trained: TrainedModel, questions: Sequence[Sequence[str]], 
                     stops=stops,
                 )
             )
-        for number, answer in zip(asked, engine.run(requests), strict=True):
+        for number, answer in zip(numbers, engine.run(requests), strict=True):
             answers[number].append(answer.text.strip())
     return answers

@@ -83,18 +83,18 @@ def export_trained(
     receipts: list[Receipt] = []
 
     def seal(staging: Path, differences: dict[str, float]) -> None:
-        found = [_hf_reading(trained, staging, *one) for one in differences.items()]
+        results = [_hf_reading(trained, staging, *one) for one in differences.items()]
         if python is not None:
             read_back = open_trained(staging, device="cpu", dtype=FP32.name, family=trained.spec.family)
-            found.append(vllm_reading(read_back.model, staging, python, tokenizer=trained.tokenizer))
+            results.append(vllm_reading(read_back.model, staging, python, tokenizer=trained.tokenizer))
         receipt = Receipt(
             exported=directory.name,
             dtype=dtype,
             source=str(trained.source),
-            readings=tuple(reading for reading, _ in found),
+            readings=tuple(reading for reading, _ in results),
             claims=_claims(trained),
-            notes=tuple(note for _, notes in found for note in notes),
-            not_installed=not_among(("transformers", VLLM), [reading.program for reading, _ in found]),
+            notes=tuple(note for _, notes in results for note in notes),
+            not_installed=not_among(("transformers", VLLM), [reading.program for reading, _ in results]),
         )
         receipt.write(staging / RECEIPT)
         receipts.append(receipt)
@@ -239,8 +239,8 @@ def _hf_reading(
     if program == "meshwright":
         theirs, notes = load_tokenizer(staging).for_rows(trained.spec.vocab), _without_rows(trained.tokenizer)
         texts = refuse_other_tokens(program, "text", texts_of(trained.tokenizer), texts_of(theirs))
-        wanted, found = conversations_of(trained.tokenizer), conversations_of(theirs)
-        conversations = refuse_other_tokens(program, "conversation", wanted, found) if wanted else None
+        wanted, read = conversations_of(trained.tokenizer), conversations_of(theirs)
+        conversations = refuse_other_tokens(program, "conversation", wanted, read) if wanted else None
         equal: Equal = texts, conversations
     else:
         equal, notes = _transformers_tokens(trained.tokenizer, staging)
@@ -309,8 +309,8 @@ def _llama_cpp_reading(reference: Decoder, tokenizer: TextTokenizer, file: Path,
         "texts": [normalize("NFC", text) if composes(tokenizer) else text for text in TEXTS],
         "conversations": CONVERSATIONS if tokenizer.chat_template is not None else (),
     }
-    found = ask("llama.cpp", LLAMA_CPP, questions)
+    answers = ask("llama.cpp", LLAMA_CPP, questions)
     allowed = LLAMA_CPP_TOLERANCE.get(form, QUANTIZED_TOLERANCE)
-    reading = logprobs_reading("llama.cpp", found, reference, prompts, allowed)
-    texts, conversations = compare_tokens("llama.cpp", tokenizer, found.texts, found.conversations)
+    reading = logprobs_reading("llama.cpp", answers, reference, prompts, allowed)
+    texts, conversations = compare_tokens("llama.cpp", tokenizer, answers.texts, answers.conversations)
     return replace(reading, texts_equal=texts, conversations_equal=conversations)

@@ -29,13 +29,13 @@ GB = 1e9
 
 def is_to_stay_on_disk(weights: object, spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> bool:
     """Whether weights are left on disk: if requested (`disk`), or if they do not fit into free memory (`auto`)."""
-    asked = weights == "disk"
-    if asked and device.type != "cpu":
+    requested = weights == "disk"
+    if requested and device.type != "cpu":
         raise UserError("--weights-from-disk: works only on a CPU; leave it out, or add --device cpu")
-    if asked and spec.foreign is not None:
+    if requested and spec.foreign is not None:
         raise UserError("--weights-from-disk: does not support models that transformers computes; leave it out")
-    if asked or weights != "auto" or device.type != "cpu" or spec.foreign is not None:
-        return asked
+    if requested or weights != "auto" or device.type != "cpu" or spec.foreign is not None:
+        return requested
     return sum(row.numel for row in parameter_table(spec)) * dtype.itemsize > MOST * memory_free()
 
 
@@ -84,7 +84,7 @@ def _opened(model: Decoder, fill: Fill) -> Decoder:
 
 
 @contextmanager
-def memory_told(what: str) -> Iterator[None]:
+def memory_explained(what: str) -> Iterator[None]:
     """Inside, an out-of-memory error becomes a `UserError` that says what would fit."""
     try:
         yield

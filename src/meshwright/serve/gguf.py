@@ -149,8 +149,8 @@ class StoredModel:
     def _name(self, ours: str) -> tuple[str, str | None]:
         """GGUF's name of a parameter, and its part of that tensor, if several share one."""
         module, _, kind = ours.rpartition(".")
-        found = re.fullmatch(r"layers\.(\d+)\.(.+)", module)
-        block, inside = (f"blk.{found[1]}.", found[2]) if found else ("", module)
+        match = re.fullmatch(r"layers\.(\d+)\.(.+)", module)
+        block, inside = (f"blk.{match[1]}.", match[2]) if match else ("", module)
         if self.spec.family == "gpt2" and inside in _FUSED:
             return f"{block}attn_qkv.{kind}", inside
         if not self.spec.gated and inside == "feed_forward.w1":

@@ -123,13 +123,13 @@ class Server:
     async def _load(self, request: Request) -> Response:
         if self._load_adapter is None:
             raise ApiError(403, "this server does not load adapters: serve with --adapters-from DIR")
-        asked = await read_request(LoadAdapter, request, self._limits.max_body)
+        body = await read_request(LoadAdapter, request, self._limits.max_body)
         async with self._changing:
-            if asked.lora_name in self._models:
-                raise ApiError(400, f"model {asked.lora_name!r} already exists; unload it first", param="lora_name")
+            if body.lora_name in self._models:
+                raise ApiError(400, f"model {body.lora_name!r} already exists; unload it first", param="lora_name")
             if len(self._loaded) >= MAX_LOADED:
                 raise ApiError(400, f"the limit of {MAX_LOADED} loaded adapters is reached; unload one first")
-            served = await checked(self._load_adapter, asked.lora_name, asked.lora_path)
+            served = await checked(self._load_adapter, body.lora_name, body.lora_path)
             self._worker.add(served.name, served.engine)
             self._models[served.name] = served
             self._loaded.add(served.name)
@@ -159,15 +159,15 @@ class Server:
         return PlainTextResponse(self._metrics.text(gauges), media_type="text/plain; version=0.0.4")
 
     async def _list(self, _: Request) -> Response:
-        return JSONResponse({"object": "list", "data": [self._told(model) for model in self._models.values()]})
+        return JSONResponse({"object": "list", "data": [self._description(model) for model in self._models.values()]})
 
     async def _one(self, request: Request) -> Response:
-        return JSONResponse(self._told(self._endpoints.find(request.path_params["name"])))
+        return JSONResponse(self._description(self._endpoints.find(request.path_params["name"])))
 
-    def _told(self, model: Served) -> dict[str, Any]:
+    def _description(self, model: Served) -> dict[str, Any]:
         facts = {"max_context": model.engine.max_context, "chat": model.prompts.chats}
-        told = {"id": model.name, "object": "model", "created": self._started, "owned_by": "meshwright"}
-        return {**told, **facts, "source": model.about}
+        fields = {"id": model.name, "object": "model", "created": self._started, "owned_by": "meshwright"}
+        return {**fields, **facts, "source": model.about}
 
 
 async def _not_here(request: Request, error: Exception) -> Response:

@@ -90,8 +90,8 @@ def push(directory: Path, card: str, repository: Repository, *, dry_run: bool) -
         made = api.create_repo(repository.name, private=repository.private, exist_ok=True)
         api.upload_folder(repo_id=repository.name, folder_path=directory, commit_message="Exported by Meshwright")
     except (HfHubHTTPError, OSError, ValueError) as error:
-        told = str(error).strip().splitlines()[0]
-        raise UserError(f"--hub {repository.name}: the hub refuses ({told}); log in with: hf auth login") from error
+        reason = str(error).strip().splitlines()[0]
+        raise UserError(f"--hub {repository.name}: the hub refuses ({reason}); log in with: hf auth login") from error
     return Pushed(repository.name, files, card, str(made))
 
 
@@ -123,7 +123,7 @@ def model_card(trained: TrainedModel, receipt: Receipt, repository: Repository) 
 
 def _training(source: Path, run: ResolvedRun) -> Sequence[str]:
     data = "\n".join(f"- `{each.path}`" for each in run.run.data.sources)
-    found = ["## Data", data, "## Losses"]
+    parts = ["## Data", data, "## Losses"]
     step = step_of(source)
     records = [
         record for record in read_journal(source.parents[1] / "metrics.jsonl") if record.get("step", step + 1) <= step
@@ -135,6 +135,6 @@ def _training(source: Path, run: ResolvedRun) -> Sequence[str]:
     for name, value in last.get("tasks", {}).items():
         if "/" in name and not name.endswith("_stderr"):
             rows.append(f"| {name}, step {last['tasks']['step']} | {value:.4f} |")
-    found.append("\n".join(["| measured | value |", "|---|---|", *rows]) if rows else "None was recorded.")
-    found += ["## Recipe", f"```yaml\n{dump_recipe(run.asked or run.run)}```"]
-    return found
+    parts.append("\n".join(["| measured | value |", "|---|---|", *rows]) if rows else "None was recorded.")
+    parts += ["## Recipe", f"```yaml\n{dump_recipe(run.asked or run.run)}```"]
+    return parts

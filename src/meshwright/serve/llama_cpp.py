@@ -53,9 +53,9 @@ def _answer(questions: dict[str, Any]) -> dict[str, Any]:
 
     def logprobs(prompt: Sequence[int]) -> list[float]:
         wanted = {"n_predict": 1, "n_probs": questions["vocab"], "temperature": -1, "logit_bias": [[shown, 1e4]]}
-        found = post("/completion", prompt=prompt, cache_prompt=False, post_sampling_probs=False, **wanted)
+        reply = post("/completion", prompt=prompt, cache_prompt=False, post_sampling_probs=False, **wanted)
         row = [float("nan")] * questions["vocab"]
-        for token in found["completion_probabilities"][0]["top_logprobs"]:
+        for token in reply["completion_probabilities"][0]["top_logprobs"]:
             row[token["id"]] = token["logprob"]
         return row
 

@@ -27,29 +27,29 @@ class Metrics:
         """Add a duration to a histogram."""
         with self._lock:
             self._help[name] = about
-            found = self._times.setdefault(name, [0.0] * (len(SECONDS) + 2))
+            histogram = self._times.setdefault(name, [0.0] * (len(SECONDS) + 2))
             for place, border in enumerate(SECONDS):
-                found[place] += seconds <= border
-            found[-2] += 1
-            found[-1] += seconds
+                histogram[place] += seconds <= border
+            histogram[-2] += 1
+            histogram[-1] += seconds
 
     def text(self, gauges: Mapping[str, tuple[str, Mapping[str, float]]]) -> str:
         """Everything, and `gauges`: name -> (description, model -> value)."""
         lines: list[str] = []
         with self._lock:
-            counts, times, told = dict(self._counts), dict(self._times), dict(self._help)
+            counts, times, descriptions = dict(self._counts), dict(self._times), dict(self._help)
         for name in sorted({name for name, _ in counts}):
-            lines += _head(name, "counter", told[name])
+            lines += _head(name, "counter", descriptions[name])
             lines += (
                 f"{name}{_labels(labels)} {value:g}" for (other, labels), value in counts.items() if other == name
             )
-        for name, found in sorted(times.items()):
-            lines += _head(name, "histogram", told[name])
+        for name, histogram in sorted(times.items()):
+            lines += _head(name, "histogram", descriptions[name])
             borders = [*(f"{border:g}" for border in SECONDS), "+Inf"]
             lines += (
-                f'{name}_bucket{{le="{border}"}} {value:g}' for border, value in zip(borders, found, strict=False)
+                f'{name}_bucket{{le="{border}"}} {value:g}' for border, value in zip(borders, histogram, strict=False)
             )
-            lines += [f"{name}_sum {found[-1]:g}", f"{name}_count {found[-2]:g}"]
+            lines += [f"{name}_sum {histogram[-1]:g}", f"{name}_count {histogram[-2]:g}"]
         for name, (about, values) in gauges.items():
             lines += _head(name, "gauge", about)
             lines += (f"{name}{_labels([('model', model)])} {value:g}" for model, value in values.items())

@@ -84,7 +84,7 @@ def chat_texts(tokenizer: TextTokenizer) -> tuple[ChatTexts, list[str]]:
     written, first = _writer(template), _messages(LEARNT[0])
     if written(first) != _writer(later)(first):
         raise UserError("the chat template writes the date")
-    found: dict[tuple[str, str], str] = {}
+    between: dict[tuple[str, str], str] = {}
     for roles in LEARNT:
         try:
             text = written(_messages(roles))
@@ -92,10 +92,10 @@ def chat_texts(tokenizer: TextTokenizer) -> tuple[ChatTexts, list[str]]:
             if roles == LEARNT[0]:
                 raise
             continue
-        found |= _learnt(roles, text, found)
-    texts, notes = ChatTexts(found), []
+        between |= _learnt(roles, text, between)
+    texts, notes = ChatTexts(between), []
     _prove(texts, written)
-    if (START, "system") not in found:
+    if (START, "system") not in between:
         notes.append("the chat template refuses system messages; Ollama leaves them out")
     if written(_messages(("user",), " {} \n")) != texts.render(_messages(("user",), " {} \n")):
         notes.append("the chat template trims messages; Ollama does not")
@@ -106,15 +106,15 @@ def chat_texts(tokenizer: TextTokenizer) -> tuple[ChatTexts, list[str]]:
 
 def _learnt(roles: Sequence[str], text: str, known: Mapping[tuple[str, str], str]) -> dict[tuple[str, str], str]:
     """The texts between the messages of one conversation."""
-    found, place, last = dict(known), 0, START
+    between, place, last = dict(known), 0, START
     for number, role in enumerate((*roles, END)):
-        start = text.find(_said(number), place) if role != END else len(text)
+        start = text.find(_text(number), place) if role != END else len(text)
         if start < 0:
             raise UserError("the chat template leaves out or changes messages")
-        if found.setdefault((last, role), text[place:start]) != text[place:start]:
+        if between.setdefault((last, role), text[place:start]) != text[place:start]:
             raise UserError("the chat template's texts depend on more than the roles of two messages")
-        place, last = start + len(_said(number)), role
-    return found
+        place, last = start + len(_text(number)), role
+    return between
 
 
 def _prove(texts: ChatTexts, written: Write) -> None:
@@ -166,8 +166,8 @@ def _writer(template: ChatTemplate) -> Write:
 
 
 def _messages(roles: Sequence[str], form: str = "{}") -> list[dict[str, str]]:
-    return [{"role": role, "content": form.format(_said(number))} for number, role in enumerate(roles)]
+    return [{"role": role, "content": form.format(_text(number))} for number, role in enumerate(roles)]
 
 
-def _said(number: int) -> str:
+def _text(number: int) -> str:
     return f"probe{number}words"

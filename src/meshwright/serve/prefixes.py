@@ -75,8 +75,8 @@ class Prefixes:
 
         The last token is never restored, because its logits are needed.
         """
-        asked = np.array(prompt[:-1], dtype=np.int64)
-        shared = [kept.shared(owner, asked) for kept in self._kept]
+        tokens = np.array(prompt[:-1], dtype=np.int64)
+        shared = [kept.shared(owner, tokens) for kept in self._kept]
         best = max(range(len(shared)), key=shared.__getitem__, default=None)
         if best is None or shared[best] < SHORTEST:
             return 0

@@ -66,12 +66,12 @@ class Ranks:
         self._leading = True
 
     def dismiss(self) -> None:
-        """Tell the others to end, if this process leads them."""
+        """End the others, if this process leads them."""
         if self._leading:
-            self.tell(None)
+            self.send(None)
             self._leading = False
 
-    def tell(self, order: _Order | None) -> None:
+    def send(self, order: _Order | None) -> None:
         """Send the others the next order; None: the end."""
         self.guarded(lambda: from_first(order, self._orders))
 
@@ -110,9 +110,9 @@ class _LeadingReader:
         self._moves: list[tuple[int, int] | None] = []
 
     def read(self, new: New, writing: int, scored: Sequence[int] = ()) -> torch.Tensor:
-        """See `Reader`."""
+        """Read on all processes: the others get the order first."""
         read = tuple((row, tuple(tokens)) for row, tokens in new)
-        self._ranks.tell(_Order(self._begins, tuple(self._moves), read, writing, tuple(scored)))
+        self._ranks.send(_Order(self._begins, tuple(self._moves), read, writing, tuple(scored)))
         self._begins, self._moves = False, []
         return self._ranks.guarded(lambda: self._inner.read(new, writing, scored))
 
@@ -121,11 +121,11 @@ class _LeadingReader:
         raise NotImplementedError
 
     def move(self, source: int, target: int) -> None:
-        """See `Reader`."""
+        """Move a row, also in the next order."""
         self._moves.append((source, target))
         self._inner.move(source, target)
 
     def drop_last(self) -> None:
-        """See `Reader`."""
+        """Drop the last row, also in the next order."""
         self._moves.append(None)
         self._inner.drop_last()

@@ -53,7 +53,7 @@ class CachedReader(Cache):
         self._model = model
 
     def read(self, new: New, writing: int, scored: Sequence[int] = ()) -> torch.Tensor:
-        """See `Reader`."""
+        """Logits of the new tokens; a compiled step computes them if every row has one."""
         if self._model.next_step is None or not writing or scored:
             return self.read_hidden(new, writing, scored)[0]
         batch = self.append(new)
@@ -62,7 +62,7 @@ class CachedReader(Cache):
         return self._compute(batch, new, writing, scored)[0]
 
     def read_hidden(self, new: New, writing: int, scored: Sequence[int] = ()) -> Reading:
-        """See `Reader`."""
+        """Logits and hidden states of the new tokens."""
         return self._compute(self.append(new), new, writing, scored)
 
     def _compute(self, batch: TensorBatch, new: New, writing: int, scored: Sequence[int]) -> Reading:
@@ -88,7 +88,7 @@ class WholeReader:
         self._rows: list[list[int]] = []
 
     def read(self, new: New, writing: int, scored: Sequence[int] = ()) -> torch.Tensor:
-        """See `Reader`."""
+        """Logits of whole rows."""
         return self.read_hidden(new, writing, scored)[0]
 
     def read_hidden(self, new: New, writing: int, scored: Sequence[int] = ()) -> Reading:
@@ -98,11 +98,11 @@ class WholeReader:
                 self._rows.append([])
             self._rows[place] = [*self._rows[place], *tokens]
         logits_BV, hidden_BD = self._at_ends(self._rows[:writing])
-        found = [logits_BV]
+        logits = [logits_BV]
         for place, tokens in (new[number] for number in scored):
             row_1T = torch.tensor([self._rows[place]], device=self._model.like.device)
-            found.append(self._model(Batch(row_1T), lambda x_BTD, head, _: head.logits(x_BTD))[0, -len(tokens) :])
-        return torch.cat(found), hidden_BD
+            logits.append(self._model(Batch(row_1T), lambda x_BTD, head, _: head.logits(x_BTD))[0, -len(tokens) :])
+        return torch.cat(logits), hidden_BD
 
     def _at_ends(self, rows: Sequence[Sequence[int]]) -> Reading:
         device = self._model.like.device
@@ -119,11 +119,11 @@ class WholeReader:
         return self._model(Batch(tokens_BT), both)
 
     def move(self, source: int, target: int) -> None:
-        """See `Reader`."""
+        """Copy a row's tokens."""
         self._rows[target] = self._rows[source]
 
     def drop_last(self) -> None:
-        """See `Reader`."""
+        """Drop the last row's tokens."""
         self._rows.pop()
 
 

@@ -130,13 +130,13 @@ class Receipt:
     def lines(self) -> list[str]:
         """Readable lines: one per program, what is proved and what is not, then the notes."""
         absent = (f"{program:<24}not installed" for program in self.not_installed)
-        told = [f"{claim} by {', '.join(programs)}" for claim, programs in self.proved.items() if programs]
+        claims = [f"{claim} by {', '.join(programs)}" for claim, programs in self.proved.items() if programs]
         lacking = [
             f"{NOT_PROVED}: {claim}; no program that compares them is installed"
             for claim, by in self.proved.items()
             if not by
         ]
-        return [*map(_line, self.readings), *absent, f"proved: {'; '.join(told)}", *lacking, *self.notes]
+        return [*map(_line, self.readings), *absent, f"proved: {'; '.join(claims)}", *lacking, *self.notes]
 
 
 def not_among(programs: Sequence[str], read: Sequence[str]) -> tuple[str, ...]:
@@ -154,9 +154,9 @@ def _line(one: ProgramReading) -> str:
     return f"{one.program} {one.version}".ljust(24) + ", ".join(parts)
 
 
-def refuse_other_tokens(program: str, what: str, wanted: Sequence[Sequence[int]], found: Sequence[Any]) -> int:
+def refuse_other_tokens(program: str, what: str, wanted: Sequence[Sequence[int]], read: Sequence[Any]) -> int:
     """The number of token sequences, if all are equal. Else raises `UserError`, which shows the first difference."""
-    for number, (ours, theirs) in enumerate(zip(wanted, found, strict=True)):
+    for number, (ours, theirs) in enumerate(zip(wanted, read, strict=True)):
         if list(ours) != list(theirs):
             place = next((i for i, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), None)
             place = min(len(ours), len(theirs)) if place is None else place
@@ -184,8 +184,8 @@ def compare_tokens(
     wanted = conversations_of(tokenizer)
     if not wanted:
         return equal, None
-    asked = [i for i, ids in enumerate(wanted) if ids and conversations[i] is not None]
-    ours, theirs = [wanted[i] for i in asked], [conversations[i] for i in asked]
+    rendered = [i for i, ids in enumerate(wanted) if ids and conversations[i] is not None]
+    ours, theirs = [wanted[i] for i in rendered], [conversations[i] for i in rendered]
     return equal, refuse_other_tokens(program, "conversation", ours, theirs)
 
 
@@ -210,13 +210,13 @@ def logits_reading(program: str, difference: float, positions: int, equal: Equal
 
 
 def logprobs_reading(
-    program: str, found: ProgramAnswers, reference: Decoder, prompts: Sequence[Sequence[int]], allowed: float
+    program: str, answers: ProgramAnswers, reference: Decoder, prompts: Sequence[Sequence[int]], allowed: float
 ) -> ProgramReading:
     """Compare a program's log-probabilities with those of `reference`. Raises `UserError` if one differs by more than
     the share `allowed` of their range."""
     expected = next_logprobs(reference, prompts)
     tolerance = allowed * max((row_V.max() - row_V.min()).item() for row_V in expected)
-    difference = max(map(logprob_difference, expected, map(torch.tensor, found.logprobs)))
+    difference = max(map(logprob_difference, expected, map(torch.tensor, answers.logprobs)))
     if not difference <= tolerance:
         raise UserError(
             f"the export was refused: log-probabilities computed by {program} differ from the model's by "
@@ -224,7 +224,7 @@ def logprobs_reading(
         )
     return ProgramReading(
         program=program,
-        version=found.version,
+        version=answers.version,
         largest_difference=difference,
         compared="logprobs",
         tolerance=tolerance,
@@ -251,14 +251,14 @@ def texts_of(tokenizer: TextTokenizer) -> list[list[int]]:
 
 def conversations_of(tokenizer: TextTokenizer) -> list[list[int]]:
     """The tokens of every conversation, empty for one that the template refuses; empty if there is no template."""
-    prompts, found = PromptEncoder(tokenizer), []
+    prompts, conversations = PromptEncoder(tokenizer), []
     if prompts.chats:
         for messages in CONVERSATIONS:
             try:
-                found.append(prompts.conversation(messages))
+                conversations.append(prompts.conversation(messages))
             except UserError:
-                found.append([])
-    return found
+                conversations.append([])
+    return conversations
 
 
 def version_of(program: str) -> str:

@@ -43,9 +43,9 @@ class TextWriter:
         known = self._decode(self._tokens[self._before : self._shown]) if self._shown > self._before else ""
         self._before, self._shown = self._shown, len(self._tokens)
         held = self._held + text[len(known) :]
-        found = [(held.find(stop), stop) for stop in self._stops if stop in held]
-        if found:
-            place, self.stopped = min(found, key=lambda pair: (pair[0], -len(pair[1])))
+        stops = [(held.find(stop), stop) for stop in self._stops if stop in held]
+        if stops:
+            place, self.stopped = min(stops, key=lambda pair: (pair[0], -len(pair[1])))
             self._held = ""
             return held[:place]
         keep = max((_overlap(held, stop) for stop in self._stops), default=0)

@@ -25,15 +25,15 @@ def token_ids(tokenizer: TextTokenizer, config: Mapping[str, Any]) -> TokenIds:
     files; null if neither has one, because transformers has a default for every family."""
     ends = end_ids(tokenizer, config)
     ordered = [tokenizer.eos_id, *sorted(ends - {tokenizer.eos_id})]
-    found: TokenIds = {"eos_token_id": ordered if len(ordered) > 1 else ordered[0]}
+    ids: TokenIds = {"eos_token_id": ordered if len(ordered) > 1 else ordered[0]}
     # The model's own ids do not apply to a tokenizer that it was not trained with.
     same = tokenizer.eos_id in _ids(config.get("eos_token_id"))
     for key in ("bos_token_id", "pad_token_id"):
         token = tokenizer.named_tokens.get(key.removesuffix("_id"))
         named = tokenizer.token_id(token) if token is not None and key == "bos_token_id" else None
         declared = (config.get(key) if same else None, _generation(tokenizer).get(key), named)
-        found[key] = next((one for one in declared if type(one) is int and 0 <= one < tokenizer.vocab_size), None)
-    return found
+        ids[key] = next((one for one in declared if type(one) is int and 0 <= one < tokenizer.vocab_size), None)
+    return ids
 
 
 def model_config(directory: Path | None) -> dict[str, Any]:
@@ -51,10 +51,10 @@ def _generation(tokenizer: TextTokenizer) -> dict[str, Any]:
 def _object(content: bytes) -> dict[str, Any]:
     """The JSON object in a file; empty if the file holds anything else."""
     try:
-        found = json.loads(content)
+        value = json.loads(content)
     except (ValueError, RecursionError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return value if isinstance(value, dict) else {}
 
 
 def _ids(given: Any) -> list[int]:

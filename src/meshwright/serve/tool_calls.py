@@ -25,7 +25,7 @@ _ID = re.compile(r"call0000\d")
 """The ids of probes, for templates that demand some (`in_form`)."""
 _DECODER = json.JSONDecoder()
 
-Found = tuple[str, dict[str, Any], int]
+PlacedCall = tuple[str, dict[str, Any], int]
 """A call's name, its arguments and its end in the text."""
 
 
@@ -55,7 +55,7 @@ class CallForm:
         tag = _TAG.search(self.before)
         return tag[0] if tag else self.before.strip()
 
-    def call_at(self, text: str, place: int) -> Found | None:
+    def call_at(self, text: str, place: int) -> PlacedCall | None:
         """The call at this place, if it is complete and valid."""
         try:
             if self.keys is not None:
@@ -63,11 +63,11 @@ class CallForm:
                 arguments = next((value[key] for key in ARGUMENTS if key in value), {})
                 name = value["name"]
             else:
-                found = _NAME.match(text, place)
-                middle = found and _flexible(self.middle).match(text, found.end())
-                if not found or not middle:
+                match = _NAME.match(text, place)
+                middle = match and _flexible(self.middle).match(text, match.end())
+                if not match or not middle:
                     return None
-                name = found[0]
+                name = match[0]
                 arguments, end = _DECODER.raw_decode(text, middle.end())
             (call,) = calls_of({"name": name, "arguments": arguments}, "")
         except (ValueError, RecursionError, TypeError, KeyError):  # no JSON, or that of something else
@@ -132,12 +132,12 @@ class CallReader:
     def add(self, text: str) -> list[str | ToolCall]:
         """The words and calls that are certain after this text."""
         self._held += text
-        found: list[str | ToolCall] = []
+        parts: list[str | ToolCall] = []
         if not self._begun:
-            found += self._words_before()
+            parts += self._words_before()
         if self._begun:
-            found += self._new_calls()
-        return found
+            parts += self._new_calls()
+        return parts
 
     def finish(self) -> list[str | ToolCall]:
         """The rest, at the end of the answer."""
@@ -168,17 +168,17 @@ class CallReader:
         return [words] if words else []
 
     def _new_calls(self) -> list[ToolCall]:
-        found: list[ToolCall] = []
+        calls: list[ToolCall] = []
         while True:
             gap = self._form.between if self.calls else self._form.before
             start = _flexible(gap).match(self._held, self._place)
             call = start and self._form.call_at(self._held, start.end())
             if not call or (not self._form.opening and call[0] not in self._names):
-                return found
+                return calls
             # Mistral's template demands ids of nine letters and digits; others take any.
             number = f"c{secrets.token_hex(4)}"
             self.calls.append(ToolCall(number, call[0], json.dumps(call[1], ensure_ascii=False)))
-            found.append(self.calls[-1])
+            calls.append(self.calls[-1])
             self._place = call[2]
 
 

@@ -44,7 +44,7 @@ from meshwright.serve.from_disk import (
     checkpoint_model_from_disk,
     hf_model_from_disk,
     is_to_stay_on_disk,
-    memory_told,
+    memory_explained,
 )
 from meshwright.serve.token_ids import end_ids, model_config
 from meshwright.spec.data import DataSpec, SourceSpec
@@ -124,14 +124,14 @@ def open_trained(
         raise UserError(f"{path} belongs to a run, whose recipe sets the family; leave --family out")
     saved = [path] if (path / MANIFEST).is_file() else list_checkpoints(path / "checkpoints")
     if saved:
-        with memory_told(f"the weights of {saved[-1]}"):
+        with memory_explained(f"the weights of {saved[-1]}"):
             return _from_checkpoint(saved[-1], place, dtype, averaged, weights)
     if (path / RESOLVED).is_file():
         raise CheckpointError(f"{path}: has no checkpoint yet")
     if averaged and path.is_dir():
         raise UserError(f"{path} is neither a run nor a checkpoint, so it has no averaged weights; leave --ema out")
     if (path / "config.json").is_file():
-        with memory_told(f"the weights of {path}"):
+        with memory_explained(f"the weights of {path}"):
             return _from_hf_directory(path, place, dtype, family, weights)
     what = f"has no {RESOLVED} and no config.json" if path.is_dir() else "no such directory"
     raise UserError(
@@ -145,16 +145,16 @@ def continue_texts(
     prompts: Sequence[str],
     settings: Settings,
     *,
-    tell: Callable[[str], None] = lambda line: None,
+    report: Callable[[str], None] = lambda line: None,
 ) -> list[str]:
-    """The continuation of each prompt, by default of 128 tokens or the rest of the context. `tell` is called with the
+    """The continuation of each prompt, by default of 128 tokens or the rest of the context. `report` is called with the
     speed.
 
     An empty prompt starts a document. Raises `UserError` if prompt and new tokens do not fit the context.
     """
     tokenizer = trained.tokenizer
     ids = [tokenizer.encode_prompt(prompt) or [tokenizer.eos_id] for prompt in prompts]
-    return _answers(trained, ids, set(), settings, tell)
+    return _answers(trained, ids, set(), settings, report)
 
 
 def answer_texts(
@@ -163,15 +163,15 @@ def answer_texts(
     settings: Settings,
     *,
     system: str | None = None,
-    tell: Callable[[str], None] = lambda line: None,
+    report: Callable[[str], None] = lambda line: None,
 ) -> list[str]:
-    """The answer to each prompt in its own conversation, rendered by the tokenizer's chat template. `tell` is called
+    """The answer to each prompt in its own conversation, rendered by the tokenizer's chat template. `report` is called
     with the speed.
 
     Raises `UserError` if there is no template, or prompt and new tokens do not fit the context.
     """
     ids, ends = ask(trained.tokenizer, prompts, system)
-    return _answers(trained, ids, ends, settings, tell)
+    return _answers(trained, ids, ends, settings, report)
 
 
 def evaluate_texts(
@@ -232,19 +232,19 @@ def _answers(
     prompts: Sequence[Sequence[int]],
     ends: Collection[int],
     settings: Settings,
-    tell: Callable[[str], None],
+    report: Callable[[str], None],
 ) -> list[str]:
     """The text after each prompt, up to one of `ends` or the end of a text."""
     max_tokens, all_ends = settings.max_tokens, end_ids(trained.tokenizer, config_of(trained)).union(ends)
     if max_tokens is None:
         max_tokens = max(1, min(MAX_TOKENS, trained.spec.max_positions - max(map(len, prompts))))
     requests = requests_of(prompts, all_ends, max_tokens=max_tokens, sampling=settings.sampling, stops=settings.stops)
-    with memory_told("the answers"):
+    with memory_explained("the answers"):
         pack(trained.model)
         start = time.perf_counter()
         answers = InferenceEngine(trained.model, decode=trained.tokenizer.decode).run(requests)
     seconds, tokens = time.perf_counter() - start, sum(len(answer.tokens) for answer in answers)
-    tell(f"{tokens} tokens in {seconds:.1f} s, {tokens / seconds:.3g} tokens/s")
+    report(f"{tokens} tokens in {seconds:.1f} s, {tokens / seconds:.3g} tokens/s")
     return [answer.text for answer in answers]
 
 

@@ -29,12 +29,17 @@ def main() -> None:
         skip_tokenizer_init=not questions["tokenizer"],
         **options,
     )
-    found = {"version": vllm_version(), "logprobs": logprobs(vllm, model, questions), "texts": [], "conversations": []}
+    answers = {
+        "version": vllm_version(),
+        "logprobs": logprobs(vllm, model, questions),
+        "texts": [],
+        "conversations": [],
+    }
     if questions["tokenizer"]:
         tokenizer = model.get_tokenizer()
-        found["texts"] = [list(tokenizer(text).input_ids) for text in questions["texts"]]
-        found["conversations"] = [conversation(tokenizer, messages) for messages in questions["conversations"]]
-    Path(sys.argv[2]).write_text(json.dumps(found))
+        answers["texts"] = [list(tokenizer(text).input_ids) for text in questions["texts"]]
+        answers["conversations"] = [conversation(tokenizer, messages) for messages in questions["conversations"]]
+    Path(sys.argv[2]).write_text(json.dumps(answers))
 
 
 def logprobs(vllm: Any, model: Any, questions: dict[str, Any]) -> list[list[float]]:
@@ -46,14 +51,14 @@ def logprobs(vllm: Any, model: Any, questions: dict[str, Any]) -> list[list[floa
         from vllm.lora.request import LoRARequest  # pyright: ignore[reportMissingImports]
 
         options["lora_request"] = LoRARequest("adapter", 1, questions["adapter"])
-    found = []
+    rows = []
     for answer in model.generate(prompts, sampling, use_tqdm=False, **options):
         row = [float("nan")] * questions["vocab"]
-        for token, said in answer.outputs[0].logprobs[0].items():
+        for token, candidate in answer.outputs[0].logprobs[0].items():
             if token < len(row):  # it pads the vocabulary
-                row[token] = said.logprob
-        found.append(row)
-    return found
+                row[token] = candidate.logprob
+        rows.append(row)
+    return rows
 
 
 def conversation(tokenizer: Any, messages: list[dict[str, str]]) -> list[int] | None:

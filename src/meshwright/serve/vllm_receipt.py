@@ -89,12 +89,12 @@ def vllm_reading(
         "texts": TEXTS,
         "conversations": CONVERSATIONS if tokenizer is not None and tokenizer.chat_template is not None else (),
     }
-    found = ask(PROGRAM, ["env", *SETTINGS, str(python), "-P", vllm_program.__file__], questions)
-    reading = logprobs_reading(PROGRAM, found, reference, prompts, TOLERANCE)
+    answers = ask(PROGRAM, ["env", *SETTINGS, str(python), "-P", vllm_program.__file__], questions)
+    reading = logprobs_reading(PROGRAM, answers, reference, prompts, TOLERANCE)
     if tokenizer is None:
         return reading, []
-    texts = [without_end(ids, tokenizer) for ids in found.texts]
-    spoken = [ids or [] for ids in found.conversations]  # vLLM must accept every conversation that the model does
+    texts = [without_end(ids, tokenizer) for ids in answers.texts]
+    spoken = [ids or [] for ids in answers.conversations]  # vLLM must accept every conversation that the model does
     try:
         equal = compare_tokens(PROGRAM, tokenizer, texts, spoken)
     except UserError as error:

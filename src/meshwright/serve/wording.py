@@ -49,12 +49,12 @@ class Wording:
         """All answers, complete."""
         choices = []
         for number, answer in enumerate(answers):
-            said = {"text": "".join(self._echoes[number : number + 1]) + answer.text}
+            content = {"text": "".join(self._echoes[number : number + 1]) + answer.text}
             if self._chat:
-                said = {"message": self._message(number, answer)}
+                content = {"message": self._message(number, answer)}
             logprobs = self._logprobs(number, answer.request, [*answer.prompt, *answer.tokens, *self._ended(answer)])
             reason = self._reason(number, answer.finish)
-            choices.append({"index": number, **said, "logprobs": logprobs, "finish_reason": reason})
+            choices.append({"index": number, **content, "logprobs": logprobs, "finish_reason": reason})
         kind = "chat.completion" if self._chat else "text_completion"
         return self._envelope(kind, choices) | {"usage": usage(answers, prompt_tokens)}
 
@@ -62,8 +62,8 @@ class Wording:
         if self._tools is None:
             return {"role": "assistant", "content": answer.text, "refusal": None}
         reader = self._reader(number)
-        found = [*reader.add(answer.text), *reader.finish()]
-        text = "".join(one for one in found if isinstance(one, str))
+        parts = [*reader.add(answer.text), *reader.finish()]
+        text = "".join(one for one in parts if isinstance(one, str))
         calls = [call.as_json() for call in reader.calls]
         message = {"role": "assistant", "content": None if calls and not text else text, "refusal": None}
         return {**message, "tool_calls": calls} if calls else message
@@ -78,11 +78,11 @@ class Wording:
             return finish
         return "tool_calls"
 
-    def _deltas(self, number: int, found: Sequence[str | ToolCall]) -> list[dict[str, Any]]:
+    def _deltas(self, number: int, parts: Sequence[str | ToolCall]) -> list[dict[str, Any]]:
         """Words and calls as changes of a message; a call comes whole."""
         deltas, place = [], len(self._reader(number).calls) if self._tools else 0
-        place -= sum(isinstance(one, ToolCall) for one in found)
-        for one in found:
+        place -= sum(isinstance(one, ToolCall) for one in parts)
+        for one in parts:
             if isinstance(one, ToolCall):
                 deltas.append({"delta": {"tool_calls": [{"index": place, **one.as_json()}]}})
                 place += 1
@@ -90,12 +90,12 @@ class Wording:
                 deltas.append({"delta": {"content": one}})
         return deltas
 
-    def _chunks(self, number: int, said: Sequence[dict[str, Any]], logprobs: Any = None) -> list[dict[str, Any]]:
+    def _chunks(self, number: int, deltas: Sequence[dict[str, Any]], logprobs: Any = None) -> list[dict[str, Any]]:
         """Chunks of an answer; the first has the log-probabilities."""
         shared = {"index": number, "finish_reason": None}
         return [
             self._chunk({**shared, **one, "logprobs": logprobs if first else None})
-            for one, first in zip(said, [True, *[False] * len(said)], strict=False)
+            for one, first in zip(deltas, [True, *[False] * len(deltas)], strict=False)
         ]
 
     def begin(self, number: int) -> dict[str, Any]:
@@ -110,19 +110,19 @@ class Wording:
         """New tokens and text of an answer, as chunks."""
         logprobs = self._logprobs(number, request, tokens) if tokens else None
         if not self._chat:
-            said = [{"text": text}] if text or logprobs else []
+            deltas = [{"text": text}] if text or logprobs else []
         else:
-            found = [text] if self._tools is None else self._reader(number).add(text)
-            said = self._deltas(number, found) or ([{"delta": {"content": ""}}] if logprobs else [])
-        return self._chunks(number, said, logprobs)
+            parts = [text] if self._tools is None else self._reader(number).add(text)
+            deltas = self._deltas(number, parts) or ([{"delta": {"content": ""}}] if logprobs else [])
+        return self._chunks(number, deltas, logprobs)
 
     def ends(self, number: int, answer: Answer, finish: str) -> list[dict[str, Any]]:
         """The rest of an answer, and the reason why it has ended."""
-        said = [] if self._tools is None else self._deltas(number, self._reader(number).finish())
+        deltas = [] if self._tools is None else self._deltas(number, self._reader(number).finish())
         ended = self._ended(answer)
         logprobs = self._logprobs(number, answer.request, ended) if ended else None
         last = {"index": number, **({"delta": {}} if self._chat else {"text": ""}), "logprobs": logprobs}
-        return [*self._chunks(number, said), self._chunk({**last, "finish_reason": self._reason(number, finish)})]
+        return [*self._chunks(number, deltas), self._chunk({**last, "finish_reason": self._reason(number, finish)})]
 
     def usage(self, answers: Sequence[Answer], prompt_tokens: int) -> dict[str, Any]:
         """The last chunk, if requested."""
@@ -142,7 +142,7 @@ class Wording:
         if request.logprobs is None:
             return None
         if self._chat:
-            return {"content": [self._told(token) for token in tokens], "refusal": None}
+            return {"content": [self._token(token) for token in tokens], "refusal": None}
         texts = [self._decode([token.id]) for token in tokens]
         offsets = []
         for text in texts:
@@ -155,7 +155,7 @@ class Wording:
         values = [token.logprob for token in tokens]
         return {"tokens": texts, "token_logprobs": values, "top_logprobs": top, "text_offset": offsets}
 
-    def _told(self, token: Token) -> dict[str, Any]:
+    def _token(self, token: Token) -> dict[str, Any]:
         top = [self._one(other, value) for other, value in token.top]
         return {**self._one(token.id, token.logprob), "top_logprobs": top}
 

@@ -49,11 +49,11 @@ class EngineThread:
 
     def load(self) -> dict[str, tuple[int, int]]:
         """The numbers of running and waiting requests of each model."""
-        found = {}
+        counts = {}
         for name, engine in list(self._engines.items()):
             unfinished, running = self._unfinished[name], engine.running
-            found[name] = (min(running, unfinished), max(0, unfinished - running))
-        return found
+            counts[name] = (min(running, unfinished), max(0, unfinished - running))
+        return counts
 
     def add(self, model: str, engine: InferenceEngine) -> None:
         """Start serving another engine."""
@@ -82,12 +82,12 @@ class EngineThread:
             self._unfinished[model] += len(requests)
 
         def hear(number: int) -> Callable[[Answer, list[Token], str], None]:
-            def tell(answer: Answer, tokens: list[Token], text: str) -> None:
+            def report(answer: Answer, tokens: list[Token], text: str) -> None:
                 listener(number, answer, tokens, text)
                 if answer.finish is not None:
                     self._finished(model, engine)
 
-            return tell
+            return report
 
         def begin() -> None:
             for number, request in enumerate(requests):

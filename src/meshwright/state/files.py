@@ -218,14 +218,14 @@ def check_directory(directory: Path) -> None:
 
 def file_system(path: Path, mounts: Path = Path("/proc/self/mounts")) -> str:
     """The type of `path`'s file system; empty if the system does not report it."""
-    found, path = (0, ""), path.resolve()
+    longest, path = (0, ""), path.resolve()
     with contextlib.suppress(OSError):
         for line in mounts.read_text().splitlines():
             _, point, kind, *_ = line.split()
             place = Path(point.replace("\\040", " "))
             if path.is_relative_to(place):
-                found = max(found, (len(place.parts), kind), key=lambda entry: entry[0])
-    return found[1]
+                longest = max(longest, (len(place.parts), kind), key=lambda entry: entry[0])
+    return longest[1]
 
 
 def _open_directly(file: int) -> int | None:

@@ -68,5 +68,4 @@ class MasterWeights(StateStore):
 
     @torch.no_grad()
     def put(self, bucket: Bucket) -> None:
-        """See `StateStore`."""
         copy_all_([self._copies[name] for name in bucket.parameters], list(bucket.parameters.values()))

@@ -207,7 +207,6 @@ class HostStore(StateStore):
 
     @staticmethod
     def home(device: torch.device) -> torch.device:
-        """See `StateStore`."""
         return CPU
 
     @staticmethod

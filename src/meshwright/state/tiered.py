@@ -63,13 +63,12 @@ class TieredStore(StateStore):
     """The optimizer's tensors live in `tier`."""
 
     def begin(self, model: nn.Module, tier: Tier | None) -> None:
-        """See `StateStore`."""
         assert tier is not None
         self.tier, self._mover = tier, Mover(tier)
         self._in_hand: torch.Tensor | None = None
         self._gradient_homes: dict[int, tuple[_Slot, int]] = {}
         self._cache_room = tier.cache_room
-        self._told = False
+        self._warned = False
 
     def move_out(self, model: nn.Module) -> None:
         """See `StateStore`: the requested share, a bucket at a time. Raises `OffloadError` if there is no room."""
@@ -239,12 +238,10 @@ class TieredStore(StateStore):
 
     @property
     def in_hand(self) -> list[torch.Tensor]:
-        """See `StateStore`."""
         return [*([] if self._in_hand is None else [self._in_hand]), *self._mover.buffers]
 
     @property
     def elsewhere(self) -> list[torch.Tensor]:
-        """See `StateStore`."""
         if self.tier.offload.optimizer != "disk":
             return []
         return [slot.home for moved in self._moved.values() for slot in (*moved.kept, *moved.gradients.values())]
@@ -256,19 +253,16 @@ class TieredStore(StateStore):
 
     @property
     def place(self) -> str:
-        """See `StateStore`."""
         return str(self.tier.directory)
 
     def here(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """See `StateStore`."""
         elsewhere = {id(slot.tensor) for moved in self._moved.values() for slot in moved.kept}
         return (entry for entry in super().here() if id(local_tensor(entry[1])) not in elsewhere)
 
     def complaint(self) -> str | None:
-        """See `StateStore`."""
-        told = None if self._told else complaint([moved.home for moved in self._moved.values()])
-        self._told = self._told or told is not None
-        return told
+        warning = None if self._warned else complaint([moved.home for moved in self._moved.values()])
+        self._warned = self._warned or warning is not None
+        return warning
 
 
 class TieredMasters(TieredStore, MasterWeights):
@@ -299,7 +293,6 @@ class TieredMasters(TieredStore, MasterWeights):
             parameter.data = parameter.data.to(self.tier.device, copy=True)
 
     def first_gradient(self, master: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
-        """See `MasterWeights`."""
         return gradient if self.gradient_home(master) is None else self.move_gradient(master, gradient)
 
 
@@ -323,11 +316,11 @@ def _on_a_rank(parameter: torch.Tensor) -> int:
 
 def _offsets(sizes: list[int], start: int) -> tuple[list[int], int]:
     """Consecutive offsets of tensors of these sizes in bytes, and the end of the last."""
-    found = []
+    offsets = []
     for size in sizes:
-        found.append(rounded(start, ALIGNED) if start else 0)
-        start = found[-1] + size
-    return found, start
+        offsets.append(rounded(start, ALIGNED) if start else 0)
+        start = offsets[-1] + size
+    return offsets, start
 
 
 def _part_like(parameter: torch.Tensor, local: torch.Tensor) -> torch.Tensor:

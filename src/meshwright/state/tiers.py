@@ -30,19 +30,15 @@ class HostMemory(Home):
         self._bytes.zero_()
 
     def tensor(self, offset: int, like: torch.Tensor) -> torch.Tensor:
-        """See `Home`."""
         return self._bytes[offset : offset + like.nbytes].view(like.dtype).view(like.shape)
 
     def read(self, buffer: torch.Tensor) -> None:
-        """See `Home`."""
         buffer.copy_(self._bytes[: len(buffer)])
 
     def write(self, buffer: torch.Tensor) -> None:
-        """See `Home`."""
         self._bytes[: len(buffer)].copy_(buffer)
 
     def fill(self, offset: int, tensor: torch.Tensor) -> None:
-        """See `Home`."""
         self.tensor(offset, tensor).copy_(tensor)
 
 

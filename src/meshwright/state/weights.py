@@ -35,7 +35,6 @@ class _ModelOnDisk(TieredStore):
     """All larger parameters, including frozen ones, live in `tier`."""
 
     def begin(self, model: nn.Module, tier: Tier | None) -> None:
-        """See `StateStore`."""
         super().begin(model, tier)
         self._places: Places = {}
 
@@ -57,17 +56,14 @@ class _ModelOnDisk(TieredStore):
         allocate_in(tier, model, device, lambda tensor: isinstance(tensor, nn.Parameter))
 
     def lives_at(self, tensor: torch.Tensor, home: Home, offset: int) -> None:
-        """See `TieredStore`."""
         self._places[id(tensor)] = tensor, home, offset
 
     def step(self, lr_factor: float, gradient_factor: float = 1.0) -> None:
-        """See `StateStore`."""
         self._ahead.forget()
         super().step(lr_factor, gradient_factor)
 
     @property
     def elsewhere(self) -> list[torch.Tensor]:
-        """See `StateStore`."""
         return [*super().elsewhere, *(tensor for tensor, _, _ in self._places.values())]
 
 
@@ -75,7 +71,6 @@ class WeightsOnDisk(_ModelOnDisk):
     """The parameters that the model computes with and the optimizer updates, and their gradients, live in `tier`."""
 
     def masters_of(self, model: nn.Module, training: TrainingSpec) -> dict[str, torch.Tensor]:
-        """See `StateStore`."""
         masters = super().masters_of(model, training)
         self._gradient_dtype = torch_dtype(training.dtypes.gradient)
         for master in masters.values():
@@ -111,7 +106,6 @@ class ShardsOnDisk(WeightsOnDisk, HostStore):
     """FSDP2's shards live in `tier`, and the optimizer steps on the host."""
 
     def begin(self, model: nn.Module, tier: Tier | None) -> None:
-        """See `StateStore`."""
         super().begin(model, tier)
         self._shards = Shards(model)
 
@@ -122,7 +116,6 @@ class ShardsOnDisk(WeightsOnDisk, HostStore):
 
     @staticmethod
     def allocate(model: nn.Module, device: torch.device, tier: Tier | None) -> None:
-        """See `StateStore`."""
         assert tier is not None
         _ModelOnDisk.allocate(model, device, tier)
         shards = Shards(model)
@@ -136,7 +129,6 @@ class ShardsOnDisk(WeightsOnDisk, HostStore):
         return self._shards.like(tensor).nbytes
 
     def lives_at(self, tensor: torch.Tensor, home: Home, offset: int) -> None:
-        """See `TieredStore`."""
         super().lives_at(tensor, home, offset)
         if tensor in self._shards:
             self._shards.moved(tensor, home.tensor(offset, self._shards.like(tensor)))
@@ -203,8 +195,8 @@ class BlocksAhead:
 
 def _parts(parameters: Iterable[torch.Tensor], places: Places) -> list[tuple[Home, int, int]]:
     """Home, offset and bytes of the parameters that have homes."""
-    found = (places.get(id(local_tensor(parameter))) for parameter in parameters)
-    return [(home, offset, tensor.nbytes) for tensor, home, offset in filter(None, found)]
+    homes = (places.get(id(local_tensor(parameter))) for parameter in parameters)
+    return [(home, offset, tensor.nbytes) for tensor, home, offset in filter(None, homes)]
 
 
 class _Entered:

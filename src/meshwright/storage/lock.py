@@ -118,7 +118,7 @@ class Lock:
             return None if os.path.sameopenfile(file, self._file) else _read(file)
 
     def _acquire(self) -> None:
-        deadline, told, seen = time.monotonic() + self._wait, False, _Sighting()
+        deadline, announced, seen = time.monotonic() + self._wait, False, _Sighting()
         while True:
             numbers = self._numbers()
             newest = numbers[-1] if numbers else 0
@@ -128,8 +128,8 @@ class Lock:
             in_use = f"{self.path.parent} is in use by {seen.owner}"
             if lives and time.monotonic() >= deadline:
                 raise LockedError(in_use + self._hint)
-            if not told and (lives or seen.silence > BEAT):
-                told = True
+            if not announced and (lives or seen.silence > BEAT):
+                announced = True
                 self._say(f"{in_use}; waiting for it to end" + ("" if lives else ", or a sign of life"))
             time.sleep(1.0 if lives else LOOK)
 
@@ -185,7 +185,7 @@ class Lock:
 
 
 def is_held(path: Path) -> bool:
-    """Whether a process holds the lock `path`, as far as one look can tell."""
+    """Whether a process holds the lock `path`, as far as one look shows."""
     if not path.parent.is_dir():
         return False
     names = [name for name in path.parent.iterdir() if re.fullmatch(rf"{re.escape(path.name)}-\d+", name.name)]

@@ -39,9 +39,9 @@ def read_data(path: Path, text: str) -> Any:
     refers to itself."""
     try:
         if path.suffix == ".json":
-            found = json.loads(text, parse_constant=_refuse, object_pairs_hook=distinct_keys)
+            data = json.loads(text, parse_constant=_refuse, object_pairs_hook=distinct_keys)
         else:
-            found = tomllib.loads(text) if path.suffix == ".toml" else yaml.safe_load(text)
+            data = tomllib.loads(text) if path.suffix == ".toml" else yaml.safe_load(text)
     except RecursionError as error:
         raise UserError(f"{path}: cannot be read: nested too deeply") from error
     except yaml.MarkedYAMLError as error:
@@ -50,7 +50,7 @@ def read_data(path: Path, text: str) -> Any:
     # Invalid values of YAML's own tags (!!int, !!bool, !!timestamp) raise whatever Python raises.
     except (ValueError, yaml.YAMLError, ArithmeticError, LookupError, AttributeError, TypeError) as error:
         raise UserError(f"{path}: cannot be read: {' '.join(str(error).split()) or 'a value is malformed'}") from error
-    return _plain(found, path, count(1))
+    return _plain(data, path, count(1))
 
 
 def _refuse(word: str) -> Any:
@@ -77,7 +77,7 @@ def _plain(value: Any, path: Path, values: Iterator[int], depth: int = 0) -> Any
 def _number(text: str) -> str | float:
     """YAML 1.1 leaves `1e-5` a text; numbers that are written so are numbers."""
     try:
-        found = float(text) if "e" in text.lower() and text[:1] in "0123456789.-+" else None
+        number = float(text) if "e" in text.lower() and text[:1] in "0123456789.-+" else None
     except ValueError:
         return text
-    return text if found is None or not isfinite(found) else found
+    return text if number is None or not isfinite(number) else number

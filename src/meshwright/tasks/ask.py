@@ -34,11 +34,11 @@ def open_tasks(specs: Sequence[TaskSpec], base_dir: Path) -> Tasks:
 
     Raises `UserError` if a task cannot be found, a file cannot be used, or two have the same name.
     """
-    found = [
+    tasks = [
         open_task(spec, base_dir) if spec.task.endswith(QUESTIONS) else find_task(spec, base_dir) for spec in specs
     ]
-    names = [task.name for task in found]
+    names = [task.name for task in tasks]
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice is not None:
         raise UserError(f"two tasks are named {twice}; rename a file")
-    return Tasks(found)
+    return Tasks(tasks)

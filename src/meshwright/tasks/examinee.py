@@ -89,32 +89,32 @@ class Examinee:
 
         Raises `UserError` if a continuation has no token, or has more than fit.
         """
-        read = [_cut(before, asked, self.max_length) for before, asked in rows]
+        read = [_cut(before, continuation, self.max_length) for before, continuation in rows]
         ends: dict[tuple[int, ...], list[int]] = {}
         """Input -> the rows that need one token after it: they are computed together."""
         longer = []
-        for number, (tokens, asked) in enumerate(read):
-            if len(asked) == 1:
+        for number, (tokens, continuation) in enumerate(read):
+            if len(continuation) == 1:
                 ends.setdefault(tokens, []).append(number)
             else:
                 longer.append(number)
-        found: dict[int, ContinuationScore] = {}
+        scores: dict[int, ContinuationScore] = {}
         texts = list(ends)
         for together, logits_V in self._read([(tokens, 1) for tokens in texts], _next_logits):
             logprobs_V = logits_V.double().log_softmax(-1)
             best = float(logprobs_V.max())
             for number in ends[texts[together]]:
                 logprob = float(logprobs_V[read[number][1][0]])
-                found[number] = ContinuationScore(logprob, logprob >= best)
+                scores[number] = ContinuationScore(logprob, logprob >= best)
         whole = [(read[number][0], len(read[number][1])) for number in longer]
         labels = [read[number][1] for number in longer]
         for index, sums in self._read(whole, _sums, labels):
             logprob, missed = sums.tolist()
-            found[longer[index]] = ContinuationScore(logprob, missed == 0)
+            scores[longer[index]] = ContinuationScore(logprob, missed == 0)
         release_gathered(self.passes.model)
-        for others in gather_everywhere(found):
-            found = {**found, **others}
-        return [found[number] for number in range(len(rows))]
+        for others in gather_everywhere(scores):
+            scores = {**scores, **others}
+        return [scores[number] for number in range(len(rows))]
 
     def _read(
         self,
@@ -147,9 +147,9 @@ class Examinee:
 
     def _batch(self, rows: Sequence[tuple[Ids, int, Ids]], size: int, length: int) -> HostBatch:
         tokens_BT, labels_BT = np.zeros((size, length), np.int64), np.full((size, length), IGNORED, np.int64)
-        for row, (tokens, asked, labels) in enumerate(rows):
+        for row, (tokens, count, labels) in enumerate(rows):
             tokens_BT[row, : len(tokens)] = tokens
-            labels_BT[row, len(tokens) - asked : len(tokens)] = labels
+            labels_BT[row, len(tokens) - count : len(tokens)] = labels
         places = self.share.places_of(length)
         if places is None:
             return Batch(tokens_BT, labels_BT)
@@ -159,16 +159,16 @@ class Examinee:
 
 def ends_among(tokenizer: TextTokenizer, stops: Sequence[str]) -> set[int]:
     """The ids of those stop texts that are special tokens, which a generated text does not show."""
-    found = (tokenizer.token_id(stop) for stop in stops if stop in tokenizer.special_tokens)
-    return {number for number in found if number is not None}
+    numbers = (tokenizer.token_id(stop) for stop in stops if stop in tokenizer.special_tokens)
+    return {number for number in numbers if number is not None}
 
 
-def _cut(before: Ids, asked: Ids, room: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    if not asked or not before:
+def _cut(before: Ids, continuation: Ids, room: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    if not continuation or not before:
         raise UserError("a task requests the log-probability of an empty text, or of a text without a prompt")
-    if len(asked) > room:
-        raise UserError(f"a task's answer has {len(asked)} tokens, but the model supports {room}")
-    return (*before, *asked)[:-1][-room:], tuple(asked)
+    if len(continuation) > room:
+        raise UserError(f"a task's answer has {len(continuation)} tokens, but the model supports {room}")
+    return (*before, *continuation)[:-1][-room:], tuple(continuation)
 
 
 def _next_logits(x_BTD: torch.Tensor, head: Head, batch: TensorBatch) -> torch.Tensor:

@@ -80,7 +80,7 @@ def run_harness_task(task: HarnessTask, examinee: Examinee) -> list[TaskResult]:
     """
     with _undisturbed():
         try:
-            found = importlib.import_module("lm_eval").simple_evaluate(
+            output = importlib.import_module("lm_eval").simple_evaluate(
                 model=_language_model(examinee),
                 tasks=[task.name],
                 num_fewshot=task.spec.shots,
@@ -90,7 +90,7 @@ def run_harness_task(task: HarnessTask, examinee: Examinee) -> list[TaskResult]:
             )
         except OSError as error:
             raise UserError(f"task {task.spec.task}: its data cannot be read ({error})") from error
-    results = None if found is None or not found.get("results") else _results(found)
+    results = None if output is None or not output.get("results") else _results(output)
     (first, *_) = (each for each in gather_everywhere(results) if each is not None)
     return first
 
@@ -115,11 +115,11 @@ def _undisturbed() -> Iterator[None]:
         np.random.set_state(numpy)
 
 
-def _results(found: Mapping[str, Any]) -> list[TaskResult]:
+def _results(output: Mapping[str, Any]) -> list[TaskResult]:
     """One result for each task and group."""
-    sizes = {name: int(size["effective"]) for name, size in found.get("n-samples", {}).items()}
-    told = []
-    for name, figures in found["results"].items():
+    sizes = {name: int(size["effective"]) for name, size in output.get("n-samples", {}).items()}
+    results = []
+    for name, figures in output["results"].items():
         metrics = {}
         for key, value in figures.items():
             metric, _, filtered = key.partition(",")
@@ -128,10 +128,10 @@ def _results(found: Mapping[str, Any]) -> list[TaskResult]:
             error = figures.get(f"{metric}_stderr,{filtered}")
             known = isinstance(error, int | float)
             metrics[metric if filtered == "none" else key] = Metric(float(value), float(error) if known else None)
-        members = _members(name, found.get("group_subtasks", {}))
-        records = [{"task": name, **_plain(sample)} for sample in found.get("samples", {}).get(name, [])]
-        told.append(TaskResult(name, sum(sizes.get(member, 0) for member in members), metrics, records))
-    return told
+        members = _members(name, output.get("group_subtasks", {}))
+        records = [{"task": name, **_plain(sample)} for sample in output.get("samples", {}).get(name, [])]
+        results.append(TaskResult(name, sum(sizes.get(member, 0) for member in members), metrics, records))
+    return results
 
 
 def _members(name: str, groups: Mapping[str, Sequence[str]]) -> list[str]:
@@ -176,8 +176,8 @@ def _language_model(examinee: Examinee) -> Any:
             return find_template("auto", tokenizer, Path()).render(chat_history, answer=add_generation_prompt)
 
         def _loglikelihood_tokens(self, requests: Any, **_: Any) -> list[tuple[float, bool]]:
-            rows = [(before, asked) for _, before, asked in requests]
-            return [(found.logprob, found.greedy) for found in examinee.logprobs(rows)]
+            rows = [(before, continuation) for _, before, continuation in requests]
+            return [(score.logprob, score.greedy) for score in examinee.logprobs(rows)]
 
         def loglikelihood_rolling(self, requests: Any, disable_tqdm: bool = False) -> list[float]:
             """Each text's log-probability, read in windows of the model's length."""
@@ -193,13 +193,13 @@ def _language_model(examinee: Examinee) -> Any:
                 ]
                 for request in requests
             ]
-            found = iter(examinee.logprobs([row for rows in windows for row in rows]))
-            return [sum(next(found).logprob for _ in rows) for rows in windows]
+            scores = iter(examinee.logprobs([row for rows in windows for row in rows]))
+            return [sum(next(scores).logprob for _ in rows) for rows in windows]
 
         def generate_until(self, requests: Any, disable_tqdm: bool = False) -> list[str]:
             """The model's text, up to the request's stop texts."""
-            asked = (request.args for request in requests)
-            return _write(examinee, [(self.tok_encode(text), options) for text, options in asked])
+            arguments = (request.args for request in requests)
+            return _write(examinee, [(self.tok_encode(text), options) for text, options in arguments])
 
     return LanguageModel()
 

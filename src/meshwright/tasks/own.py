@@ -73,9 +73,9 @@ def _choose(task: OwnTask, examinee: Examinee) -> TaskResult:
             rows += [(before, examinee.tokenizer.encode(choice.strip())) for choice in question.choices]
         else:
             rows += [encode_pair(examinee, task.prompt(question), choice) for choice in question.choices]
-    found, records, start = examinee.logprobs(rows), [], 0
+    ranked, records, start = examinee.logprobs(rows), [], 0
     for question in task.questions:
-        logprobs = [one.logprob for one in found[start : start + len(question.choices)]]
+        logprobs = [one.logprob for one in ranked[start : start + len(question.choices)]]
         start += len(question.choices)
         sizes = [max(1, len(choice.strip().encode())) for choice in question.choices]
         per_byte = [logprob / size for logprob, size in zip(logprobs, sizes, strict=True)]

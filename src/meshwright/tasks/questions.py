@@ -15,7 +15,7 @@ from meshwright.storage.jsonl import read_objects
 
 _BEHIND_HASHES = re.compile(r"####\s*(-?[0-9.,]+)")
 _NUMBER = re.compile(r"-?\$?\d[\d,]*(?:\.\d+)?|-?\.\d+")
-_SAID = re.compile(r"(?:final answer is|the answer is):?\s*(.+?)(?:\.\s|\.?$)", re.IGNORECASE | re.MULTILINE)
+_ANSWER_IS = re.compile(r"(?:final answer is|the answer is):?\s*(.+?)(?:\.\s|\.?$)", re.IGNORECASE | re.MULTILINE)
 _UNITS = re.compile(r"\\(?:text|mbox)\{[^{}]*\}\s*$")
 _PLAIN_FRACTION = re.compile(r"^(-?\d+)/(-?\d+)$")
 
@@ -65,14 +65,14 @@ class Layout:
 
 def number_behind_hashes(text: str) -> str | None:
     """The number after `####`, at the end of GSM8K's solutions."""
-    found = _BEHIND_HASHES.search(text)
-    return found and plain_number(found[1])
+    match = _BEHIND_HASHES.search(text)
+    return match and plain_number(match[1])
 
 
 def last_number(text: str) -> str | None:
     """The last number of the text."""
-    found = _NUMBER.findall(text)
-    return plain_number(found[-1]) if found else None
+    numbers = _NUMBER.findall(text)
+    return plain_number(numbers[-1]) if numbers else None
 
 
 def plain_number(text: str) -> str:
@@ -84,8 +84,8 @@ def boxed(text: str) -> str | None:
     r"""The content of the last `\boxed{...}` or `\boxed 5`, or the text after "the answer is"; normalized."""
     start = max(text.rfind("\\boxed"), text.rfind("\\fbox"))
     if start < 0:
-        said = _SAID.findall(text)
-        return plain_math(said[-1]) if said else None
+        answers = _ANSWER_IS.findall(text)
+        return plain_math(answers[-1]) if answers else None
     rest = text[text.index("box", start) :].removeprefix("boxed").removeprefix("box")
     if not rest.startswith("{"):
         return plain_math(rest.split("$")[0]) if rest.startswith(" ") else None
@@ -232,12 +232,14 @@ def read_questions(path: Path) -> tuple[Layout, list[Question]]:
     """
     layout, questions = None, []
     for place, row in read_objects(path):
-        found = layout_of(row)
-        if found is None:
+        row_layout = layout_of(row)
+        if row_layout is None:
             raise UserError(f"{place}: no known format has the columns {', '.join(row)}; known are {LAYOUTS}")
-        layout = layout or found
-        if found is not layout:
-            raise UserError(f"{place}: has the columns of {found.name}, but the first line has those of {layout.name}")
+        layout = layout or row_layout
+        if row_layout is not layout:
+            raise UserError(
+                f"{place}: has the columns of {row_layout.name}, but the first line has those of {layout.name}"
+            )
         try:
             questions.append(layout.read(row))
         except (ValueError, TypeError, KeyError, AttributeError, IndexError) as error:

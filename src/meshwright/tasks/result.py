@@ -26,24 +26,24 @@ class TaskResult:
 
     def figures(self) -> dict[str, Any]:
         """The result as data."""
-        told = {name: {"value": one.value, "stderr": one.stderr} for name, one in self.metrics.items()}
-        return {"questions": self.num_questions, "metrics": told}
+        metrics = {name: {"value": one.value, "stderr": one.stderr} for name, one in self.metrics.items()}
+        return {"questions": self.num_questions, "metrics": metrics}
 
     def line(self) -> str:
         """`capitals  acc 0.750 ± 0.043  (100 questions)`."""
-        told = (
+        figures = (
             f"{name} {one.value:.4g}" + ("" if one.stderr is None else f" ± {one.stderr:.2g}")
             for name, one in self.metrics.items()
         )
-        return f"{self.name}  {'  '.join(told)}  ({self.num_questions} questions)"
+        return f"{self.name}  {'  '.join(figures)}  ({self.num_questions} questions)"
 
 
 def flat_figures(results: Sequence[TaskResult]) -> dict[str, float]:
     """`TASK/METRIC` and `TASK/METRIC_stderr` of all results."""
-    found = {}
+    figures = {}
     for result in results:
         for name, metric in result.metrics.items():
-            found[f"{result.name}/{name}"] = metric.value
+            figures[f"{result.name}/{name}"] = metric.value
             if metric.stderr is not None:
-                found[f"{result.name}/{name}_stderr"] = metric.stderr
-    return found
+                figures[f"{result.name}/{name}_stderr"] = metric.stderr
+    return figures

@@ -64,15 +64,15 @@ def train_forever(root: Path, progress: Path, rank: int, world_size: int) -> Non
         mesh = init_device_mesh("cpu", (world_size,))
         for name, whole in fresh_state().items():
             state[name] = distribute_tensor(whole, mesh, [Shard(0)], src_data_rank=None)
-    found, faults = newest_good_checkpoint(root)
+    checkpoint, faults = newest_good_checkpoint(root)
     assert not faults, faults
-    if found is not None:
-        load_tensors(found, state)
-        step = step_of(found)
+    if checkpoint is not None:
+        load_tensors(checkpoint, state)
+        step = step_of(checkpoint)
     slow_storage(root, STORAGE_SECONDS)
     writer = CheckpointWriter(root, CheckpointSpec(every=EVERY, keep_last=2))
     mine = {name: local_part(tensor) for name, tensor in state.items()}
-    with (progress if rank == 0 else Path(os.devnull)).open("w") as told:
+    with (progress if rank == 0 else Path(os.devnull)).open("w") as journal:
         while True:
             step += 1
             advance(mine, step)
@@ -82,8 +82,8 @@ def train_forever(root: Path, progress: Path, rank: int, world_size: int) -> Non
                 writer.settle()
             if step % EVERY == 0 and writer.idle:
                 writer.begin(step, state, {"step": step})
-                told.write(f"{step}\n")
-                told.flush()
+                journal.write(f"{step}\n")
+                journal.flush()
 
 
 def kill_once(root: Path, progress: Path, draw: random.Random, world_size: int) -> list[int]:
@@ -139,17 +139,17 @@ def storm(
         begun = kill_once(root, progress, draw, world_size)
         names = [path.name for path in root.iterdir()] if root.exists() else []
         hit["inside a save" if any(name.startswith(".") for name in names) else "between saves"] += 1
-        found, faults = newest_good_checkpoint(root)
+        checkpoint, faults = newest_good_checkpoint(root)
         assert not faults, faults
-        step = step_of(found) if found else 0
+        step = step_of(checkpoint) if checkpoint else 0
         completed = [newest, *begun][-2] if begun else newest
         assert step >= completed, f"kill {count}: step {step} is newest, but {completed} had been saved"
-        if found is not None:
+        if checkpoint is not None:
             state = fresh_state()
-            load_tensors(found, state)
+            load_tensors(checkpoint, state)
             expected = state_at(step)
             assert all(torch.equal(state[name], expected[name]) for name in expected), f"kill {count}: step {step}"
-            assert found == list_checkpoints(root)[-1]
+            assert checkpoint == list_checkpoints(root)[-1]
         newest = step
         last = begun[-1] if begun else "none"
         report(f"kill {count + 1} of {kills}, ranks {world_size}: last save begun {last}, step {step} newest and good")

@@ -46,8 +46,8 @@ def calibrate(machine: Machine | None = None, *, ranks: int | None = None, secon
         threads = max(1, len(os.sched_getaffinity(0)) // ranks)
         store = f"file://{folder / 'store'}"
         jobs = [(rank, ranks, machine.is_gpu, threads, store, seconds) for rank in range(ranks)]
-        found = pool.map(_measure_rank, jobs, chunksize=1)
-    slowest = {name: _slowest(name, [measured[name] for measured in found]) for name in found[0]}
+        by_rank = pool.map(_measure_rank, jobs, chunksize=1)
+    slowest = {name: _slowest(name, [measured[name] for measured in by_rank]) for name in by_rank[0]}
     measured = Measured(
         matmul_tflops={dtype.name: slowest[f"matmul {dtype}"] for dtype in MEASURED},
         matmul_half_us={dtype.name: slowest[f"start {dtype}"] for dtype in MEASURED},
@@ -67,30 +67,30 @@ def _measure_rank(job: tuple[int, int, bool, int, str, float]) -> dict[str, floa
     rank, ranks, on_gpu, threads, store, seconds = job
     torch.set_num_threads(threads)
     device = accelerator(rank) if on_gpu else CPU
-    found: dict[str, float] = {}
+    rates: dict[str, float] = {}
     dist.init_process_group(backend_of([device.type]), init_method=store, rank=rank, world_size=ranks)
     dist.barrier()
     for measured in MEASURED:
         dtype = torch_dtype(measured)
         large, small = of_kind(LARGE, device), of_kind(SMALL, device)
         took = _seconds(_product(large, dtype, device), seconds, device)
-        found[f"matmul {measured}"] = 2 * large**3 / took / 1e12
-        found[f"start {measured}"] = max(0.0, _seconds(_product(small, dtype, device, MANY), seconds / 4, device) / MANY
+        rates[f"matmul {measured}"] = 2 * large**3 / took / 1e12
+        rates[f"start {measured}"] = max(0.0, _seconds(_product(small, dtype, device, MANY), seconds / 4, device) / MANY
                                      - 2 * small**3 / (2 * large**3 / took)) * 1e6  # fmt: skip
     source = torch.ones(of_kind(COPY_BYTES, device) // 4, device=device)
     target = torch.empty_like(source)
-    found["memory"] = 2 * of_kind(COPY_BYTES, device) / _seconds(lambda: target.copy_(source), seconds, device) / 1e9
-    found["attention"] = _attention_tflops(device, seconds)
+    rates["memory"] = 2 * of_kind(COPY_BYTES, device) / _seconds(lambda: target.copy_(source), seconds, device) / 1e9
+    rates["attention"] = _attention_tflops(device, seconds)
     tiny = torch.ones(1, device=device)
     many = _seconds(lambda: [tiny.add_(1) for _ in range(TINY_OPERATORS)], seconds, device)
-    found["host"] = many / TINY_OPERATORS * 1e6
+    rates["host"] = many / TINY_OPERATORS * 1e6
     if ranks > 1:
         for size in of_kind(MESSAGE_BYTES, device):
             payload = torch.ones(size // 4, device=device)
-            found[f"reduce {size}"] = _times(lambda p=payload: collectives.all_reduce_(p), 7, device)
+            rates[f"reduce {size}"] = _times(lambda p=payload: collectives.all_reduce_(p), 7, device)
     dist.barrier()
     dist.destroy_process_group()
-    return found
+    return rates
 
 
 def _product(side: int, dtype: torch.dtype, device: torch.device, times: int = 1) -> Callable[[], Any]:

@@ -34,15 +34,15 @@ class ProgressLine:
     def __init__(self) -> None:
         self._terminal = sys.stderr.isatty()
         self._what, self._first, self._began = "", 0, 0.0
-        self._told = time.monotonic()
+        self._shown = time.monotonic()
 
     def __call__(self, what: str, done: int, total: int) -> None:
         """Show the task and its progress if the interval has passed."""
         now = time.monotonic()
         if what != self._what:
             self._what, self._first, self._began = what, done, now
-        if now - self._told >= (TERMINAL_SECONDS if self._terminal else LOG_SECONDS):
-            self._told = now
+        if now - self._shown >= (TERMINAL_SECONDS if self._terminal else LOG_SECONDS):
+            self._shown = now
             speed = (done - self._first) / max(now - self._began, 1e-9)
             left = f", {duration((total - done) / speed)} left" if speed else ""
             line = f"{what}: {100 * done // max(1, total)} % of {short(total)}, {short(speed)}/s{left}"

@@ -96,10 +96,10 @@ def evaluate_held_out(trainer: Trainer, corpus: Corpus, stop: StopRequest) -> Ev
     names = [stream.name for stream in corpus.streams if stream.held_out]
     for name, samples in zip(names, held_out.streams, strict=True):
         batches = -(-resolved.run.training.evaluation.batches * len(samples) // len(held_out))
-        found = _evaluate(trainer, samples, batches * resolved.global_batch, stop)
-        if found is None:
+        evaluation = _evaluate(trainer, samples, batches * resolved.global_batch, stop)
+        if evaluation is None:
             return None
-        parts[name] = found
+        parts[name] = evaluation
     return joined(parts)
 
 
@@ -117,10 +117,10 @@ def _evaluate(trainer: Trainer, samples: Samples, num_samples: int, stop: StopRe
             if signal:
                 return
 
-    found = evaluate(
+    evaluation = evaluate(
         trainer.train_step.passes, until_stopped(), trainer.device, repeats_loss=trainer.train_step.repeats_loss
     )
-    return None if signal else found
+    return None if signal else evaluation
 
 
 def evaluation_fields(evaluation: Evaluation) -> dict[str, Any]:
@@ -134,7 +134,7 @@ def evaluation_line(evaluation: Evaluation, step: int) -> str:
     """`step 200  held-out loss 2.341  perplexity 10.39  (33.2k tokens)`."""
     measured = {name: f"{value:.3f}" for name, value in evaluation.metrics.items()}
     measured = measured or {"perplexity": f"{evaluation.perplexity:.2f}"}
-    told = "  ".join(f"{name} {value}" for name, value in measured.items())
+    figures = "  ".join(f"{name} {value}" for name, value in measured.items())
     sources = "".join(f"  {name} {part.loss:.3f}" for name, part in evaluation.sources.items())
     counted = f"({short(evaluation.tokens)} {evaluation.term}s)"
-    return f"step {step}  held-out loss {evaluation.loss:.3f}{sources}  {told}  {counted}"
+    return f"step {step}  held-out loss {evaluation.loss:.3f}{sources}  {figures}  {counted}"

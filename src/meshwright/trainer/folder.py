@@ -73,8 +73,8 @@ def check_writable(run_dir: Path) -> None:
         with tempfile.TemporaryDirectory(prefix=".meshwright-", dir=place):
             pass
     except OSError as error:
-        why = (error.strerror or "it cannot be used").lower()
-        raise UserError(f"run_dir={run_dir}: {place} is not writable ({why}); choose another") from error
+        reason = (error.strerror or "it cannot be used").lower()
+        raise UserError(f"run_dir={run_dir}: {place} is not writable ({reason}); choose another") from error
 
 
 def run_lock(run_dir: Path, wait: float) -> Lock:

@@ -190,8 +190,8 @@ def _activations(
 
 def layer_of(name: str) -> str:
     """`layers.3` of `layers.3.attention.wq.weight`; `OUTSIDE` for parameters outside the layers."""
-    found = re.match(r"layers\.\d+", name)
-    return found[0] if found else OUTSIDE
+    match = re.match(r"layers\.\d+", name)
+    return match[0] if match else OUTSIDE
 
 
 def _owner(function: Any) -> object:

@@ -36,7 +36,7 @@ def train_loop(session: Session) -> int:
     evaluated = saved = trainer.step  # the steps of the last evaluation and the last save
     with build_loader(trainer, corpus) as loader, watchdog:
         session.loader = loader
-        session.tell("on_start")
+        session.notify("on_start")
         while True:
             signal, writing = session.agree(writing=saver.busy)
             if not writing:
@@ -44,7 +44,7 @@ def train_loop(session: Session) -> int:
             if signal:
                 break
             step = trainer.step
-            last = bool(session.why) or step >= training.steps
+            last = bool(session.reason) or step >= training.steps
             due_to_evaluate = evaluates and evaluated != step and (last or due(step, training.evaluation.every))
             if due_to_evaluate or session.evaluation_asked:
                 evaluated = step
@@ -70,11 +70,11 @@ def train_loop(session: Session) -> int:
                     _rewind(saver, result)
                     evaluated = saved = trainer.step
                 else:
-                    session.tell("on_step", record)
+                    session.notify("on_step", record)
         watchdog.enter("saving", patient=True)
         saver.finish(patient=not signal)
-        why = {"why": session.why} if session.why else {}
-        session.tell("on_stop", session.log("stopped" if signal else "end", **why))
+        reason = {"why": session.reason} if session.reason else {}
+        session.notify("on_stop", session.log("stopped" if signal else "end", **reason))
     return signal
 
 

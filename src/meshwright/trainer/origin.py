@@ -89,13 +89,13 @@ def describe_environment(trainer: Trainer) -> dict[str, Any]:
 def planned(resolved: ResolvedRun, machine: Machine) -> dict[str, Any] | None:
     """The planner's forecast of the run on its devices; None if it does not support them or the model."""
     try:
-        found = forecast(on_this_machine(resolved, machine), machine)
-        seconds, memory = found.seconds, found.memory_bytes
+        expected = forecast(on_this_machine(resolved, machine), machine)
+        seconds, memory = expected.seconds, expected.memory_bytes
     except (UserError, ValueError):
         return None
     tokens = resolved.tokens_per_step
     return {
-        "devices": f"{found.cluster.devices} x {found.cluster.device}",
+        "devices": f"{expected.cluster.devices} x {expected.cluster.device}",
         "step_time": asdict(seconds),
         "tokens_per_s": {
             "value": tokens / seconds.value,
@@ -103,6 +103,6 @@ def planned(resolved: ResolvedRun, machine: Machine) -> dict[str, Any] | None:
             "high": tokens / seconds.low,
         },
         "memory": asdict(memory),
-        "step_parts": {name: getattr(found.time, name) for name in STEP_PARTS if name != "recompute"},
-        "memory_kinds": found.memory.kinds(),
+        "step_parts": {name: getattr(expected.time, name) for name in STEP_PARTS if name != "recompute"},
+        "memory_kinds": expected.memory.kinds(),
     }

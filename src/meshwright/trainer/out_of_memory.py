@@ -82,7 +82,7 @@ class OutOfMemoryState:
     step: int = 0
     place: str = ""
     """The module that computed."""
-    asked: float = 0.0
+    request: float = 0.0
     """Bytes of the refused allocation; 0 if the allocator does not report them."""
     held: HeldMemory = field(default_factory=lambda: HeldMemory({}))
     limit: float = 0.0
@@ -91,9 +91,9 @@ class OutOfMemoryState:
     @property
     def words(self) -> str:
         """The moment in a line."""
-        asked = f"{self.asked / GB:.3g} GB more could not be allocated" if self.asked else ""
+        request = f": {self.request / GB:.3g} GB more could not be allocated" if self.request else ""
         step = f"step {self.step}" if self.step else ""
-        return ", ".join(filter(None, (f"rank {self.rank}", step, self.phase, self.place))) + (asked and f": {asked}")
+        return ", ".join(filter(None, (f"rank {self.rank}", step, self.phase, self.place))) + request
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -109,8 +109,8 @@ def moment_of(error: BaseException, rank: int, trainer: Trainer | None) -> OutOf
     """The report of the current exception; `trainer` is None if it was not built."""
     files = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
     phase = next((name for part, name in PHASES if any(part in file for file in files)), BUILDING)
-    found = ASKED.search(str(error))
-    moment = OutOfMemoryState(rank, phase, asked=float(found[1]) * UNITS[found[2]] if found else 0.0)
+    match = ASKED.search(str(error))
+    moment = OutOfMemoryState(rank, phase, request=float(match[1]) * UNITS[match[2]] if match else 0.0)
     if trainer is not None:
         moment.step, moment.place = trainer.step, _module(error.__traceback__, trainer.model)
         try:
@@ -120,17 +120,17 @@ def moment_of(error: BaseException, rank: int, trainer: Trainer | None) -> OutOf
         if trainer.device.type == "cpu":
             moment.limit = room(trainer.resolved, trainer.machine)
             if moment.limit < memory_there() // trainer.worker.local_world_size:  # the process has its own limit
-                moment.limit = min(moment.limit, sum(moment.held.kinds.values()) + moment.asked)
+                moment.limit = min(moment.limit, sum(moment.held.kinds.values()) + moment.request)
     return moment
 
 
 def _module(trace: TracebackType | None, model: nn.Module) -> str:
     """The name of the innermost of the model's modules that computed."""
-    names, found = {id(module): name for name, module in model.named_modules()}, ""
+    names, innermost = {id(module): name for name, module in model.named_modules()}, ""
     while trace is not None:
-        found = names.get(id(trace.tb_frame.f_locals.get("self")), "") or found
+        innermost = names.get(id(trace.tb_frame.f_locals.get("self")), "") or innermost
         trace = trace.tb_next
-    return found
+    return innermost
 
 
 def page_of(resolved: ResolvedRun, moment: OutOfMemoryState, run_dir: Path | None = None) -> OutOfMemoryError:
@@ -142,15 +142,15 @@ def page_of(resolved: ResolvedRun, moment: OutOfMemoryState, run_dir: Path | Non
         resolved = on_this_machine(resolved, machine)
         expected = forecast(resolved, machine).memory.kinds()
         lines += _table(expected, moment.held, limit)
-        found = remedies(resolved, machine, limit)
-        changes, told = [remedy.overrides for remedy in found], remedy_lines(found)
+        fitting = remedies(resolved, machine, limit)
+        changes, advice = [remedy.overrides for remedy in fitting], remedy_lines(fitting)
     except (UserError, ValueError) as error:  # the planner does not support this machine or model
-        told = [f"no plan is possible: {error}"]
+        advice = [f"no plan is possible: {error}"]
     if moment.phase == SAVING and resolved.run.checkpoint.asynchronous:
         changes.insert(0, (SYNCHRONOUS,))
-        told.insert(0, f"{SYNCHRONOUS}  no second copy of the state; training waits while the checkpoint is written")
+        advice.insert(0, f"{SYNCHRONOUS}  no second copy of the state; training waits while the checkpoint is written")
     lines.append("predicted to fit, fastest first (train --retry-oom restarts with the first):")
-    lines += [f"  {line}" for line in told]
+    lines += [f"  {line}" for line in advice]
     if run_dir is not None and run_dir.is_dir():
         write_json(run_dir / PAGE, {"time": time.time(), "page": lines, "remedies": changes})
     return OutOfMemoryError("\n".join(lines))

@@ -149,7 +149,7 @@ class _ByReference(pickle.Pickler):
     """Refuses objects that a worker cannot import: defined in the script itself, or inside a function."""
 
     def reducer_override(self, obj: Any) -> Any:
-        """See `pickle.Pickler`."""
+        """Refuse a class or function that is not importable; leave the rest to pickle."""
         if isinstance(obj, type | types.FunctionType) and (obj.__module__ == "__main__" or "<" in obj.__qualname__):
             raise UserError(
                 f"{obj.__qualname__} is defined in {obj.__module__}{' inside a function' * ('<' in obj.__qualname__)}, "

@@ -94,7 +94,6 @@ class ComingBatch(NextBatch):
         self.num_sequences = trainer.resolved.global_batch
 
     def gradient_norm(self, weights: Sequence[float]) -> float:
-        """See `NextBatch`."""
         trainer, train_step = self.trainer, self.trainer.train_step
         random = random_state(trainer)
         scale = train_step.scaler.scale if train_step.scaler else 1.0

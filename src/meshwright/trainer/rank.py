@@ -49,8 +49,8 @@ def train_rank(resolved: ResolvedRun, worker: Worker, stop: StopRequest, resume:
             signal = train_loop(session)
         if signal:
             session.say(f"stopped by {signal_name(signal)} after step {trainer.step}")
-        elif session.why:
-            session.say(f"stopped after step {trainer.step}: {session.why}")
+        elif session.reason:
+            session.say(f"stopped after step {trainer.step}: {session.reason}")
         leave_group()
         return STOPPED if signal else 0
     except BaseException as error:
@@ -142,8 +142,8 @@ def own_callbacks(trainer: Trainer, corpus: Corpus) -> list[Callback]:
 
 def check_same(corpus: Corpus) -> None:
     """Raise `UserError` if ranks have read different data, because a dataset differs between reads. Collective."""
-    found = gather_everywhere([stream["fingerprint"] for stream in corpus.identity()])
-    others = [rank for rank, prints in enumerate(found) if prints != found[0]]
+    fingerprints = gather_everywhere([stream["fingerprint"] for stream in corpus.identity()])
+    others = [rank for rank, prints in enumerate(fingerprints) if prints != fingerprints[0]]
     if others:
         raise UserError(
             f"rank {others[0]} read different data from rank 0; a dataset must yield the same items in the same order "

@@ -69,8 +69,8 @@ def _read(path: Path, files: Mapping[str, TokenFile]) -> dict[str, np.ndarray]:
     if not path.is_file():
         raise UserError(f"{path}: the reference's margins are missing, {gone}")
     try:
-        with path.open("rb") as file, np.load(file) as found:
-            tables = dict(found)
+        with path.open("rb") as file, np.load(file) as archive:
+            tables = dict(archive)
     except (ValueError, OSError, EOFError, zipfile.BadZipFile, zlib.error) as error:
         raise UserError(f"{path} is damaged ({error}), {gone}; start a new run from these weights") from error
     for name, file in files.items():
@@ -93,8 +93,8 @@ def margins_of(trainer: Trainer, samples: Samples, pairs: Sequence[np.ndarray]) 
     share = BatchShare.of_run(resolved, trainer.data_rank, trainer.places)
     batches = evaluation_batches(samples, share, micro_batch=micro_batch)
     table = torch.zeros(sum(map(len, pairs)), dtype=torch.float64)
-    found = passes.read((to_device(batch, trainer.device) for batch in batches), pair_margins)
-    for number, margins_BP in enumerate(found):
+    margins = passes.read((to_device(batch, trainer.device) for batch in batches), pair_margins)
+    for number, margins_BP in enumerate(margins):
         first = (number * ranks + trainer.data_rank) * micro_batch
         for index, margins_P in enumerate(margins_BP.double().cpu(), start=first):
             if index < len(samples):

@@ -42,7 +42,7 @@ class Remedy:
 
     overrides: tuple[str, ...]
     """In the command line's syntax."""
-    found: Candidate
+    candidate: Candidate
     """Predicted cost of the changed run."""
     before: float
     """Predicted seconds of an unchanged step."""
@@ -55,7 +55,7 @@ class Remedy:
     @property
     def slower(self) -> float:
         """The relative increase of a step's time."""
-        return self.found.time.total / self.before - 1
+        return self.candidate.time.total / self.before - 1
 
 
 def remedies(resolved: ResolvedRun, machine: Machine, limit: float, *, ran_out: bool = True) -> list[Remedy]:
@@ -64,17 +64,17 @@ def remedies(resolved: ResolvedRun, machine: Machine, limit: float, *, ran_out: 
 
     `ran_out`: the run did not fit, whatever the prediction; then a remedy must save at least a tenth.
     """
-    found = forecast(resolved, machine)
-    where = found.cluster.model_copy(update={"memory_gb": limit / 1e9})
-    most = LESS * found.memory.allocated if ran_out and verdict(found.memory, where, MARGIN) == "fits" else inf
+    current = forecast(resolved, machine)
+    where = current.cluster.model_copy(update={"memory_gb": limit / 1e9})
+    most = LESS * current.memory.allocated if ran_out and verdict(current.memory, where, MARGIN) == "fits" else inf
 
     def enough(use: MemoryUse) -> bool:
         return verdict(use, where, MARGIN) == "fits" and use.allocated <= most
 
     check = layout_check(resolved.run, resolved.model, machine.kind)
     tried = []
-    for change in _changes(found.job, StepModel(found.job, where), enough, machine.kind):
-        job = _changed(found.job, change)
+    for change in _changes(current.job, StepModel(current.job, where), enough, machine.kind):
+        job = _changed(current.job, change)
         candidate = evaluate(job, where)
         if enough(candidate.memory):
             tried.append((candidate.time.total, len(change), change, candidate))
@@ -83,27 +83,27 @@ def remedies(resolved: ResolvedRun, machine: Machine, limit: float, *, ran_out: 
         if any(_is_part(other, change) for other, _ in kept):
             continue
         try:
-            overrides = tuple(_overrides(resolved, change, _changed(found.job, change), check))
+            overrides = tuple(_overrides(resolved, change, _changed(current.job, change), check))
             _legal(resolved, overrides, machine)
         except UserError:
             continue
-        kept.append((change, Remedy(overrides, candidate, found.time.total)))
+        kept.append((change, Remedy(overrides, candidate, current.time.total)))
         if len(kept) == MOST:
             break
     return [remedy for _, remedy in kept]
 
 
-def remedy_lines(found: list[Remedy]) -> list[str]:
+def remedy_lines(fitting: list[Remedy]) -> list[str]:
     """The remedies as readable lines."""
-    if not found:
+    if not fitting:
         return [
             "no combination of micro_batch, recompute, ZeRO stage and offloading fits; use more devices, a shorter "
             "data.sequence_length or a smaller model"
         ]
-    width = max(len(remedy.words) for remedy in found)
+    width = max(len(remedy.words) for remedy in fitting)
     return [
-        f"{remedy.words:<{width}}  step {remedy.slower:+.0%}, {remedy.found.memory.total / 1e9:.3g} GB a rank"
-        for remedy in found
+        f"{remedy.words:<{width}}  step {remedy.slower:+.0%}, {remedy.candidate.memory.total / 1e9:.3g} GB a rank"
+        for remedy in fitting
     ]
 
 

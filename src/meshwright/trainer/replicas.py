@@ -22,7 +22,6 @@ class ReplicaGuard(Callback):
     """Compares replicas every `guards.replicas_every` steps (0: never)."""
 
     def on_step(self, training: Training, record: Record) -> None:
-        """See `Callback`."""
         every = training.run.guards.replicas_every
         if every and training.step % every == 0:
             check_replicas(training.parameters)
@@ -70,7 +69,7 @@ def _first_difference(everyone: Iterable[dict[Part, int]]) -> str | None:
     for rank, sums in enumerate(everyone):
         for part, value in sums.items():
             holders.setdefault(part, {}).setdefault(value, []).append(rank)
-    differing = {part: sorted(found.values(), key=len) for part, found in holders.items() if len(found) > 1}
+    differing = {part: sorted(ranks_of.values(), key=len) for part, ranks_of in holders.items() if len(ranks_of) > 1}
     if not differing:
         return None
     (name, _), groups = next(iter(differing.items()))

@@ -170,7 +170,7 @@ def _with_layout(run: Run, base_dir: Path, machine: Machine) -> ResolvedRun:
     if plan.chosen is None:
         if plan.problem:
             raise UserError(f"layout: auto, but {cluster.name} has no suitable layout: {plan.problem}")
-        lost = "; ".join(f"{name}: {found['reason']}" for name, found in facts["strategies"].items())
+        lost = "; ".join(f"{name}: {figures['reason']}" for name, figures in facts["strategies"].items())
         raise UserError(f"layout: auto, but no layout fits {cluster.name}: {lost}")
     resolved = resolve_run(planned_run(run, plan), base_dir=base_dir, machine=machine)
     reasons = resolved.reasons | {"layout": choice_reason(plan), "training.micro_batch": "by the planner"}
@@ -278,18 +278,18 @@ def _relieved(
     moves = machine.is_gpu and "offload" not in layout.model_fields_set
     if needs <= limit or not (recomputes or moves):
         return None
-    found: list[tuple[Recompute, LayoutSpec]] = []
+    options: list[tuple[Recompute, LayoutSpec]] = []
     stages = layout.stage_layers == "auto"  # a job's stages are split this way
     if recomputes and stages and (least := _least_recompute(job, limit)) is not None:
-        found.append((least, layout))
+        options.append((least, layout))
     moved = layout.model_copy(update={"offload": ACTIVATIONS})
     if moves and moved.problem is None:
         policies: tuple[Recompute, ...] = ("none", "full") if recomputes else (training.recompute,)
         for policy in policies:
             use = predict_memory(replace(job, recompute=policy, layout=moved))
             if use.total <= limit and use.host <= room:
-                found.append((policy, moved))
-    for recompute, where in found:
+                options.append((policy, moved))
+    for recompute, where in options:
         sections = {
             "layout": where,
             "training": training.model_copy(update={"recompute": recompute}) if recomputes else training,
@@ -298,15 +298,15 @@ def _relieved(
             changed = Run.model_validate(run.model_dump(exclude_unset=True) | sections)
         except ValueError:  # the given selective recomputation keeps tensors that cannot be moved
             continue
-        why = (
+        reason = (
             f"without it, the smallest microbatch would need about {needs / 2**30:.1f} of {limit / 2**30:.1f} "
             "usable GiB; results stay the same"
         )
         reasons = dict[str, str]()
         if recompute != training.recompute:
-            reasons["training.recompute"] = f"{flow(plain_recompute(recompute))}: {why}"
+            reasons["training.recompute"] = f"{flow(plain_recompute(recompute))}: {reason}"
         if where is moved:
-            reasons["layout.offload"] = f"{where.offload_word}: {why}, and recomputation alone is not enough"
+            reasons["layout.offload"] = f"{where.offload_word}: {reason}, and recomputation alone is not enough"
         return changed, reasons
     return None
 

@@ -33,7 +33,6 @@ class SampleTexts(Callback):
             self._write(training)
 
     def on_step(self, training: Training, record: Record) -> None:
-        """See `Callback`."""
         step, every = training.step, self.spec.every
         if step == training.run.training.steps or (every and step % every == 0):
             self._write(training)

@@ -39,21 +39,21 @@ class Saver:
             return
         self._begin()
         if not self.writer.spec.asynchronous:
-            self._tell(self.writer.finish())
+            self._report(self.writer.finish())
 
     def settle(self) -> None:
         """Complete the next stage of the save in progress; call it when no rank is `busy`. Collective."""
-        self._tell(self.writer.settle())
+        self._report(self.writer.settle())
 
     def wait(self) -> None:
         """Wait for the save in progress, if there is one. Collective."""
-        self._tell(self.writer.finish())
+        self._report(self.writer.finish())
 
-    def went_back(self, why: str) -> None:
+    def went_back(self, reason: str) -> None:
         """Record that the trainer has returned to an older step, which has a checkpoint."""
         self._begun = self.writer.since = self.trainer.step
-        self.session.say(why)
-        self.session.log("rewind", why=why)
+        self.session.say(reason)
+        self.session.log("rewind", why=reason)
 
     def finish(self, *, patient: bool = True) -> None:
         """Wait until the trainer's step is saved. Collective.
@@ -66,7 +66,7 @@ class Saver:
             self._begin()
             attempts -= 1
             again = f"retrying every {LAST_PAUSE:g} s, {attempts} more times" if attempts else "giving up"
-            self._tell(self.writer.finish(), again)
+            self._report(self.writer.finish(), again)
             if self._begun == self.trainer.step:
                 return
             if not attempts:
@@ -83,7 +83,7 @@ class Saver:
         values = state_values(trainer, held_out_loss=loss if step == trainer.step else None)
         self.writer.begin(trainer.step, state_tensors(trainer), values)
 
-    def _tell(self, outcome: SaveOutcome | None, again: str = AT_THE_NEXT) -> None:
+    def _report(self, outcome: SaveOutcome | None, again: str = AT_THE_NEXT) -> None:
         if outcome is None:
             return
         if outcome.path is None:
@@ -104,7 +104,7 @@ class Saver:
             blocked_seconds=outcome.blocked_seconds,
             total_seconds=outcome.total_seconds,
         )
-        self.session.tell("on_save", record)
+        self.session.notify("on_save", record)
 
     def _fail(self, problem: str, step: int | None = None, again: str = AT_THE_NEXT) -> None:
         self.failed += 1

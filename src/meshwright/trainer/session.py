@@ -50,13 +50,13 @@ class Session(Training):
         self.watchdog = Watchdog(self.run.guards, worker.rank, worker.world_size, watch_store(worker))
         self.loader: Loader
         """The loader of training samples; set when the loop starts."""
-        self.why = ""
+        self.reason = ""
         """The reason why a callback ended the run; the same on every rank."""
         self.held_out_loss: tuple[int, float] | None = None
         """Step and result of the last evaluation."""
         self.evaluation_asked = self.save_asked = False
         """Whether any rank's callback requested it at this step; the same on every rank."""
-        self._signals, self._whys = stop, list[str]()
+        self._signals, self._reasons = stop, list[str]()
         self._evaluation = self._save = False  # requested on this rank since the last agreement
 
     @property
@@ -66,27 +66,21 @@ class Session(Training):
 
     @property
     def step(self) -> int:
-        """See `Training`."""
         return self.trainer.step
 
-    def stop(self, why: str) -> None:
-        """See `Training`."""
-        self._whys.append(why)
+    def stop(self, reason: str) -> None:
+        self._reasons.append(reason)
 
     def request_evaluation(self) -> None:
-        """See `Training`."""
         self._evaluation = True
 
     def request_save(self) -> None:
-        """See `Training`."""
         self._save = True
 
     def say(self, text: str) -> None:
-        """See `Training`."""
         self.display.say(text)
 
     def log(self, kind: str, **fields: Any) -> Record:
-        """See `Training`."""
         record = new_record(kind, **{"step": self.step, **fields})
         if self.journal is not None:
             self.journal.write(record)
@@ -95,17 +89,14 @@ class Session(Training):
         return record
 
     def measure(self) -> Record | None:
-        """See `Training`."""
-        found = self._measure()
-        return None if found is None else evaluation_fields(found)
+        evaluation = self._measure()
+        return None if evaluation is None else evaluation_fields(evaluation)
 
     def with_weights(self, tensors: Mapping[str, torch.Tensor]) -> AbstractContextManager[None]:
-        """See `Training`."""
         return other_weights(self.trainer, tensors)
 
     @contextmanager
     def trial_steps(self) -> Iterator[Callable[[int, float], float | None]]:
-        """See `Training`."""
         with trial_steps(self.trainer, self.loader) as step:
 
             def heed_signals(index: int, lr: float) -> float | None:
@@ -116,7 +107,6 @@ class Session(Training):
             yield heed_signals
 
     def next_batch(self) -> ComingBatch:
-        """See `Training`."""
         return ComingBatch(self.trainer, self.loader)
 
     def _measure(self) -> Evaluation | None:
@@ -127,14 +117,14 @@ class Session(Training):
     def agree(self, *, writing: bool) -> tuple[int, bool]:
         """Share between all ranks the signal that any received (or 0), whether any is writing a checkpoint, and the
         requests of callbacks on any rank. Collective."""
-        asked = (bool(self._whys), self._evaluation, self._save)
-        signal, is_writing, stop, evaluation, save = largest(self._signals.number, writing, *asked)
+        requests = (bool(self._reasons), self._evaluation, self._save)
+        signal, is_writing, stop, evaluation, save = largest(self._signals.number, writing, *requests)
         if stop:
-            whys = [why for found in gather_everywhere(self._whys) for why in found]
-            self.why = "; ".join(dict.fromkeys(filter(None, [self.why, *whys])))
+            reasons = [reason for of_rank in gather_everywhere(self._reasons) for reason in of_rank]
+            self.reason = "; ".join(dict.fromkeys(filter(None, [self.reason, *reasons])))
         self.evaluation_asked |= bool(evaluation)
         self.save_asked |= bool(save)
-        self._whys, self._evaluation, self._save = [], False, False
+        self._reasons, self._evaluation, self._save = [], False, False
         return signal, bool(is_writing)
 
     def begin_step(self) -> None:
@@ -146,14 +136,14 @@ class Session(Training):
     def evaluate(self) -> None:
         """Measure held-out loss, record it and call the callbacks. Collective."""
         self.watchdog.enter("evaluation")
-        found = self._measure()
-        if found is not None:
-            self.held_out_loss = self.step, found.loss
-            self.say(evaluation_line(found, self.step))
-            self.tell("on_evaluate", self.log("evaluation", **evaluation_fields(found)))
+        evaluation = self._measure()
+        if evaluation is not None:
+            self.held_out_loss = self.step, evaluation.loss
+            self.say(evaluation_line(evaluation, self.step))
+            self.notify("on_evaluate", self.log("evaluation", **evaluation_fields(evaluation)))
         self.evaluation_asked = self._evaluation = False
 
-    def tell(self, hook: str, *record: Record) -> None:
+    def notify(self, hook: str, *record: Record) -> None:
         """Call a hook of every callback, in order."""
         for callback in self._hooked(hook):
             self.watchdog.enter(f"{callback.name}.{hook}", patient=callback.patient)

@@ -128,10 +128,10 @@ def choose_checkpoint(root: Path, which: str) -> tuple[Path | None, list[str]]:
     `AUTO` all are damaged: a run never starts over above its own damaged checkpoints.
     """
     if which == AUTO:
-        found, faults = newest_good_checkpoint(root)
-        if faults and found is None:
+        checkpoint, faults = newest_good_checkpoint(root)
+        if faults and checkpoint is None:
             raise CheckpointError(f"{root}: all checkpoints are damaged ({'; '.join(faults)}); {START_ANEW}")
-        return found, [f"warning: skipped {fault}" for fault in faults]
+        return checkpoint, [f"warning: skipped {fault}" for fault in faults]
     if which == NEWEST:
         return latest_checkpoint(root), []
     names = [path.name for path in list_checkpoints(root)]
@@ -276,8 +276,8 @@ def _short(value: Any) -> Any:
     if isinstance(value, list):
         return f"[{', '.join(str(_short(one)) for one in value)}]"
     if isinstance(value, dict):
-        said = {key: one for key, one in value.items() if one != SourceSpec.model_fields[key].default}
-        return said["path"] if said.keys() == {"path"} else said
+        settings = {key: one for key, one in value.items() if one != SourceSpec.model_fields[key].default}
+        return settings["path"] if settings.keys() == {"path"} else settings
     return value
 
 

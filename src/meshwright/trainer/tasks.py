@@ -28,7 +28,6 @@ class TaskCallback(Callback):
         self._examinee = examinee_in_training(trainer, corpus.tokenizer)
 
     def on_step(self, training: Training, record: Record) -> None:
-        """See `Callback`."""
         every = self._evaluation.every
         if training.step == training.run.training.steps or (every and training.step % every == 0):
             results = self._tasks.ask(self._examinee)

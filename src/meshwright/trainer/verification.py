@@ -57,14 +57,12 @@ class VerifyGuard(Callback):
             raise UserError(problem)
 
     def on_start(self, training: Training) -> None:
-        """See `Callback`."""
         if training.is_first_rank:
             own_folder(self.folder)
             (self.folder / LOG).unlink(missing_ok=True)
         self._prepare(_session(training))
 
     def on_step(self, training: Training, record: Record) -> None:
-        """See `Callback`."""
         session, written = _session(training), self._step == training.step
         self._step, left_out = 0, record["skipped"] > self._skipped
         self._skipped = record["skipped"]
@@ -72,11 +70,10 @@ class VerifyGuard(Callback):
             self._begin(record)
         self._owed |= written and left_out
         if self._underway:
-            self._hear(session, from_first(self._found()))
+            self._hear(session, from_first(self._verdict()))
         self._prepare(session)
 
     def on_stop(self, training: Training, record: Record) -> None:
-        """See `Callback`."""
         if record["kind"] == "end":
             self._wait(_session(training))
         elif self._process is not None:
@@ -93,7 +90,7 @@ class VerifyGuard(Callback):
             self._step, self._owed = step, False
             if fault := replica_fault(self.trainer.parameters):
                 text = f"its initial weights are wrong: {fault}"
-                self._tell(session, step, {"equal": False, "text": text})
+                self._publish(session, step, {"equal": False, "text": text})
             write_before(self.folder / "step", self.trainer)
 
     def _begin(self, record: Record) -> None:
@@ -112,7 +109,7 @@ class VerifyGuard(Callback):
                     start_new_session=True,
                 )
 
-    def _found(self) -> dict[str, Any] | None:
+    def _verdict(self) -> dict[str, Any] | None:
         """On the first rank, the verdict, or the reason why there is none; None if not yet known."""
         if self._process is None or (status := self._process.poll()) is None:
             return None
@@ -120,35 +117,35 @@ class VerifyGuard(Callback):
         if status == 0 and verdict.is_file():
             return json.loads(verdict.read_text())
         lines = [line.strip() for line in (self.folder / LOG).read_text(errors="replace").splitlines() if line.strip()]
-        said = lines[-1] if lines else f"ended with status {status} and without a message"
-        return {"equal": False, "text": f"it could not be recomputed: {said}"}
+        message = lines[-1] if lines else f"ended with status {status} and without a message"
+        return {"equal": False, "text": f"it could not be recomputed: {message}"}
 
     def _wait(self, session: Session) -> None:
         """Wait for the pending verdict, if there is one, or for a signal. Collective."""
         waited = 0
         while self._underway:
             session.watchdog.enter("verification", waited)
-            found, signalled = from_first((self._found(), session.signal))
+            verdict, signalled = from_first((self._verdict(), session.signal))
             if signalled:
                 return  # the loop stops the run at its next agreement
-            self._hear(session, found)
+            self._hear(session, verdict)
             if self._underway:
                 time.sleep(LOOK_EVERY)
             waited += 1
 
-    def _hear(self, session: Session, found: dict[str, Any] | None) -> None:
+    def _hear(self, session: Session, verdict: dict[str, Any] | None) -> None:
         """Publish the verdict, if it has arrived."""
-        if found is not None:
+        if verdict is not None:
             step, self._underway, self._process = self._underway, 0, None
-            self._tell(session, step, found)
+            self._publish(session, step, verdict)
 
-    def _tell(self, session: Session, step: int, found: dict[str, Any]) -> None:
+    def _publish(self, session: Session, step: int, verdict: dict[str, Any]) -> None:
         """Raises `VerificationError` on all ranks if the step differs and the recipe demands it."""
-        session.log("verification", **{"step": step, **found})
-        if found["equal"]:
-            session.say(f"verified step {step}: {found['text']}")
+        session.log("verification", **{"step": step, **verdict})
+        if verdict["equal"]:
+            session.say(f"verified step {step}: {verdict['text']}")
             return
-        text = f"step {step} differs: {found['text']}"
+        text = f"step {step} differs: {verdict['text']}"
         if session.run.guards.on_difference == "raise":
             raise VerificationError(f"{text} (guards.verify_every; the files are in {self.folder})")
         session.say(f"warning: {text}")

@@ -71,23 +71,23 @@ class Doubt:
     """The value used."""
 
 
-Found = tuple[str, str, str]
+Unused = tuple[str, str, str]
 """(column, value, the value used)."""
 
 
-def cell_doubts(row: Row, run: PublishedRun) -> Iterator[Found]:
+def cell_doubts(row: Row, run: PublishedRun) -> Iterator[Unused]:
     """Every cell of a row that was not used as written."""
-    read, used, said = Completion(row), _used(run), set[str]()
+    read, used, doubted = Completion(row), _used(run), set[str]()
     for column in NUMBERS:
         text = read.text(column)
         made = _number_doubt(column, text, used.get(column))
         if made:
-            said.add(column)
+            doubted.add(column)
             yield column, text, made
     for column, made in _word_doubts(read, run):
         yield column, read.text(column), made
     for column, made in _contradictions(read, run, used):
-        if column not in said:
+        if column not in doubted:
             yield column, read.text(column), made
 
 
@@ -140,29 +140,29 @@ def _number_doubt(column: str, text: str, used: int | None) -> str | None:
 def _word_doubts(read: Completion, run: PublishedRun) -> Iterator[tuple[str, str]]:
     """(column, the value used) for cells in words that were not understood."""
 
-    def said(column: str) -> str:
+    def stated(column: str) -> str:
         text = read.text(column)
         return "" if says_nothing(text) else text
 
     job = run.job
-    if said("gpu") and run.unknown_device:
+    if stated("gpu") and run.unknown_device:
         yield "gpu", f"no device of that name is known; {run.cluster.device} taken"
-    network = said("interconnect")
+    network = stated("interconnect")
     if re.search(r"\d", network) and node_rate(network, 8) is None and link_rate(network) is None:
         yield "interconnect", f"no rate in it that is understood; {run.cluster.network_gb_s:g} GB/s a device taken"
-    if said("precision") and precision_of(said("precision")) is None:
+    if stated("precision") and precision_of(stated("precision")) is None:
         yield "precision", f"no precision that is known; {job.precision} taken"
-    sharding = said("zero_stage_or_fsdp")
+    sharding = stated("zero_stage_or_fsdp")
     if sharding and zero_of(sharding) is None:
         yield "zero_stage_or_fsdp", f"no ZeRO stage, FSDP or DDP; ZeRO-{job.layout.zero_stage} taken"
-    recompute = said("recompute")
+    recompute = stated("recompute")
     policy = recompute_of(recompute)
     if policy == ("full", 1.0) and not EVERYTHING.search(recompute.lower()):
         yield "recompute", f"no policy that is known; {job.recompute} taken"
     for column, taken in (("sequence_parallel", "by the program's habit"), ("compile", "not compiled")):
-        if said(column) and says_yes(said(column)) is None:
+        if stated(column) and says_yes(stated(column)) is None:
             yield column, f"neither yes nor no; {taken}"
-    offload = said("offload").lower()
+    offload = stated("offload").lower()
     if offload and offload not in NO and "optimizer" not in offload and "alpha=" not in offload:
         yield "offload", "neither optimizer nor activations alpha=PART; none taken"
 

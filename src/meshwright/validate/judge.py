@@ -132,12 +132,12 @@ def constant_mfu(judged: Sequence[Judged]) -> dict[str, float]:
         seconds = tokens * run.job.model.model_flops(run.job.sequence) / (peak * 1e12 * run.cluster.devices)
         ideal[run.id] = seconds
         shares[source_name(run.source)].append(seconds / run.seconds)
-    found = {}
+    seconds_of = {}
     for row in judged:
         others = [share for name, rows in shares.items() if name != source_name(row.run.source) for share in rows]
         if row.run.id in ideal and others:
-            found[row.run.id] = ideal[row.run.id] / statistics.median(others)
-    return found
+            seconds_of[row.run.id] = ideal[row.run.id] / statistics.median(others)
+    return seconds_of
 
 
 @dataclass(frozen=True)
@@ -221,12 +221,12 @@ def out_of_memory(rows: Iterable[Judged]) -> dict[str, Any]:
     """The accuracy of 'does not fit': rows that ran, rows that ran out of memory, and the predictions for both."""
     ran_out = [row for row in rows if row.run.out_of_memory]
     ran = [row for row in rows if not row.run.out_of_memory and row.run.memory_kind != "states"]
-    said = [row for row in ran_out + ran if not row.fits]
+    predicted = [row for row in ran_out + ran if not row.fits]
     hits = sum(not row.fits for row in ran_out)
     return {
         "oom_rows": len(ran_out),
-        "oom_predicted": len(said),
-        "oom_precision": hits / len(said) if said else None,
+        "oom_predicted": len(predicted),
+        "oom_precision": hits / len(predicted) if predicted else None,
         "oom_recall": hits / len(ran_out) if ran_out else None,
     }
 
@@ -234,13 +234,13 @@ def out_of_memory(rows: Iterable[Judged]) -> dict[str, Any]:
 def regret(rows: Iterable[Judged]) -> list[dict[str, Any]]:
     """For every sweep, how much slower the planner's choice is than the fastest measured layout. The choice is the
     simplest of those that fit and are predicted to be about as fast as the best of them."""
-    found = []
+    results = []
     for first, tried in sweeps(rows, "step_time", 2):
         fitting = [one for one in tried if one.fits] or tried
         limit = (1 + ALIKE) * min(one.predicted for one in fitting)
         alike = (one for one in fitting if one.predicted <= limit)
         chosen = min(alike, key=lambda one: (one.complexity, one.predicted))
-        found.append(
+        results.append(
             {
                 "source": source_name(first.run.source),
                 "layouts": len(tried),
@@ -250,7 +250,7 @@ def regret(rows: Iterable[Judged]) -> list[dict[str, Any]]:
                 "regret": chosen.measured / min(one.measured for one in tried) - 1,
             }
         )
-    return found
+    return results
 
 
 def worst(judged: Sequence[Judged], quantity: str) -> list[Judged]:

@@ -108,12 +108,12 @@ class Completion:
 def architectures() -> Mapping[str, Sizes]:
     """Name without its punctuation -> sizes of published architectures, longest names first."""
     text = resources.files("meshwright.plan").joinpath("data/architectures.csv").read_text(encoding="utf-8")
-    found = {}
+    sizes_of = {}
     for row in csv.DictReader(text.splitlines()):
         sizes = {key: float(value) for key, value in row.items() if value.isdigit()}
         sizes |= {key: float(row[key] == "y") for key in ("gated", "tied")}
-        found[_bare(row["name"])] = sizes
-    return dict(sorted(found.items(), key=lambda item: -len(item[0])))
+        sizes_of[_bare(row["name"])] = sizes
+    return dict(sorted(sizes_of.items(), key=lambda item: -len(item[0])))
 
 
 def _bare(name: str) -> str:

@@ -219,8 +219,8 @@ def _fitting(read: Completion, job: Job, cluster: ClusterSpec) -> Job:
 
 
 def _alpha(text: str) -> float:
-    found = re.search(r"alpha=([\d.]+)", text)
-    return min(1.0, number_of(found[1]) or 0.0) if found else 0.0
+    match = re.search(r"alpha=([\d.]+)", text)
+    return min(1.0, number_of(match[1]) or 0.0) if match else 0.0
 
 
 def _cluster(read: Completion, world: int) -> ClusterSpec:

@@ -111,8 +111,8 @@ def software(read: Completion, precision: Precision) -> Stack:
     words = " ".join((read.text("source"), read.text("notes"), read.text("zero_stage_or_fsdp"))).lower()
     stack = _kind(read, words, precision)
     for facts in FACTS:
-        if said := next((fact for fact in facts if fact.words.search(words)), None):
-            stack = replace(stack, **said.stack)
+        if properties := next((fact for fact in facts if fact.words.search(words)), None):
+            stack = replace(stack, **properties.stack)
     return stack
 
 

@@ -52,11 +52,11 @@ def read_table(path: Path) -> Table:
         )
     if not rows:
         raise UserError(f"{path} has a header and no row: there is no run to predict")
-    found = Table([], {}, list(_header_doubts(header)))
+    table = Table([], {}, list(_header_doubts(header)))
     seen: set[str] = set()
     for line, row in rows:
-        _add(found, line, row, seen)
-    return found
+        _add(table, line, row, seen)
+    return table
 
 
 def _add(table: Table, line: int, cells: dict, seen: set[str]) -> None:
@@ -86,7 +86,7 @@ def _add(table: Table, line: int, cells: dict, seen: set[str]) -> None:
         doubt("", "", f"not predictable: {error}")
     else:
         table.runs.append(run)
-        table.doubts.extend(Doubt(line, id, *found) for found in cell_doubts(row, run))
+        table.doubts.extend(Doubt(line, id, *doubt) for doubt in cell_doubts(row, run))
     seen.add(id)
 
 

@@ -38,11 +38,11 @@ NETWORKS = (
 def number_of(text: str) -> float | None:
     """The first number of a cell; None if it has none above zero: some tables write 0 for no value."""
     text = (text or "").strip()
-    found = NUMBER.search(text)
-    if not found or text.startswith("-"):
+    match = NUMBER.search(text)
+    if not match or text.startswith("-"):
         return None
-    digits = found[1].replace(",", ".") if DECIMAL_COMMA.match(found[1]) else found[1]
-    value = float(re.sub(r"[,_']", "", digits)) * FACTORS[(found[2] or "").lower()]
+    digits = match[1].replace(",", ".") if DECIMAL_COMMA.match(match[1]) else match[1]
+    value = float(re.sub(r"[,_']", "", digits)) * FACTORS[(match[2] or "").lower()]
     return value if isfinite(value) and value > 0 else None
 
 
@@ -85,10 +85,10 @@ def precision_of(text: str) -> str | None:
 def zero_of(text: str) -> int | None:
     """The ZeRO stage that a cell names in any wording; None if it names none."""
     words = text.lower()
-    if found := re.search(r"(?:zero|stage)[ _-]*(?:stage)?[ _-]*([0-3])", words) or re.fullmatch(
+    if match := re.search(r"(?:zero|stage)[ _-]*(?:stage)?[ _-]*([0-3])", words) or re.fullmatch(
         r"\s*([0-3])\s*", words
     ):
-        return int(found[1])
+        return int(match[1])
     if "optimizer+grad" in words or "shard_grad_op" in words:
         return 2
     if "no_shard" in words:
@@ -118,13 +118,13 @@ def node_rate(text: str, per_node: int) -> float | None:
     """A node's network in GB/s, one way; None if the cell gives none."""
     words = re.sub(r"GB(?:/s|ps|yte)", "bytes", text).lower()
     for pattern, whose, factor in NETWORKS:
-        found = re.search(pattern, words)
-        if found and whose == "ports":
-            return float(found[1]) * float(found[2]) * factor
-        if found:
+        match = re.search(pattern, words)
+        if match and whose == "ports":
+            return float(match[1]) * float(match[2]) * factor
+        if match:
             # A rate given with the name of its generation is per port, and nodes have one port per device.
-            port = whose == "device" or any(n in words and rate == float(found[1]) for n, rate in GIGABITS.items())
-            return float(found[1]) * factor * (per_node if port else 1)
+            port = whose == "device" or any(n in words and rate == float(match[1]) for n, rate in GIGABITS.items())
+            return float(match[1]) * factor * (per_node if port else 1)
     for name, rate in GIGABITS.items():
         if name in words:
             return rate * per_node / 8
@@ -133,8 +133,8 @@ def node_rate(text: str, per_node: int) -> float | None:
 
 def link_rate(text: str) -> float | None:
     """A device's link inside the node in GB/s, one way; None if the cell gives none."""
-    found = re.search(RATE + r"GB/s intra", text)
-    return float(found[1]) if found else None
+    match = re.search(RATE + r"GB/s intra", text)
+    return float(match[1]) if match else None
 
 
 def ran_out(text: str) -> bool:

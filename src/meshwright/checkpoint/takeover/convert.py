@@ -7,11 +7,11 @@ import torch
 
 from meshwright.checkpoint.hf import HfForm, export_hf
 from meshwright.checkpoint.takeover.deepspeed import is_zero_checkpoint, read_zero
-from meshwright.checkpoint.takeover.found import FoundWeights, load_plain
 from meshwright.checkpoint.takeover.litgpt import CONFIG, WEIGHTS, read_litgpt
 from meshwright.checkpoint.takeover.megatron import is_megatron, read_megatron
 from meshwright.checkpoint.takeover.nanogpt import is_nanogpt, read_nanogpt
 from meshwright.checkpoint.takeover.torchtitan import is_dcp, read_torchtitan
+from meshwright.checkpoint.takeover.weights import ForeignWeights, load_plain
 from meshwright.families import family_of, hf_tensors, parameter_table, resolve_model, state_table
 from meshwright.spec.errors import UserError
 from meshwright.spec.model import ModelFields, ModelSpec, Parameter
@@ -29,12 +29,12 @@ def convert(path: Path, out: Path, model: str | None = None) -> tuple[str, ...]:
     Raises `UserError` if the format is not supported, the checkpoint holds objects other than plain ones, or another
     model, or `out` exists.
     """
-    found = _read(path, model)
-    export_hf(_rows(found, path), found.model, out, HfForm(dtype=torch.float32))
-    return found.notes
+    weights = _read(path, model)
+    export_hf(_rows(weights, path), weights.model, out, HfForm(dtype=torch.float32))
+    return weights.notes
 
 
-def _read(path: Path, model: str | None) -> FoundWeights:
+def _read(path: Path, model: str | None) -> ForeignWeights:
     if path.is_dir() and (path / WEIGHTS).is_file():
         path = path / WEIGHTS
     if path.is_file():
@@ -42,9 +42,9 @@ def _read(path: Path, model: str | None) -> FoundWeights:
             raise UserError(f"{path}: the checkpoint contains the model's sizes; leave --model out")
         if path.name == WEIGHTS or path.with_name(CONFIG).is_file():
             return read_litgpt(path)
-        found = load_plain(path)
-        if is_nanogpt(found):
-            return read_nanogpt(found, path)
+        content = load_plain(path)
+        if is_nanogpt(content):
+            return read_nanogpt(content, path)
         raise UserError(
             f"{path}: is not a nanoGPT checkpoint (it has no model_args and model); supported are {SYSTEMS}"
         )
@@ -55,19 +55,19 @@ def _read(path: Path, model: str | None) -> FoundWeights:
         raise UserError(f"{path}: does not contain the model's sizes; give --model: a published name or directory")
     spec = resolve_model(ModelFields(name=model), base_dir=Path())
     if zero:
-        return FoundWeights(spec, read_zero(path))
+        return ForeignWeights(spec, read_zero(path))
     if is_megatron(path):
-        return FoundWeights(spec, *read_megatron(path, spec))
-    return FoundWeights(spec, read_torchtitan(path, spec))
+        return ForeignWeights(spec, *read_megatron(path, spec))
+    return ForeignWeights(spec, read_torchtitan(path, spec))
 
 
-def _rows(found: FoundWeights, path: Path) -> Iterator[tuple[str, torch.Tensor]]:
+def _rows(weights: ForeignWeights, path: Path) -> Iterator[tuple[str, torch.Tensor]]:
     """Our parameters. Raises `UserError` if a tensor is missing, has another shape, or is unknown."""
-    model, used = found.model, set[str]()
+    model, used = weights.model, set[str]()
     places = hf_tensors(model)
     for row in parameter_table(model) + state_table(model):
         place = places[row.name]
-        parts = [_tensor(found.tensors, key, place.shape, row, path) for key in place.keys]
+        parts = [_tensor(weights.tensors, key, place.shape, row, path) for key in place.keys]
         used.update(place.keys)
         if place.experts is not None:
             count = len(place.parts)
@@ -75,8 +75,8 @@ def _rows(found: FoundWeights, path: Path) -> Iterator[tuple[str, torch.Tensor]]
             continue
         whole = parts[0].t() if place.transposed else parts[0]
         yield row.name, whole[place.offset : place.offset + row.shape[0]]
-    for key in found.tensors.keys() - used:
-        if not _is_second(key, found.tensors, model):
+    for key in weights.tensors.keys() - used:
+        if not _is_second(key, weights.tensors, model):
             raise UserError(f"{path}: tensor {key} does not belong to a {model.family} of these sizes")
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from meshwright.checkpoint.takeover.found import load_plain
+from meshwright.checkpoint.takeover.weights import load_plain
 from meshwright.spec.errors import UserError
 
 INERT = (
@@ -52,14 +52,14 @@ def read_zero(path: Path) -> dict[str, torch.Tensor]:
         raise UserError(f"{folder}: the model is split by tensor parallelism; only ZeRO checkpoints are supported")
     optimizers = [load_plain(file, INERT) for file in _in_order(folder, OPTIMIZER)]
     try:
-        found = dict(_merged(models, [one[STATE] for one in optimizers], folder))
+        tensors = dict(_merged(models, [one[STATE] for one in optimizers], folder))
         for name, other in models[0].get(SHARED, {}).items():
-            if other in found:
-                found[name] = found[other]
+            if other in tensors:
+                tensors[name] = tensors[other]
     except (KeyError, TypeError, AttributeError, IndexError, RuntimeError, ValueError) as error:
-        said = " ".join(str(error).split()) or type(error).__name__
-        raise UserError(f"{folder}: is not a ZeRO checkpoint ({said})") from error
-    return {name.removeprefix("module."): tensor for name, tensor in found.items()}
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise UserError(f"{folder}: is not a ZeRO checkpoint ({reason})") from error
+    return {name.removeprefix("module."): tensor for name, tensor in tensors.items()}
 
 
 def _in_order(folder: Path, pattern: str) -> list[Path]:

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from meshwright.checkpoint.takeover.found import FoundWeights, load_plain
+from meshwright.checkpoint.takeover.weights import ForeignWeights, load_plain
 from meshwright.families import resolve_model
 from meshwright.spec.errors import UserError
 from meshwright.spec.model import ModelFields, ModelSpec
@@ -69,7 +69,7 @@ OUTSIDE = {
 """LitGPT's names -> Hugging Face's, in a layer and outside."""
 
 
-def read_litgpt(path: Path) -> FoundWeights:
+def read_litgpt(path: Path) -> ForeignWeights:
     """The weights of a LitGPT checkpoint, as written by `litgpt pretrain`, `finetune` and `download`.
 
     Raises `UserError` if the configuration next to the file is missing, or not of a Llama.
@@ -94,7 +94,7 @@ def read_litgpt(path: Path) -> FoundWeights:
     head = tensors.get("lm_head.weight")
     tied = head is None or torch.equal(head, tensors.get("model.embed_tokens.weight", torch.empty(0)))
     notes = ("the head equals the embedding, so they are tied",) if tied and head is not None else ()
-    return FoundWeights(spec.model_copy(update={"tied_embeddings": tied}), tensors, notes)
+    return ForeignWeights(spec.model_copy(update={"tied_embeddings": tied}), tensors, notes)
 
 
 def _model(config: Mapping[str, Any], file: Path) -> ModelSpec:

@@ -43,17 +43,17 @@ def read_megatron(path: Path, model: ModelSpec) -> tuple[dict[str, torch.Tensor]
     load_tensors(path, tensors)
     by_name = {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
     reader = _Tensors(path, by_name)
-    found, notes = dict(_layers(reader, model)), ()
+    weights, notes = dict(_layers(reader, model)), ()
     rows = reader.tensor(EMBEDDING).shape[0]
     if rows > model.vocab:
         notes = (
             f"the vocabulary is padded from {model.vocab} to {rows} rows; the last {rows - model.vocab} are dropped",
         )
-    found["model.embed_tokens.weight"] = reader.tensor(EMBEDDING)[: model.vocab]
-    found["model.norm.weight"] = reader.tensor("decoder.final_layernorm.weight")
+    weights["model.embed_tokens.weight"] = reader.tensor(EMBEDDING)[: model.vocab]
+    weights["model.norm.weight"] = reader.tensor("decoder.final_layernorm.weight")
     if HEAD in by_name:
-        found["lm_head.weight"] = reader.tensor(HEAD)[: model.vocab]
-    return found, notes
+        weights["lm_head.weight"] = reader.tensor(HEAD)[: model.vocab]
+    return weights, notes
 
 
 class _Tensors:

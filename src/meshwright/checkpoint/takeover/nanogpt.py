@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from meshwright.checkpoint.takeover.found import FoundWeights
+from meshwright.checkpoint.takeover.weights import ForeignWeights
 from meshwright.families import hf_tensors, resolve_model
 from meshwright.spec.errors import UserError
 from meshwright.spec.model import ModelFields, ModelSpec
@@ -23,26 +23,28 @@ COMPILED = "_orig_mod."
 """The prefix that torch.compile adds to names."""
 
 
-def is_nanogpt(found: Mapping[str, Any]) -> bool:
+def is_nanogpt(content: Mapping[str, Any]) -> bool:
     """Whether a file of tensors is nanoGPT's."""
-    arguments = found.get("model_args")
+    arguments = content.get("model_args")
     return (
-        isinstance(arguments, Mapping) and isinstance(found.get("model"), Mapping) and SIZES.keys() <= arguments.keys()
+        isinstance(arguments, Mapping)
+        and isinstance(content.get("model"), Mapping)
+        and SIZES.keys() <= arguments.keys()
     )
 
 
-def read_nanogpt(found: Mapping[str, Any], path: Path) -> FoundWeights:
+def read_nanogpt(content: Mapping[str, Any], path: Path) -> ForeignWeights:
     """The weights of a nanoGPT checkpoint.
 
     Raises `UserError` if its tensors do not match the model that it describes.
     """
-    arguments, state = found["model_args"], found["model"]
+    arguments, state = content["model_args"], content["model"]
     tensors = {str(name).removeprefix(COMPILED): tensor for name, tensor in state.items()}
     spec = _model(arguments, path)
     notes = ["nanoGPT's GELU is exact, gpt2's is the tanh approximation: logits differ in the fourth digit"]
     if not arguments.get("bias", True):
         notes.append("the model has no biases: they are set to zero, and training would change them")
-    return FoundWeights(spec, dict(_stored(tensors, spec, path)), tuple(notes))
+    return ForeignWeights(spec, dict(_stored(tensors, spec, path)), tuple(notes))
 
 
 def _model(arguments: Mapping[str, Any], path: Path) -> ModelSpec:

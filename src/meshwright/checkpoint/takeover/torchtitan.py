@@ -51,12 +51,12 @@ def read_torchtitan(path: Path, model: ModelSpec) -> dict[str, torch.Tensor]:
     sizes = {name: tuple(getattr(held[name], "size", ())) for name in names.values() if name}
     tensors = {name: torch.empty(size) for name, size in sizes.items()}
     load_tensors(path, tensors)
-    found = {key: tensors[name] for key, name in names.items() if name}
+    weights = {key: tensors[name] for key, name in names.items() if name}
     for number in range(model.num_layers):
         for one, heads in (("q", model.num_heads), ("k", model.num_kv_heads)):
             key = f"model.layers.{number}.self_attn.{one}_proj.weight"
-            found[key] = halves(found[key], heads)
-    return found
+            weights[key] = halves(weights[key], heads)
+    return weights
 
 
 def halves(matrix: torch.Tensor, heads: int) -> torch.Tensor:

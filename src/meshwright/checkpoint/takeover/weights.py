@@ -20,7 +20,7 @@ class Inert:
 
 
 @dataclass(frozen=True)
-class FoundWeights:
+class ForeignWeights:
     """Weights of another system."""
 
     model: ModelSpec
@@ -37,10 +37,10 @@ def load_plain(path: Path, inert: tuple[str, ...] = ()) -> Mapping[str, Any]:
     """
     try:
         with torch.serialization.safe_globals([(Inert, name) for name in inert]):
-            found = torch.load(regular(path), map_location="cpu", weights_only=True)
+            content = torch.load(regular(path), map_location="cpu", weights_only=True)
     except Exception as error:  # a pickle can be malformed in any way
-        said = str(error).strip().splitlines() or ["it is damaged"]
-        raise UserError(f"{path}: cannot be read as plain tensors (weights_only): {said[0][:200]}") from error
-    if not isinstance(found, Mapping):
+        messages = str(error).strip().splitlines() or ["it is damaged"]
+        raise UserError(f"{path}: cannot be read as plain tensors (weights_only): {messages[0][:200]}") from error
+    if not isinstance(content, Mapping):
         raise UserError(f"{path}: contains no mapping from names to tensors, so it is not a checkpoint")
-    return found
+    return content
