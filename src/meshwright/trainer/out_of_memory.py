@@ -41,7 +41,7 @@ MOST_RETRIES = 4
 """The maximum number of restarts; every remedy needs less memory than the one before."""
 REFUSED = re.compile(r"can't allocate memory|not enough memory|out of memory|Cannot allocate memory", re.IGNORECASE)
 """The messages of allocators: torch's on a CPU, CUDA's, the system's."""
-ASKED = re.compile(r"allocate ([\d.]+) (bytes|[KMGT]iB)")
+SIZE_REQUESTED = re.compile(r"allocate ([\d.]+) (bytes|[KMGT]iB)")
 UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 SAVING, BUILDING, KILLED = "saving", "building the model", "killed by the kernel"
 PHASES = (
@@ -109,7 +109,7 @@ def moment_of(error: BaseException, rank: int, trainer: Trainer | None) -> OutOf
     """The report of the current exception; `trainer` is None if it was not built."""
     files = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
     phase = next((name for part, name in PHASES if any(part in file for file in files)), BUILDING)
-    match = ASKED.search(str(error))
+    match = SIZE_REQUESTED.search(str(error))
     moment = OutOfMemoryState(rank, phase, request=float(match[1]) * UNITS[match[2]] if match else 0.0)
     if trainer is not None:
         moment.step, moment.place = trainer.step, _module(error.__traceback__, trainer.model)
