@@ -23,10 +23,10 @@ import torch
 from meshwright.checkpoint.hf import HfForm, export_hf
 from meshwright.data.tokenizer import train_tokenizer
 from meshwright.families import parameter_table, resolve_model
+from meshwright.handover.adapters import export_adapter
+from meshwright.handover.export import export_gguf, export_trained
+from meshwright.handover.receipt import Receipt
 from meshwright.models import build_model, initialize, named_tensors
-from meshwright.serve.adapters import export_adapter
-from meshwright.serve.export import export_gguf, export_trained
-from meshwright.serve.receipt import Receipt
 from meshwright.serve.trained import open_trained
 from meshwright.spec.model import ModelFields
 from meshwright.spec.run import Run

@@ -9,12 +9,12 @@ from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_toke
 
 from meshwright.cli.main import main
 from meshwright.data.tokenizer import TextTokenizer
+from meshwright.handover import export
+from meshwright.handover.export import export_gguf, export_trained
+from meshwright.handover.gguf import StoredModel
+from meshwright.handover.gguf_tokenizer import WORDS, vocabulary_of
+from meshwright.handover.receipt import CONVERSATIONS, TEXTS
 from meshwright.models import Decoder, named_tensors
-from meshwright.serve import export
-from meshwright.serve.export import export_gguf, export_trained
-from meshwright.serve.gguf import StoredModel
-from meshwright.serve.gguf_tokenizer import WORDS, vocabulary_of
-from meshwright.serve.receipt import CONVERSATIONS, TEXTS
 from meshwright.serve.trained import TrainedModel, open_trained
 from meshwright.spec.errors import UserError
 from served import CHATML, hf_directory, model_of, tokenizer_of

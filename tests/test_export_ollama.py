@@ -12,9 +12,9 @@ from tokenizers.processors import TemplateProcessing
 
 from meshwright.data.chat import TEMPLATES
 from meshwright.data.tokenizer import TextTokenizer
+from meshwright.handover.ollama import modelfile
+from meshwright.handover.receipt import CONVERSATIONS, ProgramReading, Receipt
 from meshwright.serve.conversation import PromptEncoder
-from meshwright.serve.ollama import modelfile
-from meshwright.serve.receipt import CONVERSATIONS, ProgramReading, Receipt
 from served import CHATML, PLAIN
 from templates import FAMILIES
 from test_serve_tools import tokenizer_with

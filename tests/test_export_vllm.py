@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from meshwright.cli.main import main
-from meshwright.serve.receipt import CONVERSATIONS, TEXTS, conversations_of, next_logprobs, probe_prompts, texts_of
+from meshwright.handover.receipt import CONVERSATIONS, TEXTS, conversations_of, next_logprobs, probe_prompts, texts_of
+from meshwright.handover.vllm_receipt import CONTEXT
 from meshwright.serve.trained import TrainedModel, open_trained
-from meshwright.serve.vllm_receipt import CONTEXT
 from served import CHATML, hf_directory, model_of, tokenizer_of
 
 STAND_IN = """

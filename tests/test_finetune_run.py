@@ -16,12 +16,12 @@ from meshwright.checkpoint.peft import WEIGHTS
 from meshwright.checkpoint.writer import CheckpointWriter
 from meshwright.cli.main import main
 from meshwright.cli.train import whats_next
+from meshwright.handover.adapters import export_adapter
+from meshwright.handover.export import export_trained
 from meshwright.launch.status import MISUSE, TrainingFailed
 from meshwright.models import named_tensors
 from meshwright.models.generate import Sampling
 from meshwright.parallel.recompute import _keep_expensive_results
-from meshwright.serve.adapters import export_adapter
-from meshwright.serve.export import export_trained
 from meshwright.serve.trained import Settings, continue_texts, open_trained
 from meshwright.spec.layout import LayoutSpec
 from meshwright.spec.run import ResolvedRun

@@ -8,8 +8,8 @@ import pytest
 
 from meshwright import load_recipe, train
 from meshwright.cli.main import main
+from meshwright.handover.export import export_trained
 from meshwright.models.generate import Sampling
-from meshwright.serve.export import export_trained
 from meshwright.serve.trained import Settings, answer_texts, open_trained
 from meshwright.trainer.metrics import read_journal
 

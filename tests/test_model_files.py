@@ -18,9 +18,9 @@ from meshwright.checkpoint.hf import HfForm, HfWeights, export_hf
 from meshwright.cli.main import main
 from meshwright.data.tokenizer import train_tokenizer
 from meshwright.families import parameter_table, read_hf_directory, state_table
+from meshwright.handover.export import export_trained
 from meshwright.models import build_model, named_state, named_tensors
 from meshwright.models.foreign import ForeignDecoder
-from meshwright.serve.export import export_trained
 from meshwright.serve.token_ids import end_ids, token_ids
 from meshwright.serve.trained import open_trained
 from meshwright.spec.layout import LayoutSpec

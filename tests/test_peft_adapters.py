@@ -19,9 +19,9 @@ from meshwright.checkpoint.peft_config import COMPARED, CONFIG, WITHOUT_EFFECT
 from meshwright.data.tokenizer import train_tokenizer
 from meshwright.families import resolve_model, state_table
 from meshwright.finetune import apply_finetune
+from meshwright.handover.adapters import export_adapter
 from meshwright.models import build_model
 from meshwright.parallel.materialize import materialize
-from meshwright.serve.adapters import export_adapter
 from meshwright.serve.trained import open_trained
 from meshwright.spec.layout import LayoutSpec
 from meshwright.spec.model import ModelFields

@@ -17,7 +17,7 @@ RATES = "plan/hardware.py"
 """Measurements by dtype."""
 WORDS = {"spec/synonyms.py", "validate/words.py"}
 """Users' names for a dtype."""
-OTHERS = {file for file in FILES if file.startswith("imports/")} | {"engines/deepspeed.py", "serve/gguf.py"}
+OTHERS = {file for file in FILES if file.startswith("imports/")} | {"engines/deepspeed.py", "handover/gguf.py"}
 """Names in the configuration files of other systems, which are read and written there."""
 OWNERS = {"spec/precision.py", "models/dtypes.py", RATES, *WORDS, *OTHERS}
 

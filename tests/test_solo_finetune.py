@@ -11,8 +11,8 @@ from meshwright.checkpoint.hf import HfForm, export_hf
 from meshwright.data.prepare import StartingModel, prepare_corpus
 from meshwright.data.tokenizer import train_tokenizer
 from meshwright.families import parameter_table, resolve_model
+from meshwright.handover.adapters import export_adapter
 from meshwright.models import build_model, initialize
-from meshwright.serve.adapters import export_adapter
 from meshwright.serve.trained import open_trained
 from meshwright.spec.model import ModelFields
 from meshwright.spec.run import Run

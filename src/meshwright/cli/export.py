@@ -13,7 +13,7 @@ from meshwright.spec.errors import UserError
 from meshwright.spec.precision import FP32, FP64, ComputeName, GgufName
 
 if TYPE_CHECKING:
-    from meshwright.serve.receipt import Receipt
+    from meshwright.handover.receipt import Receipt
     from meshwright.serve.trained import TrainedModel
 
 WRITTEN_ONLY = (
@@ -114,7 +114,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _push(arguments: argparse.Namespace, trained: "TrainedModel") -> int:
-    from meshwright.serve.hub import Repository, push_export
+    from meshwright.handover.hub import Repository, push_export
 
     pushed, receipt = push_export(
         trained,
@@ -148,8 +148,8 @@ def _read_back(receipt: "Receipt") -> list[str]:
 
 
 def _export_adapter(arguments: argparse.Namespace, trained: "TrainedModel") -> int:
-    from meshwright.serve.adapters import export_adapter
-    from meshwright.serve.vllm_receipt import vllm_rank
+    from meshwright.handover.adapters import export_adapter
+    from meshwright.handover.vllm_receipt import vllm_rank
 
     parameters, receipt = export_adapter(trained, arguments.adapter, vllm=arguments.vllm)
     config = json.loads((arguments.adapter / CONFIG).read_text(encoding="utf-8"))
@@ -174,7 +174,7 @@ def _export_adapter(arguments: argparse.Namespace, trained: "TrainedModel") -> i
 
 
 def _export_model(arguments: argparse.Namespace, trained: "TrainedModel") -> int:
-    from meshwright.serve.export import export_gguf, export_ollama, export_trained
+    from meshwright.handover.export import export_gguf, export_ollama, export_trained
 
     into, merge = arguments.hf or arguments.gguf or arguments.ollama, arguments.merge
     if arguments.hf:

@@ -1,1 +1,1 @@
-"""A trained model in use: loaded from a run or a directory, generating, evaluated, exported."""
+"""A trained model in use: loaded from a run or a directory, generating, evaluated, served."""

@@ -18,12 +18,12 @@ from meshwright.families import parameter_table, state_table
 from meshwright.families.fp8_files import QUANTIZATION
 from meshwright.families.hub import hub_id
 from meshwright.finetune import apply_finetune
+from meshwright.handover.receipt import RECEIPT, Receipt, logits_reading, not_among
+from meshwright.handover.vllm_receipt import PROGRAM as VLLM
+from meshwright.handover.vllm_receipt import vllm_python, vllm_reading
 from meshwright.models import Decoder, build_model, named_state
 from meshwright.parallel.materialize import materialize
-from meshwright.serve.receipt import RECEIPT, Receipt, logits_reading, not_among
 from meshwright.serve.trained import TrainedModel, directory_of
-from meshwright.serve.vllm_receipt import PROGRAM as VLLM
-from meshwright.serve.vllm_receipt import vllm_python, vllm_reading
 from meshwright.spec.errors import UserError
 from meshwright.spec.finetune import FullSpec, LoraSpec
 from meshwright.spec.precision import FP32

@@ -12,8 +12,8 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 from huggingface_hub.utils import validate_repo_id
 
 from meshwright.checkpoint.manifest import step_of
-from meshwright.serve.export import export_trained
-from meshwright.serve.receipt import Receipt
+from meshwright.handover.export import export_trained
+from meshwright.handover.receipt import Receipt
 from meshwright.serve.trained import TrainedModel
 from meshwright.spec.errors import UserError
 from meshwright.spec.recipe import dump_recipe

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from meshwright.data.chat import ChatTemplate, find_template
 from meshwright.data.tokenizer import TextTokenizer
-from meshwright.serve.receipt import CONVERSATIONS
+from meshwright.handover.receipt import CONVERSATIONS
 from meshwright.spec.data import ChatSpec
 from meshwright.spec.errors import UserError
 

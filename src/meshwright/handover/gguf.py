@@ -14,8 +14,8 @@ import torch
 
 from meshwright.data.tokenizer import TextTokenizer
 from meshwright.devices import CPU
+from meshwright.handover.gguf_tokenizer import Vocabulary, vocabulary_of
 from meshwright.models.rope import rope_frequencies
-from meshwright.serve.gguf_tokenizer import Vocabulary, vocabulary_of
 from meshwright.spec.errors import UserError
 from meshwright.spec.model import ModelSpec
 

@@ -10,10 +10,9 @@ import torch
 
 from meshwright.checkpoint.peft_config import CONFIG
 from meshwright.data.tokenizer import TextTokenizer
-from meshwright.models import Decoder
-from meshwright.serve import vllm_program
-from meshwright.serve.asking import ask
-from meshwright.serve.receipt import (
+from meshwright.handover import vllm_program
+from meshwright.handover.asking import ask
+from meshwright.handover.receipt import (
     CONVERSATIONS,
     TEXTS,
     ProgramReading,
@@ -22,6 +21,7 @@ from meshwright.serve.receipt import (
     probe_prompts,
     without_end,
 )
+from meshwright.models import Decoder
 from meshwright.spec.errors import UserError
 
 PROGRAM = "vLLM"

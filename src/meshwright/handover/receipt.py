@@ -17,8 +17,8 @@ import torch
 
 from meshwright.checkpoint.hf_proof import TOLERANCE, probe_tokens
 from meshwright.data.tokenizer import TextTokenizer
+from meshwright.handover.asking import ProgramAnswers
 from meshwright.models import Decoder
-from meshwright.serve.asking import ProgramAnswers
 from meshwright.serve.conversation import PromptEncoder
 from meshwright.spec.batch import Batch
 from meshwright.spec.errors import UserError

@@ -16,22 +16,19 @@ from meshwright.checkpoint.hf import HfForm, export_hf
 from meshwright.checkpoint.hf_proof import compare_with_transformers, probe_tokens, prove_merge
 from meshwright.data.tokenizer import TextTokenizer, load_tokenizer
 from meshwright.finetune import merged_model
-from meshwright.models import Decoder, build_model, named_tensors
-from meshwright.models.dtypes import torch_dtype
-from meshwright.serve.asking import ask
-from meshwright.serve.conversation import PromptEncoder
-from meshwright.serve.gguf import (
+from meshwright.handover.asking import ask
+from meshwright.handover.gguf import (
     LLAMA_CPP_TOLERANCE,
     QUANTIZED_TOLERANCE,
     StoredModel,
     context_length,
     write_gguf,
 )
-from meshwright.serve.gguf_tokenizer import composes
-from meshwright.serve.llama_cpp import COMMAND as LLAMA_CPP
-from meshwright.serve.llama_cpp import llama_cpp_installed
-from meshwright.serve.ollama import modelfile
-from meshwright.serve.receipt import (
+from meshwright.handover.gguf_tokenizer import composes
+from meshwright.handover.llama_cpp import COMMAND as LLAMA_CPP
+from meshwright.handover.llama_cpp import llama_cpp_installed
+from meshwright.handover.ollama import modelfile
+from meshwright.handover.receipt import (
     CONVERSATIONS,
     NOT_PROVED,
     RECEIPT,
@@ -51,10 +48,13 @@ from meshwright.serve.receipt import (
     version_of,
     without_end,
 )
+from meshwright.handover.vllm_receipt import PROGRAM as VLLM
+from meshwright.handover.vllm_receipt import vllm_python, vllm_reading
+from meshwright.models import Decoder, build_model, named_tensors
+from meshwright.models.dtypes import torch_dtype
+from meshwright.serve.conversation import PromptEncoder
 from meshwright.serve.token_ids import TokenIds, token_ids
 from meshwright.serve.trained import TrainedModel, config_of, directory_of, open_trained
-from meshwright.serve.vllm_receipt import PROGRAM as VLLM
-from meshwright.serve.vllm_receipt import vllm_python, vllm_reading
 from meshwright.spec.errors import UserError
 from meshwright.spec.precision import BF16, FP32, FP64
 from meshwright.storage.durable import complete_folder

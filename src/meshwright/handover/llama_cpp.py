@@ -15,10 +15,10 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from meshwright.serve.asking import PATIENCE
+from meshwright.handover.asking import PATIENCE
 
 PACKAGE = "xllamacpp"
-COMMAND = (sys.executable, "-P", "-m", "meshwright.serve.llama_cpp")
+COMMAND = (sys.executable, "-P", "-m", "meshwright.handover.llama_cpp")
 """The separate process, to be called by `ask`."""
 
 

@@ -1,0 +1,1 @@
+"""A trained model handed over to other programs: directories, GGUF files, adapters, each read back and compared."""
