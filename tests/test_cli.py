@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import pytest
+import yaml
 
 from meshwright.cli import doctor
 from meshwright.cli.common import presets
@@ -114,8 +115,60 @@ def test_a_check_reports_sizes_batch_data_and_a_sample(folder, capsys):
     assert "ZeRO-3 x 2" in text
     assert "128 tokens a step = 2 ranks x 1 microbatch x 4 sequences x 16; 4 steps, 512 tokens" in text
     assert "2 files" in text
-    assert "\n  . the\n" in text or "\n  . t\n" in text
+    assert "sample" not in text, "a corpus of text is not shown above the verdict"
     assert "no errors; train it with: meshwright train run.yaml" in text
+
+
+def test_a_check_warns_of_a_recipe_without_data(folder, capsys):
+    assert main(["check", "run.yaml", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["warnings"] == []
+    recipe = yaml.safe_load((folder / "run.yaml").read_text())
+    del recipe["data"]["sources"]
+    (folder / "bare.yaml").write_text(yaml.safe_dump(recipe))
+    assert main(["check", "bare.yaml", "data.sources=stdlib", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["warnings"] == []
+    main(["check", "bare.yaml", "--json"])
+    (warning,) = json.loads(capsys.readouterr().out)["warnings"]
+    assert warning.startswith("the recipe names no data, so it would train on the standard library of Python")
+
+
+@pytest.mark.parametrize("verb", ["check", "train", "plan"])
+def test_a_file_of_another_system_is_named_with_what_to_do(folder, capsys, verb):
+    (folder / "ds.json").write_text('{"train_batch_size": 8, "zero_optimization": {"stage": 2}}')
+    (folder / "fit.py").write_text("import lightning as L\nL.Trainer(devices=8).fit(model)\n")
+    more = ["--cluster", "8xh100"] if verb == "plan" else []
+    assert main([verb, "ds.json", *more]) == 2
+    error = capsys.readouterr().err
+    assert error == (
+        "error: ds.json: not a recipe, but a file of DeepSpeed; convert it first: "
+        "meshwright import ds.json --write run.yaml\n"
+    )
+    assert main([verb, "fit.py", *more]) == 2
+    error = capsys.readouterr().err
+    assert error == (
+        "error: fit.py: not a recipe, but a program of Lightning; see what can be done: meshwright import fit.py\n"
+    )
+    assert main(["import", "fit.py"]) == 2
+    assert "a program of Lightning, which is configured in code, and no code is run" in capsys.readouterr().err
+    (folder / "mine.yaml").write_text("model: gpt2\nlayout: {dp_shrd: 2}\n")
+    main([verb, "mine.yaml", *more])
+    assert "mine.yaml:2: layout.dp_shrd: unknown key" in capsys.readouterr().err, "a recipe with mistakes is a recipe"
+
+
+def test_an_import_names_what_no_file_gives(folder, capsys):
+    """Other data, random weights or another tokenizer would be another job."""
+    (folder / "ds.json").write_text('{"train_batch_size": 8}')
+    assert main(["import", "ds.json", "--model", "llama-3.2-1b"]) == 0
+    captured = capsys.readouterr()
+    for text in (captured.out, captured.err):
+        assert "assumed: no file names data" in text
+        assert "assumed: llama-3.2-1b is a published size without weights: they are random" in text
+        assert "assumed: no file names a tokenizer" in text
+    (folder / "axolotl.yml").write_text(
+        "base_model: /models/mine\ndatasets:\n- {path: mine.jsonl, type: chat_template}\nsequence_len: 512\n"
+    )
+    assert main(["import", "axolotl.yml"]) == 0
+    assert "names" not in "".join(capsys.readouterr().err.partition("assumed: no file")[1:])
 
 
 def test_a_check_tells_the_traffic_of_a_step(folder, capsys):

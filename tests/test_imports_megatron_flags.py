@@ -231,7 +231,7 @@ def test_megatrons_defaults_are_set_or_told(tmp_path: Path) -> None:
     assert model["num_kv_heads"] == 1
     assert recipe["training"]["optimizer"]["betas"] == [0.8, 0.999]
     assert recipe["training"]["evaluation"] == {"every": 10, "batches": 100}
-    assert not reading.notes
+    assert [note for note in reading.notes if not note.startswith("no file names data")] == []
     _, reading = imported(tmp_path, f"torchrun p.py {MODEL} --swiglu --num-query-groups 2 --lr-decay-style WSD\n")
     assert "without --group-query-attention" in told(reading, "num-query-groups=2")
     assert "always decays linearly" in told(reading, "no --lr-wsd-decay-style")

@@ -57,6 +57,7 @@ SAMPLE_CHARACTERS = 1 << 18
 CHARACTERS_PER_TOKEN = 8
 """Upper bound of the mean number of characters per token, in any language."""
 
+NO_DATA = "the recipe names no data, so it would train on the standard library of Python"
 SAMPLE_RECORDS = 1000
 """Limit of the records read."""
 
@@ -160,6 +161,8 @@ def examine(recipe: Run, base_dir: Path, findings: Findings) -> dict[str, Any]:
             machine = find_machine(resolved.run.device)
             facts["warnings"] = findings.attempt(lambda: warnings(resolved, forecast(resolved, machine))) or []
             facts["warnings"] += [machine.note] * bool(machine.note)
+            if "sources" not in recipe.data.model_fields_set:
+                facts["warnings"].append(f"{NO_DATA}; set data.sources (data.sources=stdlib if it is meant)")
             if resolved.stage_layers:
                 facts["pipeline"] = {"stage_layers": resolved.stage_layers, "description": describe_pipeline(resolved)}
             if resolved.run.layout.world_size > 1:
@@ -326,6 +329,6 @@ def _report(facts: dict[str, Any]) -> Iterator[str]:
         origin = "to be trained on this text" if tokenizer["trained"] else "found"
         yield f"tokenizer  {tokenizer['vocab']} tokens, {origin}"
     yield from (f"note       {note}" for note in facts.get("notes", []))
-    if sample := facts.get("sample"):
+    if (sample := facts.get("sample")) and "formats" in facts.get("data", {}):  # records: parts are not trained
         yield "sample     the first; trained text after |, context after ."
         yield from (f"  {line}" for line in sample)

@@ -5,7 +5,7 @@ import contextlib
 import math
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, get_args
@@ -16,7 +16,7 @@ from meshwright.launch.status import TrainingStopped
 from meshwright.spec.errors import UserError
 from meshwright.spec.precision import ComputeName
 from meshwright.spec.problems import did_you_mean, is_setting, setting_called
-from meshwright.spec.recipe import line_of, load_recipe
+from meshwright.spec.recipe import RecipeError, line_of, load_recipe
 from meshwright.spec.run import Run
 
 RECIPES = Path(__file__).resolve().parents[1] / "recipes"
@@ -204,7 +204,20 @@ def read_recipe(arguments: argparse.Namespace) -> Run:
     if not path.exists():
         there = [one.name for one in path.parent.glob("*.y*ml")]
         raise UserError(f"{path}: no such file or directory{did_you_mean(path.name, there, likeness=0.75)}")
-    return load_recipe(path, arguments.overrides)
+    return recipe_at(path, arguments.overrides)
+
+
+def recipe_at(path: Path, overrides: Sequence[str]) -> Run:
+    """The recipe in a file, with overrides applied. Raises UserError for an invalid recipe, and for another system's
+    file, with how to convert it."""
+    try:
+        return load_recipe(path, overrides)
+    except RecipeError as error:
+        from meshwright.imports.systems import describe_foreign
+
+        if foreign := describe_foreign(path):
+            raise UserError(foreign) from error
+        raise
 
 
 def with_place(message: str, arguments: argparse.Namespace) -> str:

@@ -8,6 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from meshwright.cli.common import recipe_at
 from meshwright.cli.output import add_json_argument, print_result
 from meshwright.cli.plan_text import cluster_lines, plan_lines
 from meshwright.families import resolve_model
@@ -19,7 +20,7 @@ from meshwright.plan.page import plan_page
 from meshwright.plan.recipe import plan_recipe, planned_run
 from meshwright.spec.errors import UserError
 from meshwright.spec.model import ModelFields
-from meshwright.spec.recipe import dump_recipe, load_recipe, parse_spec
+from meshwright.spec.recipe import dump_recipe, parse_spec
 from meshwright.spec.run import Run
 from meshwright.validate.doubts import Doubt
 from meshwright.validate.judge import Judged, judge, regret, report, worst
@@ -169,7 +170,7 @@ def _recipe(what: str, overrides: list[str]) -> tuple[Run, Path]:
     """A recipe file, or the recipe of nothing but a model, and the folder of its relative paths."""
     path = Path(what)
     if path.is_file() or path.suffix in (".yaml", ".yml", ".json"):
-        return load_recipe(path, overrides), path.parent
+        return recipe_at(path, overrides), path.parent
     here = Path()
     try:
         resolve_model(ModelFields(name=what), base_dir=here)

@@ -150,6 +150,7 @@ def read_program(reading: Reading, text: str, path: Path) -> None:
     for number, line in enumerate(text.split("\n"), 1):
         if number > program.count("\n") and line.strip() and not line.startswith("#"):
             reading.drop(f"{path.name}:{number}: {line.strip()[:SHOWN]}", "edited by hand, not imported")
+    reading.is_whole = True
     for setting, value in settings.items():
         if setting not in reading.settings:
             reading.set(setting, value, f"{path.name}: {setting}")

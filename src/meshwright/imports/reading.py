@@ -82,6 +82,8 @@ class Reading:
     """Keys whose claims hold for the finished recipe, each with its claims."""
     seen: list[str] = field(default_factory=list)
     """The origin of every key that was read."""
+    is_whole: bool = False
+    """Whether a file holds a whole recipe, whose defaults are meant."""
     unknown: list[str] = field(default_factory=list)
     """The origins of keys without a rule."""
 

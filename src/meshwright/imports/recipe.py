@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from meshwright.families import PRESETS
 from meshwright.imports.claims import Has, NoEffect
 from meshwright.imports.deepspeed_schedules import settle_what_no_file_gives
 from meshwright.imports.experts import settle_balance
@@ -52,9 +53,30 @@ def import_files(
     settle_shares(reading)
     _check_warmup(reading)
     settle_balance(reading, base_dir or paths[0].parent)
+    _note_what_no_file_names(reading)
     recipe, files = _recipe(reading), ", ".join(path.name for path in paths)
     reading.conclude(check_recipe(recipe, reading.settings, files))
     return _comments(reading, files) + recipe, reading
+
+
+def _note_what_no_file_names(reading: Reading) -> None:
+    """Data, weights and tokenizer that the recipe takes by default. A job that trains on other data, or from random
+    weights, is not the one of the files."""
+    if reading.is_whole:
+        return
+    name = reading.settings.get("model.name", ("", ""))[0]
+    has_files = not name or str(name).lower() not in PRESETS
+    if "data.sources" not in reading.settings:
+        reading.notes.append(
+            "no file names data that can be read: the recipe trains on the standard library of Python; set data.sources"
+        )
+    if not has_files and "model.weights" not in reading.settings:
+        reading.notes.append(
+            f"{name} is a published size without weights: they are random; to start from trained ones, set model.name "
+            "to the Hugging Face directory or the hub's id"
+        )
+    if not has_files and "data.tokenizer" not in reading.settings:
+        reading.notes.append("no file names a tokenizer: one is trained on the data; set data.tokenizer")
 
 
 def _finish(reading: Reading) -> None:

@@ -1,5 +1,7 @@
 """The systems whose files are imported: how a file of each is recognised, what reads it, and the rules of its keys."""
 
+import re
+import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -26,6 +28,7 @@ from meshwright.imports.program import is_program, read_program
 from meshwright.imports.reading import Reading, Rule, flat, of_section, refusing
 from meshwright.imports.titan_python import is_titan_python
 from meshwright.spec.errors import UserError
+from meshwright.spec.run import Run
 from meshwright.storage.opening import read_data, read_text
 
 FORMATS = (
@@ -89,6 +92,34 @@ SYSTEMS = (
 """The first that recognises a file reads it."""
 
 
+IN_CODE = {
+    "Lightning": re.compile(r"^\s*(?:from|import)\s+(?:lightning|pytorch_lightning|lightning_fabric)\b", re.MULTILINE),
+    "Composer": re.compile(r"^\s*(?:from|import)\s+composer\b", re.MULTILINE),
+    "the Hugging Face Trainer or Accelerate": re.compile(
+        r"^\s*(?:from|import)\s+(?:transformers|accelerate|trl)\b", re.MULTILINE
+    ),
+    "DeepSpeed": re.compile(r"^\s*(?:from|import)\s+deepspeed\b", re.MULTILINE),
+}
+"""System -> the imports of a program that is configured in code."""
+
+
+def describe_foreign(path: Path) -> str:
+    """What to do with a file that is another system's and no recipe, which has sections of a recipe alone; empty if it
+    is no known system's."""
+    try:
+        values = read_data(path, read_text(path)) if path.suffix in (".yaml", ".yml", ".json") else {"": path}
+        if isinstance(values, Mapping) and values.keys() <= Run.model_fields.keys():
+            return ""
+        if path.suffix == ".py" and (name := _configured_in_code(read_text(path))):
+            return f"{path}: not a recipe, but a program of {name}; see what can be done: meshwright import {path}"
+        return (
+            f"{path}: not a recipe, but a file of {_opened(path)[0].name}; convert it first: "
+            f"meshwright import {shlex.quote(str(path))} --write run.yaml"
+        )
+    except (UserError, OSError):
+        return ""
+
+
 def read_files(reading: Reading, paths: Sequence[Path]) -> None:
     """Read all files, DeepSpeed's first, because its settings win.
 
@@ -111,6 +142,12 @@ def _opened(path: Path) -> tuple[System, Any, str]:
     if path.suffix == ".py" and is_titan_python(text):
         read = partial(torchtitan.read_torchtitan_python, package=path.resolve().parent.name)
         return System(TITAN.name, read, rules=TITAN.rules), text, name
+    if path.suffix == ".py" and (name_in_code := _configured_in_code(text)):
+        raise UserError(
+            f"{path}: a program of {name_in_code}, which is configured in code, and no code is run; start with "
+            "meshwright init, and set its strategy and devices as docs/importing.md lists them; JSON and YAML files "
+            "beside the program can be imported"
+        )
     if path.suffix == ".py":
         return NANOGPT, nanogpt.read_assignments(text, name), name
     if path.suffix not in (".json", ".yaml", ".yml", ".toml") and megatron.is_flags(text):
@@ -127,6 +164,11 @@ def _opened(path: Path) -> tuple[System, Any, str]:
     likely = nearest.share(list(flat(values))) > 1 / 2
     hint = f", but most of its keys are {nearest.name}'s: import a whole file of it" if likely else ""
     raise UserError(f"{path}: unknown format{hint}; supported are {FORMATS}")
+
+
+def _configured_in_code(text: str) -> str | None:
+    """The system that a program imports, if it configures its training in code."""
+    return next((name for name, pattern in IN_CODE.items() if pattern.search(text)), None)
 
 
 def _check_known(system: System, seen: Sequence[str], unknown: Sequence[str], file: str) -> None:
