@@ -17,7 +17,7 @@ BEGIN = """\
 # The recipe
 
 A recipe is a YAML file that describes a training run: model, data, training, layout. `meshwright init` lists presets,
-`meshwright init PRESET > run.yaml` saves one with every setting explained, `meshwright check run.yaml` reports its
+`meshwright init PRESET > run.yaml` saves one with its settings explained, `meshwright check run.yaml` reports its
 errors, and `meshwright train run.yaml` trains it.
 
 - **Only settings that differ from the defaults below are needed**; the shortest recipe is `model: gpt2`.

@@ -2,19 +2,23 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 
 import pytest
 import yaml
+from jsonschema import Draft202012Validator
 
 from meshwright.cli import doctor
 from meshwright.cli.common import presets
 from meshwright.cli.main import main
 from meshwright.cli.parser import VERBS
 from meshwright.families import PRESETS, resolve_model
+from meshwright.spec.errors import UserError
 from meshwright.spec.recipe import load_recipe, parse_spec
 from meshwright.spec.run import Run
+from meshwright.spec.schema import recipe_schema
 from meshwright.trainer.resolve import resolve_run
 
 RECIPE = """\
@@ -83,14 +87,51 @@ def test_every_preset_is_listed_with_what_it_is(capsys):
     assert list(json.loads(capsys.readouterr().out)) == list(presets())
 
 
+@pytest.mark.parametrize("options", [[], ["--full"]], ids=["short", "full"])
 @pytest.mark.parametrize("name", presets())
-def test_a_printed_preset_is_the_same_run_with_every_setting_explained(name, capsys):
-    assert main(["init", name]) == 0
+def test_a_printed_preset_is_the_same_run_with_its_settings_explained(name, options, capsys):
+    assert main(["init", name, *options]) == 0
     text = capsys.readouterr().out
     run = load_recipe(presets()[name])
     assert parse_spec(text, Run) == run
     assert "Peak learning rate." in text
+    assert ("Data-parallel copies" in text or "micro_batch: auto" in text) == bool(options)
     assert max(map(len, text.splitlines())) <= 110
+    assert options or len(text.splitlines()) < 100
+    schema = Draft202012Validator(recipe_schema())
+    assert not list(schema.iter_errors(yaml.safe_load(text)))
+    given = re.sub(r"\b(\d)e-", r"\1.0e-", presets()[name].read_text())  # PyYAML reads YAML 1.1, editors 1.2
+    assert not list(schema.iter_errors(yaml.safe_load(given)))
+
+
+def test_the_schema_takes_every_short_form_and_refuses_mistakes(capsys):
+    assert main(["init", "--schema"]) == 0
+    schema = json.loads(capsys.readouterr().out)
+    Draft202012Validator.check_schema(schema)
+    validator = Draft202012Validator(schema)
+    for text in (
+        "model: gpt2",
+        "{model: gpt2, layout: auto, data: {sources: stdlib}}",
+        "{model: gpt2, data: {sources: {path: a.jsonl, weight: 1}}, callbacks: [ema], layout: {dp_shard: 2}}",
+        "{model: gpt2, data: {sources: [a.txt, {path: b.txt}]}, training: {evaluation: {tasks: [a.jsonl]}}}",
+        "{model: {name: x}, finetune: {method: qlora, targets: [wq]}, training: {optimizer: {name: my.Own}}}",
+    ):
+        assert parse_spec(text, Run)
+        assert not list(validator.iter_errors(yaml.safe_load(text))), text
+    for text in (
+        "{}",
+        "{model: gpt2, layot: {dp_shard: 2}}",
+        "{model: gpt2, layout: {dp_shard: two}}",
+        "{model: gpt2, layout: aut}",
+        "{model: gpt2, training: {steps: -1}}",
+        "{model: gpt2, training: {precision: bf17}}",
+        "{model: gpt2, finetune: {method: loraa}}",
+    ):
+        with pytest.raises(UserError):
+            parse_spec(text, Run)
+        assert list(validator.iter_errors(yaml.safe_load(text))), text
+    explained = schema["$defs"]["OptimizerSpec"]["properties"]["lr"]["description"]
+    assert explained.startswith("Peak learning rate.")
 
 
 @pytest.mark.parametrize("name", presets())
@@ -101,7 +142,7 @@ def test_a_preset_can_be_resolved(name, tmp_path):
 
 
 def test_sizes_that_a_name_decides_stand_in_the_printed_recipe_as_comments(capsys, tmp_path):
-    assert main(["init", "gpt2-124m", "model=gpt2-xl", "training.steps=5000"]) == 0
+    assert main(["init", "gpt2-124m", "model=gpt2-xl", "training.steps=5000", "--full"]) == 0
     text = capsys.readouterr().out
     model = resolve_model(PRESETS["gpt2-xl"], base_dir=tmp_path)
     assert f"# num_layers: {model.num_layers} " in text

@@ -1,6 +1,7 @@
-"""The verb `init`: lists the preset recipes, or prints one with every setting explained."""
+"""The verb `init`: lists the preset recipes, or prints one with its settings explained; prints the recipe's schema."""
 
 import argparse
+import json
 import textwrap
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -19,6 +20,7 @@ from meshwright.spec.model import ModelFields
 from meshwright.spec.problems import did_you_mean
 from meshwright.spec.recipe import load_recipe
 from meshwright.spec.run import Run
+from meshwright.spec.schema import recipe_schema
 
 WIDTH = 110
 COMMENT_COLUMN = 36
@@ -31,19 +33,28 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "overrides", metavar="a.b=c", nargs="*", default=[], help="override a setting of the printed recipe"
     )
+    parser.add_argument("--full", action="store_true", help="with every setting, given or default")
+    parser.add_argument("--schema", action="store_true", help="print the JSON schema of recipes, for editors")
     add_json_argument(parser)
-    parser.epilog = "examples:\n  meshwright init\n  meshwright init demo > run.yaml"
+    parser.epilog = (
+        "examples:\n  meshwright init\n  meshwright init demo > run.yaml\n  meshwright init demo --full\n"
+        "  meshwright init --schema > recipe.schema.json"
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """List the presets, or print one."""
+    """List the presets, or print one, or the schema."""
+    if arguments.schema:
+        print(json.dumps(recipe_schema(), indent=2))
+        return 0
     if arguments.preset is None:
         titles = {name: _title(path) for name, path in presets().items()}
         print_result(arguments, titles, _listed(titles))
         return 0
     path = find_preset(arguments.preset)
     recipe = load_recipe(path, arguments.overrides)
-    print_result(arguments, recipe.model_dump(mode="json"), commented_recipe(recipe, title=_title(path)))
+    lines = (commented_recipe if arguments.full else short_recipe)(recipe, title=_title(path))
+    print_result(arguments, recipe.model_dump(mode="json"), lines)
     return 0
 
 
@@ -58,6 +69,37 @@ def find_preset(name: str) -> Path:
         )
     hint = did_you_mean(name, known) or f"; there are {', '.join(known)}"
     raise UserError(f"unknown preset '{name}'{hint}")
+
+
+def short_recipe(recipe: Run, *, title: str) -> Iterator[str]:
+    """The settings that the recipe gives, as lines of YAML, each with the first sentence of its meaning.
+
+    Raises UserError if the model does not exist.
+    """
+    resolve_model(recipe.model, base_dir=Path(), vocab=recipe.data.tokenizer_vocab)
+    yield f"# {title}"
+    yield "# Every other setting has its default: `meshwright init PRESET --full` prints and explains them all."
+    yield from _given(recipe, "")
+
+
+def _given(section: Spec, indent: str) -> Iterator[str]:
+    """The lines of the settings that a section gives."""
+    for name, field in type(section).model_fields.items():
+        value = getattr(section, name)
+        if name not in section.model_fields_set:
+            continue
+        meaning = _meaning(field).split(". ")[0].rstrip(".") + "."
+        if isinstance(value, Spec):
+            yield f"{indent}{name}:"
+            yield from _given(value, indent + "  ")
+        elif isinstance(value, tuple) and value and isinstance(value[0], Spec):
+            yield from _beside(f"{indent}{name}:", meaning)
+            for item in value:
+                first, *others = _given(item, indent + "    ")
+                yield f"{indent}  - {first.lstrip()}"
+                yield from others
+        else:
+            yield from _beside(indent + _entry(name, value), meaning)
 
 
 def commented_recipe(recipe: Run, *, title: str) -> Iterator[str]:
@@ -86,7 +128,7 @@ def commented_recipe(recipe: Run, *, title: str) -> Iterator[str]:
 def _listed(titles: Mapping[str, str]) -> Iterator[str]:
     width = max(map(len, titles))
     yield from (f"{name:<{width}}  {title}" for name, title in titles.items())
-    yield "\nmeshwright init PRESET > run.yaml   saves one, with every setting explained"
+    yield "\nmeshwright init PRESET > run.yaml   saves one; --full also prints every default"
     yield textwrap.fill(f"Models that a recipe can name: {', '.join(MODELS)}", WIDTH)
 
 

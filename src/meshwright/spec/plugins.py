@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
-from pydantic import Field, GetCoreSchemaHandler, ValidationInfo
+from pydantic import Field, GetCoreSchemaHandler, GetJsonSchemaHandler, ValidationInfo
 from pydantic_core import CoreSchema, PydanticCustomError, ValidationError, core_schema
 
 from meshwright.spec.base import Spec
@@ -165,6 +165,10 @@ class Pluggable:
         return core_schema.with_info_wrap_validator_function(
             self._checked, handler(source), serialization=core_schema.plain_serializer_function_ser_schema(str)
         )
+
+    def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+        """Our names, which editors offer, or any other."""
+        return {"anyOf": [handler(schema), {"type": "string"}]}
 
     def _checked(self, value: Any, ours: Callable[[Any], Any], info: ValidationInfo) -> Any:
         try:
