@@ -26,6 +26,7 @@ READS_ENVIRONMENT = {
     "launch/forkserver.py",
     "launch/launcher.py",
     "trainer/worker.py",
+    "cli/completion.py",
     "cli/judge.py",
     "machine.py",
 }
@@ -228,8 +229,8 @@ def test_the_lower_rooms_and_the_verbs_never_load_torch() -> None:
 
 
 def test_only_the_launcher_reads_the_environment() -> None:
-    """Except `judge`, which reads its API key there, because a command line should not show it, and the search for
-    GPUs, some of which the environment may hide."""
+    """Except `judge`, which reads its API key there, because a command line should not show it, a shell's question for
+    completions, and the search for GPUs, some of which the environment may hide."""
     assert users("os.environ") | users("os.getenv") == READS_ENVIRONMENT
     assert not importers(FILES, "os.environ") + importers(FILES, "os.getenv")
 

@@ -9,6 +9,7 @@ import sys
 import traceback
 from collections.abc import Sequence
 
+from meshwright.cli.completion import complete
 from meshwright.cli.parser import BROKEN_PIPE, INTERRUPTED, VERBS, Parser, UsageError, similar_word
 from meshwright.spec.errors import UserError
 from meshwright.terminal import guarded_terminal, printable
@@ -36,6 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command line (default: this process's) and return the exit status."""
     words = list(sys.argv[1:] if argv is None else argv)
     if argv is None:
+        complete()
         os.putenv("PYTHONSAFEPATH", "1")  # child Python processes import nothing from the user's folder
     try:
         with guarded_terminal():
