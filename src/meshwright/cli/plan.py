@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.cli.output import add_json_argument, print_result
-from meshwright.cli.plan_text import cluster_lines, plan_lines
 from meshwright.families import resolve_model
 from meshwright.plan.account import explain_field
 from meshwright.plan.candidate import MARGIN
@@ -17,6 +16,7 @@ from meshwright.plan.changes import CHANGES, GROUPS, asked_changes
 from meshwright.plan.layouts import SearchLimits
 from meshwright.plan.page import plan_page
 from meshwright.plan.recipe import plan_recipe, planned_run
+from meshwright.plan.text import cluster_lines, plan_lines
 from meshwright.spec.errors import UserError
 from meshwright.spec.model import ModelFields
 from meshwright.spec.recipe import dump_recipe, load_recipe, parse_spec

@@ -40,9 +40,10 @@ def plan_recipe(
     Raises `UserError` for an unknown model or cluster, a sequence that is longer than the model's positions, or a
     change that says nothing here.
     """
-    where = cluster
+    where = cluster or run.cluster
     if not isinstance(where, ClusterSpec):
-        where = resolve_cluster(where or run.cluster, base_dir=base_dir, machine=find_machine(run.device))
+        machine = find_machine(run.device) if where == "local" else None  # another cluster does not need this machine
+        where = resolve_cluster(where, base_dir=base_dir, machine=machine)
     if run.training.tokens is not None:
         run = run.lasting(run.known_steps() or 1)
     spec = resolve_model(run.model, base_dir=base_dir, vocab=run.data.tokenizer_vocab)
