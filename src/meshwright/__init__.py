@@ -19,6 +19,8 @@ if sys.argv[:1] == ["-m"] and not sys.flags.safe_path:
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from meshwright.version import __version__
+
 if TYPE_CHECKING:
     from meshwright.callbacks import Callback, Tracker, Training
     from meshwright.models import Block, Model
@@ -28,7 +30,6 @@ if TYPE_CHECKING:
     from meshwright.spec.run import Run
     from meshwright.trainer.run import TrainResult, train
 
-__version__ = "0.1.0"
 __all__ = [
     "Block",
     "Callback",
@@ -40,6 +41,7 @@ __all__ = [
     "Tracker",
     "TrainResult",
     "Training",
+    "__version__",
     "load_recipe",
     "train",
     "view",

@@ -1,7 +1,6 @@
 """The verb `plan`: ranks layouts by predicted memory, speed and cost, and measures the error of predictions."""
 
 import argparse
-import json
 import sys
 from collections.abc import Iterator
 from dataclasses import asdict
@@ -9,18 +8,15 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.cli.output import add_json_argument, print_result
-from meshwright.families import resolve_model
 from meshwright.plan.account import explain_field
 from meshwright.plan.candidate import MARGIN
-from meshwright.plan.changes import CHANGES, GROUPS, asked_changes
-from meshwright.plan.layouts import SearchLimits
-from meshwright.plan.page import plan_page
-from meshwright.plan.recipe import plan_recipe, planned_run
+from meshwright.plan.changes import CHANGES, GROUPS
 from meshwright.plan.text import cluster_lines, plan_lines
+from meshwright.planner.page import plan_page
+from meshwright.planner.query import TOP, Query, answer, as_json, find_recipe
 from meshwright.spec.errors import UserError
-from meshwright.spec.model import ModelFields
-from meshwright.spec.recipe import dump_recipe, load_recipe, parse_spec
-from meshwright.spec.run import Run
+from meshwright.spec.recipe import dump_recipe
+from meshwright.storage.durable import write_durably
 from meshwright.validate.doubts import Doubt
 from meshwright.validate.judge import Judged, judge, regret, report, worst
 from meshwright.validate.table import read_table
@@ -60,7 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=[],
         help="8xh100, 64xa100-80g@400Gb/s, a file, or local (default: the recipe's); give several to compare them",
     )
-    parser.add_argument("--top", type=int, default=8, metavar="N", help="layouts to show (default 8)")
+    parser.add_argument("--top", type=int, default=TOP, metavar="N", help=f"layouts to show (default {TOP})")
     parser.add_argument(
         "--margin",
         type=float,
@@ -119,63 +115,38 @@ def _calibrate(arguments: argparse.Namespace) -> int:
 
 
 def _plan(arguments: argparse.Namespace) -> int:
-    if not 0 <= arguments.margin < 1:
-        raise UserError(
-            f"--margin {arguments.margin} is not allowed: must be at least 0 and below 1 (default {MARGIN})"
-        )
-    if arguments.top < 1:
-        raise UserError(f"--top {arguments.top} is not allowed: show at least 1 layout")
+    query = _query(arguments)
+    query.check()
     if arguments.write and arguments.write.exists():
         raise UserError(f"{arguments.write} already exists; give another --write, or remove it")
-    recipe, base_dir = _recipe(arguments.what, arguments.words)
-    clusters: list[str | None] = arguments.cluster or [None]
-    planned = [
-        plan_recipe(
-            recipe,
-            base_dir=base_dir,
-            cluster=cluster,
-            top=arguments.top,
-            limits=SearchLimits(margin=arguments.margin, methods=arguments.methods and len(clusters) == 1),
-            consider=asked_changes(arguments.consider) if arguments.consider else (),
-        )
-        for cluster in clusters
-    ]
-    if len(clusters) > 1:
-        return _compare(arguments, [facts for _, facts in planned])
-    ((plan, facts),) = planned
+    for option in ("explain", "write"):
+        if len(query.clusters) > 1 and getattr(arguments, option):
+            raise UserError(f"--{option} is for one cluster; give one --cluster")
+    planned = answer(query, *find_recipe(query.what, query.words))
     if arguments.explain:
-        print(explain_field(plan, arguments.explain))
+        print(explain_field(planned[0].plan, arguments.explain))
     else:
-        print_result(arguments, facts, plan_lines(facts))
+        lines = plan_lines(planned[0].facts) if len(planned) == 1 else cluster_lines([one.facts for one in planned])
+        print_result(arguments, as_json(planned), lines)
     if arguments.html:
-        arguments.html.write_text(plan_page(facts), encoding="utf-8")
+        write_durably(arguments.html, plan_page(planned))
         print(f"{arguments.html} written", file=sys.stderr)
     if arguments.write:
-        arguments.write.write_text(dump_recipe(planned_run(recipe, plan, clusters[0])), encoding="utf-8")
+        arguments.write.write_text(planned[0].write(), encoding="utf-8")
         print(f"{arguments.write} written", file=sys.stderr)
-    return 0 if facts["chosen"] else 1
+    return 0 if any(one.facts["chosen"] for one in planned) else 1
 
 
-def _compare(arguments: argparse.Namespace, plans: list[dict[str, Any]]) -> int:
-    """Print the plans for several clusters side by side."""
-    for option in ("explain", "html", "write"):
-        if getattr(arguments, option):
-            raise UserError(f"--{option} is for one cluster; give one --cluster")
-    print_result(arguments, {"clusters": plans}, cluster_lines(plans))
-    return 0 if any(facts["chosen"] for facts in plans) else 1
-
-
-def _recipe(what: str, overrides: list[str]) -> tuple[Run, Path]:
-    """A recipe file, or the recipe of nothing but a model, and the folder of its relative paths."""
-    path = Path(what)
-    if path.is_file() or path.suffix in (".yaml", ".yml", ".json"):
-        return load_recipe(path, overrides), path.parent
-    here = Path()
-    try:
-        resolve_model(ModelFields(name=what), base_dir=here)
-    except UserError as error:
-        raise UserError(f"{what}: no recipe of this name, nor a model: {error}") from error
-    return parse_spec(json.dumps({"model": {"name": what}}), Run, overrides, source=f"plan {what}"), here
+def _query(arguments: argparse.Namespace) -> Query:
+    return Query(
+        arguments.what,
+        tuple(arguments.words),
+        tuple(arguments.cluster),
+        top=arguments.top,
+        margin=arguments.margin,
+        consider=arguments.consider or "",
+        methods=arguments.methods,
+    )
 
 
 def _validate(arguments: argparse.Namespace) -> int:

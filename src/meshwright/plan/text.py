@@ -149,7 +149,10 @@ def _chosen(facts: dict[str, Any], chosen: dict[str, Any]) -> Iterator[tuple[str
     kinds = ", ".join(f"{kind} {size / GB:.1f}" for kind, size in sizes if size >= 0.05 * GB)
     yield "memory", f"{kinds} GB{host}"
     uncounted = "; the recipe's epochs are counted when the data are prepared" if facts["epochs"] else ""
-    yield "run", f"{facts['steps']} steps: {duration(chosen['run_seconds']['value'])}, {price(facts, chosen)}{uncounted}"
+    yield (
+        "run",
+        f"{facts['steps']} steps: {duration(chosen['run_seconds']['value'])}, {price(facts, chosen)}{uncounted}",
+    )
     yield "binding", facts["binding"]
     if (found := facts["fastest"]) and found["verdict"] == chosen["verdict"]:
         faster = 1 - found["step_time"]["value"] / chosen["step_time"]["value"]

@@ -1,0 +1,3 @@
+"""The version of Meshwright."""
+
+__version__ = "0.1.0"
