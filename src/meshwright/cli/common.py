@@ -7,6 +7,7 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
+from http.server import ThreadingHTTPServer
 from pathlib import Path
 from typing import Any, get_args
 
@@ -54,6 +55,18 @@ def whole_number(must: str, *, least: int = 0, most: float = math.inf) -> Callab
 
 positive = whole_number("a whole number, at least 1", least=1)
 whole = whole_number("a whole number of at least 0")
+PORTS = whole_number("a port, 0 to 65535 (0: any free one)", most=65535)
+
+
+def serve_until_interrupted(server: ThreadingHTTPServer) -> None:
+    """Print a local page's address, and serve it until Ctrl-C."""
+    print(f"http://{server.server_address[0]}:{server.server_port}/  (Ctrl-C ends it)", flush=True)
+    try:
+        server.serve_forever()
+    except KeyboardInterrupt:
+        print()
+    finally:
+        server.server_close()
 
 
 @contextlib.contextmanager

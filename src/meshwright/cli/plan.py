@@ -7,13 +7,17 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from meshwright.cli.common import PORTS, serve_until_interrupted
 from meshwright.cli.output import add_json_argument, print_result
+from meshwright.pages.live import ADDRESS
 from meshwright.plan.account import explain_field
 from meshwright.plan.candidate import MARGIN
 from meshwright.plan.changes import CHANGES, GROUPS
 from meshwright.plan.text import cluster_lines, plan_lines
 from meshwright.planner.page import plan_page
 from meshwright.planner.query import TOP, Query, answer, as_json, find_recipe
+from meshwright.planner.server import serve_planner
+from meshwright.planner.site import write_site
 from meshwright.spec.errors import UserError
 from meshwright.spec.recipe import dump_recipe
 from meshwright.storage.durable import write_durably
@@ -30,6 +34,8 @@ forms:
   meshwright plan MODEL [a.b=c ...]     the same without a recipe, for a model's name or Hugging Face directory
   meshwright plan calibrate FILE.yaml   measure this machine in about a minute and write a cluster file
   meshwright plan validate FILE.csv     predict every row of a table of published runs, and report the errors
+  meshwright plan --serve               a page where model, cluster and settings are chosen, from this machine
+  meshwright plan --site DIR            the same page as files: it plans in a browser tab, without a server
 
 exit status: 0 a layout fits or is tight (the plan says which), 1 none does, 2 invalid command line
 
@@ -47,7 +53,11 @@ examples:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the operands and options of `plan`."""
     parser.add_argument(
-        "what", metavar="RECIPE", help="recipe file (YAML), or a model without one; or calibrate or validate"
+        "what",
+        metavar="RECIPE",
+        nargs="?",
+        default="",
+        help="recipe file (YAML), or a model without one; or calibrate or validate",
     )
     parser.add_argument("words", metavar="a.b=c", nargs="*", help="override a setting of the recipe; or the FILE")
     parser.add_argument(
@@ -80,17 +90,49 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--write", metavar="FILE", type=Path, help="write the recipe with the chosen layout")
     parser.add_argument("--html", metavar="FILE", type=Path, help="write the plan as one offline page")
+    parser.add_argument(
+        "--serve", action="store_true", help=f"serve the planner's page on {ADDRESS} until Ctrl-C, without RECIPE"
+    )
+    parser.add_argument("--port", metavar="N", type=PORTS, default=0, help="port of --serve (default: a free one)")
+    parser.add_argument(
+        "--site", metavar="DIR", type=Path, help="write the planner as a folder of files that plans in a browser tab"
+    )
+    parser.add_argument(
+        "--pyodide",
+        metavar="DIR",
+        type=Path,
+        default=Path(".pyodide"),
+        help="folder with Pyodide for --site, which 'make site' fills (default .pyodide)",
+    )
     add_json_argument(parser)
     parser.epilog = EPILOG
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Dispatch on the first word."""
+    """Dispatch on the options without a recipe, then on the first word."""
+    if arguments.site or arguments.serve:
+        return _show(arguments)
+    if not arguments.what:
+        raise UserError("plan needs a recipe or a model, as in meshwright plan llama-3.1-8b --cluster 8xh100")
     if arguments.what == "validate":
         return _validate(arguments)
     if arguments.what == "calibrate":
         return _calibrate(arguments)
     return _plan(arguments)
+
+
+def _show(arguments: argparse.Namespace) -> int:
+    """Write or serve the planner's page."""
+    if arguments.what:
+        raise UserError(
+            f"--{'site' if arguments.site else 'serve'} plans what its page is asked; leave {arguments.what} out"
+        )
+    if arguments.site:
+        write_site(arguments.site, arguments.pyodide)
+        print(f"{arguments.site} written; open it with: python -m http.server --directory {arguments.site}")
+        return 0
+    serve_until_interrupted(serve_planner(arguments.port))
+    return 0
 
 
 def _calibrate(arguments: argparse.Namespace) -> int:

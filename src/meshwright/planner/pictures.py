@@ -61,7 +61,7 @@ def _about(found: StepTimeline, chosen: Candidate) -> str:
         differs = f" Pass by pass it ends after {ends}; the plan's formula says {seconds(planned)}."
     return (
         f"{words} on {what}, as predicted. Communication that computation hides takes no time of its own. Low boxes "
-        "are recomputation and communication that nothing hides. Point at a box.{differs}"
+        f"are recomputation and communication that nothing hides. Point at a box.{differs}"
     )
 
 
