@@ -60,7 +60,8 @@ class Request:
         files = {str(name): str(content) for name, content in found.get("files", {}).items()}
         if len(files) > MOST_FILES:
             raise UserError(f"{len(files)} files; one training job has at most {MOST_FILES}")
-        return cls(**(found | {"files": files, "model": found.get("model", "")}))
+        numbers = {"margin": float(found["margin"])} if "margin" in found else {}
+        return cls(**(found | numbers | {"files": files, "model": found.get("model", "")}))
 
 
 KINDS: dict[str, type | tuple[type, ...]] = {
@@ -130,6 +131,8 @@ def _check(request: Request) -> None:
     for cluster in request.clusters:
         if cluster != "local":
             parse_cluster_name(cluster)
+        if Path(cluster).suffix in (".yaml", ".yml", ".json"):
+            raise UserError(f"{cluster}: the page reads no file of this machine; name a cluster, as in 8xh100")
 
 
 def _opened(request: Request, folder: Path) -> tuple[str, list[str]]:

@@ -6,7 +6,7 @@ from meshwright.families import PRESETS
 from meshwright.pages.shell import STATIC, header, page
 from meshwright.plan.candidate import MARGIN
 from meshwright.plan.changes import GROUPS
-from meshwright.plan.hardware import hardware_table
+from meshwright.plan.hardware import find_device, hardware_table
 from meshwright.planner.page import PARTS, foot
 from meshwright.version import __version__
 
@@ -39,5 +39,11 @@ def app_data(mode: str) -> dict[str, Any]:
 
 
 def device_names() -> list[str]:
-    """The devices of the table as they are written in a cluster's name."""
-    return [row["name"].lower() for row in hardware_table() if "(" not in row["name"]]
+    """The devices of the table, each by the shortest name that a cluster's name may give it."""
+    return [_short(row["name"].lower()) for row in hardware_table() if "(" not in row["name"]]
+
+
+def _short(name: str) -> str:
+    parts = name.split("-")
+    names = ("-".join(parts[:count]) for count in range(1, len(parts) + 1))
+    return next(one for one in names if find_device(one) is find_device(name))

@@ -55,11 +55,19 @@ def find_pyodide(folder: Path) -> tuple[list[Path], Path]:
     missing = [path.name for path in runtime if not path.is_file()] + ([] if wheels else [f"{COMPILED} {version}"])
     if missing:
         raise UserError(
-            f"{folder} lacks {', '.join(missing)}; run 'make site' in a checkout, or: npm install --prefix {folder} "
-            f"pyodide@{PYODIDE} && pip download --dest {folder} --no-deps --only-binary=:all: --python-version "
-            f"{PLATFORM[0]} --platform {PLATFORM[1]} pydantic-core=={version}"
+            f"{folder} lacks {', '.join(missing)}; run 'make site' in a checkout, or: {' && '.join(fetching(folder))}"
         )
     return runtime, wheels[-1]
+
+
+def fetching(folder: Path) -> tuple[str, str]:
+    """The commands that fill a folder for `write_site`, as `make site` runs them."""
+    version = importlib.metadata.version(COMPILED)
+    return (
+        f"npm install --no-audit --no-fund --prefix {folder} pyodide@{PYODIDE}",
+        f"{Path(sys.executable).name} -m pip download --dest {folder} --no-deps --only-binary=:all: --python-version "
+        f"{PLATFORM[0]} --platform {PLATFORM[1]} pydantic-core=={version}",
+    )
 
 
 def packed_planner(wheel: Path) -> bytes:
