@@ -28,6 +28,7 @@ ROOMS = {
     "data": "Floor 3: from text to the batches of a rank, without torch",
     "objectives": "Between: training losses; no rank",
     "models": "Floor 2: the model on one device; no mesh, no rank",
+    "planner": "Between: the planner's pages: in a file, in a browser tab, and from a local server; no torch",
     "plan": "Floor 2: predictions of memory, time and cost; no torch",
     "comm": "Floor 1: communication between ranks",
     "imports": "Floor 1: converts other systems' files to recipes; no torch",

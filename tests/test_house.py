@@ -28,7 +28,7 @@ READS_ENVIRONMENT = {
     "cli/judge.py",
     "plan/machine.py",
 }
-TORCH_FREE = ("cli", "data", "families", "imports", "pages", "plan", "spec", "storage", "validate")
+TORCH_FREE = ("cli", "data", "families", "imports", "pages", "plan", "planner", "spec", "storage", "validate")
 """Rooms used by `--help`, `init`, `check` and `doctor`: importing them never loads torch."""
 TENSOR_COLLECTIVES = (
     *("all_gather", "all_reduce", "all_to_all", "reduce", "gather", "scatter", "broadcast", "batch_isend_irecv"),

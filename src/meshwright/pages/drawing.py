@@ -89,13 +89,14 @@ def plot(
 ) -> str:
     """Axes around `shapes`, which are SVG in the units of `at`; `dots`: HTML above them; `titles` of both axes."""
     ys = [(y.place(value), y.show(value)) for value in y.ticks(6)]
-    return _framed(x, ys, shapes, dots=dots, tall=tall, titles=titles)
+    grid = "".join(f'<line class="grid" x1="0" x2="{SIDE:.0f}" y1="{_down(p)}" y2="{_down(p)}"/>' for p, _ in ys)
+    return _framed(x, ys, (grid, *shapes), dots=dots, tall=tall, titles=titles)
 
 
 def lanes(x: Scale, names: Sequence[str], shapes: Iterable[str], *, each: float = 1.4, title: str = "") -> str:
     """A lane for each name, from the top, `each` rem high, above an x axis; `shapes`: SVG, as in `plot`."""
     ys = [(1 - (number + 0.5) / len(names), name) for number, name in enumerate(names)]
-    return _framed(x, ys, shapes, tall=f"{each * len(names):.2f}rem", titles=(title, ""), grid=False)
+    return _framed(x, ys, shapes, tall=f"{each * len(names):.2f}rem", titles=(title, ""))
 
 
 def _framed(
@@ -106,10 +107,7 @@ def _framed(
     dots: str = "",
     tall: str,
     titles: tuple[str, str],
-    grid: bool = True,
 ) -> str:
-    rows = ys if grid else ()
-    lines = "".join(f'<line class="grid" x1="0" x2="{SIDE:.0f}" y1="{_down(p)}" y2="{_down(p)}"/>' for p, _ in rows)
     wide = max((len(label) for _, label in ys), default=4)
     labels = "".join(f'<span style="top:{100 * (1 - p):.2f}%">{escape(label)}</span>' for p, label in ys)
     below = "".join(f'<span style="left:{100 * x.place(v):.2f}%">{escape(x.show(v))}</span>' for v in x.ticks(5))
@@ -120,7 +118,7 @@ def _framed(
     return (
         f'<div class="plot" style="--tall:{tall};--ys:{0.62 * wide:.1f}em">{up}<div class="ys">{labels}</div>'
         f'<div class="area"><svg viewBox="0 0 {SIDE:.0f} {SIDE:.0f}" preserveAspectRatio="none" role="img">'
-        f'{lines}{"".join(shapes)}</svg>{dots}</div><div class="xs">{below}</div>{across}</div>'
+        f'{"".join(shapes)}</svg>{dots}</div><div class="xs">{below}</div>{across}</div>'
     )
 
 
@@ -186,7 +184,7 @@ def stacked_bars(
     most = max([sum(parts.values()) for _, parts in rows] + [limit or 0.0] + [m for row in marks.values() for m in row])
     bars = "".join(
         f'<div><div class="bar-name"><span>{escape(name)}</span><b>{escape(show(sum(parts.values())))}</b></div>'
-        f"{meter(parts, fills, show, most, limit=limit, ticks=marks.get(name, ()))}</div>"
+        f"{meter(parts, fills, show, most, Marks(limit, marks.get(name, ())))}</div>"
         for name, parts in rows
     )
     return (legend(fills) if len(fills) > 1 else "") + f'<div class="bars">{bars}</div>'
@@ -197,17 +195,22 @@ def fills_of(kinds: Iterable[str]) -> dict[str, str]:
     return {kind: colour(number) for number, kind in enumerate(kinds)}
 
 
+@dataclass(frozen=True)
+class Marks:
+    """What is drawn on a bar of parts."""
+
+    limit: float | None = None
+    """A red mark."""
+    ticks: Sequence[float] = ()
+    span: tuple[float, float] | None = None
+    """The range of the total."""
+
+
 def meter(
-    parts: Mapping[str, float],
-    fills: Mapping[str, str],
-    show: Figure,
-    most: float,
-    *,
-    limit: float | None = None,
-    ticks: Sequence[float] = (),
-    span: tuple[float, float] | None = None,
+    parts: Mapping[str, float], fills: Mapping[str, str], show: Figure, most: float, marks: Marks | None = None
 ) -> str:
-    """A bar of parts, as long as `most` at the most; `span`: the range of its total."""
+    """A bar of parts, as long as `most` at the most."""
+    marks = marks or Marks()
 
     def left(value: float) -> str:
         return f"{100 * min(1.0, value / (most or 1.0)):.2f}%"
@@ -217,12 +220,12 @@ def meter(
             if part > 0:
                 style = f"width:{left(part)};--of:{fills[kind]}"
                 yield f'<span style="{style}" data-tip="{escape(f"{kind}: {show(part)}")}"></span>'
-        if span:
+        if span := marks.span:
             width = f"{100 * max(0.0, min(1.0, span[1] / most) - min(1.0, span[0] / most)):.2f}%"
             tip = f"range: {show(span[0])} to {show(span[1])}"
             yield f'<i class="range" style="left:{left(span[0])};width:{width}" data-tip="{escape(tip)}"></i>'
-        yield from (f'<em style="left:{left(tick)}"></em>' for tick in ticks)
-        if limit:
+        yield from (f'<em style="left:{left(tick)}"></em>' for tick in marks.ticks)
+        if limit := marks.limit:
             yield f'<em class="limit" style="left:calc({left(limit)} - 2px)"></em>'
 
     return f'<div class="bar">{"".join(pieces())}</div>'

@@ -28,7 +28,7 @@ RECIPE = "run.yaml"
 
 
 @dataclass(frozen=True)
-class Request:
+class PageRequest:
     """What the page asks, checked."""
 
     model: str
@@ -44,7 +44,7 @@ class Request:
     """Whether the page is wanted beside the JSON."""
 
     @classmethod
-    def read(cls, text: str | bytes) -> "Request":
+    def read(cls, text: str | bytes) -> "PageRequest":
         """A request from JSON. Raises `UserError` if it is none."""
         try:
             found = json.loads(text)
@@ -81,12 +81,12 @@ def respond(text: str | bytes, progress: Progress = lambda share, what: None) ->
     """The answer to a request as JSON: the text that `plan --json` prints, and the parts of the page; or the problems,
     one line each."""
     try:
-        return json.dumps(_answer(Request.read(text), progress))
+        return json.dumps(_answer(PageRequest.read(text), progress))
     except UserError as error:
         return json.dumps({"problems": getattr(error, "problems", None) or [" ".join(str(error).split())]})
 
 
-def _answer(request: Request, progress: Progress) -> dict[str, Any]:
+def _answer(request: PageRequest, progress: Progress) -> dict[str, Any]:
     _check(request)
     with TemporaryDirectory() as name:
         folder = Path(name)
@@ -121,7 +121,7 @@ def _page(planned: Sequence[Planned], progress: Progress) -> dict[str, str]:
     return {"title": planned_title(planned), "about": planned_about(planned), "body": body}
 
 
-def _check(request: Request) -> None:
+def _check(request: PageRequest) -> None:
     """Raise `UserError` for names of files: a page reads none but those that are dropped onto it."""
     model = request.model
     if not request.files and HUB_ID.fullmatch(model) and IN_A_TAB:
@@ -135,7 +135,7 @@ def _check(request: Request) -> None:
             raise UserError(f"{cluster}: the page reads no file of this machine; name a cluster, as in 8xh100")
 
 
-def _opened(request: Request, folder: Path) -> tuple[str, list[str]]:
+def _opened(request: PageRequest, folder: Path) -> tuple[str, list[str]]:
     """The recipe or model to plan, from the files if there are any, and what they leave open."""
     if not request.files:
         return request.model, []
@@ -148,7 +148,7 @@ def _opened(request: Request, folder: Path) -> tuple[str, list[str]]:
         raise UserError(str(error).replace(f"{folder}/", "")) from error
 
 
-def _read(request: Request, paths: list[Path]) -> tuple[str, list[str]]:
+def _read(request: PageRequest, paths: list[Path]) -> tuple[str, list[str]]:
     if len(paths) == 1 and (data := _data(paths[0])) is not None:
         if isinstance(data.get("model_type"), str):
             return _model_folder(paths[0], data["model_type"]), []

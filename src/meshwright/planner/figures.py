@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from html import escape
 from typing import Any
 
-from meshwright.pages.drawing import Figure, fills_of, legend, meter
+from meshwright.pages.drawing import Figure, Marks, fills_of, legend, meter
 
 GB = 1e9
 UNITS = ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
@@ -93,20 +93,14 @@ def bars_of(candidates: Sequence[Facts]) -> tuple[str, list[tuple[str, str]]]:
     def span(interval: Facts) -> tuple[float, float]:
         return interval["low"], interval["high"]
 
-    rows = [
-        (
-            meter(
-                memory_parts(one),
-                kinds,
-                gigabytes,
-                most_memory,
-                limit=one["memory_available"],
-                span=span(one["memory_total"]),
-            ),
-            meter(time_parts(one), causes, seconds, most_seconds, span=span(one["step_time"])),
-        )
-        for one in candidates
-    ]
+    def memory(one: Facts) -> str:
+        marks = Marks(one["memory_available"], span=span(one["memory_total"]))
+        return meter(memory_parts(one), kinds, gigabytes, most_memory, marks)
+
+    def time(one: Facts) -> str:
+        return meter(time_parts(one), causes, seconds, most_seconds, Marks(span=span(one["step_time"])))
+
+    rows = [(memory(one), time(one)) for one in candidates]
     used = [name for name in CAUSES if any(time_parts(one)[name] > 0 for one in candidates)]
     held = [name for name in MEMORY if any(memory_parts(one)[name] > 0 for one in candidates)]
     keys = (

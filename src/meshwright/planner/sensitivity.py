@@ -25,7 +25,7 @@ Progress = Callable[[float, str], None]
 
 
 @dataclass(frozen=True)
-class Setting:
+class OtherValue:
     """Another value of one setting."""
 
     label: str
@@ -72,7 +72,7 @@ def sensitivity(plan: Plan, progress: Progress = lambda share, what: None) -> li
     return panels
 
 
-def _point(plan: Plan, chosen: Candidate, value: Setting) -> Point:
+def _point(plan: Plan, chosen: Candidate, value: OtherValue) -> Point:
     if value.now:
         return Point(value.label, True, chosen, "")
     layout = chosen.job.layout
@@ -94,7 +94,7 @@ def _point(plan: Plan, chosen: Candidate, value: Setting) -> Point:
     return Point(value.label, False, found.chosen, "does not fit" if found.legal else "no layout with these degrees")
 
 
-def _settings(plan: Plan) -> Iterator[tuple[str, list[Setting]]]:
+def _settings(plan: Plan) -> Iterator[tuple[str, list[OtherValue]]]:
     run, cluster, base = plan.case.run, plan.case.cluster, plan.case.base
 
     def training(**changes: object) -> Run:
@@ -110,21 +110,21 @@ def _settings(plan: Plan) -> Iterator[tuple[str, list[Setting]]]:
     yield (
         "Sequences a step",
         [
-            Setting(f"{size:,}", lambda size=size: (batch(size), cluster), size == base.global_batch)
+            OtherValue(f"{size:,}", lambda size=size: (batch(size), cluster), size == base.global_batch)
             for size in _whole(base.global_batch)
         ],
     )
     yield (
         "Tokens of a sequence",
         [
-            Setting(f"{length:,}", lambda length=length: (sequence(length), cluster), length == base.sequence)
+            OtherValue(f"{length:,}", lambda length=length: (sequence(length), cluster), length == base.sequence)
             for length in _whole(base.sequence)
         ],
     )
     yield (
         "Devices",
         [
-            Setting(f"{count:,}", lambda count=count: (run, _of_size(cluster, count)), count == cluster.devices)
+            OtherValue(f"{count:,}", lambda count=count: (run, _of_size(cluster, count)), count == cluster.devices)
             for count in _whole(cluster.devices)
         ],
     )
@@ -139,20 +139,20 @@ def _whole(value: int) -> list[int]:
     return [int(value * factor) for factor in FACTORS if value * factor >= 1 and (value * factor) % 1 == 0]
 
 
-def _network(run: Run, cluster: ClusterSpec, factor: float) -> Setting:
+def _network(run: Run, cluster: ClusterSpec, factor: float) -> OtherValue:
     rate = cluster.network_gb_s * factor
     label = f"{rate * cluster.per_node * 8:,.0f}"
-    return Setting(label, lambda: (run, cluster.model_copy(update={"network_gb_s": rate})), factor == 1)
+    return OtherValue(label, lambda: (run, cluster.model_copy(update={"network_gb_s": rate})), factor == 1)
 
 
-def _precision(run: Run, cluster: ClusterSpec, name: str) -> Setting:
+def _precision(run: Run, cluster: ClusterSpec, name: str) -> OtherValue:
     def make() -> tuple[Run, ClusterSpec]:
         products = Precision.of(name).products
         if products not in cluster.tflops:
             raise UserError(f"{cluster.device} has no products in {name}")
         return parse_spec(dump_recipe(run), Run, [f"training.precision={name}"]), cluster
 
-    return Setting(name, make, name == run.training.precision)
+    return OtherValue(name, make, name == run.training.precision)
 
 
 def _of_size(cluster: ClusterSpec, devices: int) -> ClusterSpec:

@@ -15,7 +15,7 @@ MOST_PASSES = 900
 
 
 @dataclass(frozen=True)
-class Span:
+class StepPart:
     """A part of a step on one rank."""
 
     kind: str
@@ -29,7 +29,7 @@ class Span:
 class StepTimeline:
     """A step, or its beginning and end if it has too many microbatches to draw."""
 
-    ranks: tuple[tuple[Span, ...], ...]
+    ranks: tuple[tuple[StepPart, ...], ...]
     """For every pipeline rank, in order."""
     microbatches: int
     """Those that are drawn, of `of`."""
@@ -84,8 +84,8 @@ def step_timeline(candidate: Candidate) -> StepTimeline | None:
     ranks = tuple(
         (
             *(span for timed in spans for span in _of_action(timed, *of[timed.action.stage])),
-            Span("communication", begin, begin + gradients, "exchange of gradients"),
-            Span("update", begin + gradients, begin + gradients + update, "clipping and optimizer"),
+            StepPart("communication", begin, begin + gradients, "exchange of gradients"),
+            StepPart("update", begin + gradients, begin + gradients + update, "clipping and optimizer"),
         )
         for spans in timeline.ranks
     )
@@ -107,7 +107,7 @@ def _parts(model: StepModel, rank: int) -> _Parts:
     )
 
 
-def _of_action(timed: TimedAction, parts: _Parts, share: float) -> Iterator[Span]:
+def _of_action(timed: TimedAction, parts: _Parts, share: float) -> Iterator[StepPart]:
     """An action as its parts one after another: recomputation first, communication that nothing hides last."""
     kind, stage, microbatch = timed.action
     about = f"microbatch {microbatch}" + (f", stage {stage}" if share < 1 else "")
@@ -117,10 +117,10 @@ def _of_action(timed: TimedAction, parts: _Parts, share: float) -> Iterator[Span
     name = {"F": "forward", "B": "backward", "I": "backward", "W": "weights"}[kind]
     begin, end = timed.start + again, timed.end - wire
     if again:
-        yield Span("recompute", timed.start, begin, f"{about}: recomputation")
-    yield Span(name, begin, end, f"{about}: {LONG[kind]}")
+        yield StepPart("recompute", timed.start, begin, f"{about}: recomputation")
+    yield StepPart(name, begin, end, f"{about}: {LONG[kind]}")
     if wire:
-        yield Span("communication", end, timed.end, f"{about}: communication that nothing hides")
+        yield StepPart("communication", end, timed.end, f"{about}: communication that nothing hides")
 
 
 LONG = {
