@@ -240,3 +240,13 @@ def test_figures_of_a_plan_have_eight_digits(small: Planned) -> None:
     value = small.facts["chosen"]["step_time"]["value"]
     assert value == float(f"{evaluate(chosen.job, chosen.cluster).time.total:.8g}")
     assert len(re.sub(r"^0\.0*|\.", "", repr(value))) <= 8
+
+
+def test_a_plan_for_another_machine_needs_none_of_this_ones_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(device: str) -> None:
+        raise AssertionError(device)
+
+    monkeypatch.setattr("meshwright.plan.recipe.find_machine", fails)
+    assert planned("gpt2", *SMALL, "device=cuda", cluster="2xa100").facts["chosen"]
+    with pytest.raises(AssertionError, match="cuda"):
+        planned("gpt2", *SMALL, "device=cuda", cluster="local")
