@@ -10,7 +10,7 @@ BIN    := $(VENV)/bin
 # Else each of the hundreds of processes that the tests start would compile the sources again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help install demo compare gpu gpu-kit test test-all test-engines test-slurm test-fast mutants attack check docs clean
+.PHONY: help install demo compare gpu gpu-kit test test-all test-engines test-slurm test-fast test-site site mutants attack check docs clean
 
 help:            ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
@@ -88,6 +88,21 @@ check: $(VENV)/.dev ## formatting, lint, types, the floors' import rules, and pa
 	@$(BIN)/pyright
 	@$(BIN)/lint-imports --no-cache
 	@$(BIN)/python docs/check_pages.py
+
+# What runs the planner in a browser tab is fetched, not kept in the repository.
+PYODIDE := .pyodide
+SITE    := build/planner
+$(PYODIDE)/.filled: src/meshwright/planner/site.py $(VENV)/.core
+	@echo "fetching Pyodide into $(PYODIDE) ..."
+	@PATH="$(CURDIR)/$(BIN):$$PATH" sh -ec "$$($(BIN)/python -c 'from pathlib import Path; from meshwright.planner.site import fetching; print(" && ".join(fetching(Path("$(PYODIDE)"))))')"
+	@touch $@
+
+site: $(PYODIDE)/.filled ## write the planner that runs in a browser tab: build/planner (npm fetches Pyodide)
+	@$(BIN)/meshwright plan --site $(SITE) --pyodide $(PYODIDE)
+
+test-site: site $(VENV)/.dev ## run the tests of the planner in a browser tab, in node and Chromium, and compare 500 queries with the command line
+	@$(BIN)/python -m pytest --pyodide $(PYODIDE) tests/test_planner_site.py
+	@$(BIN)/python benchmarks/planner_tab.py $(SITE) --queries $(or $(QUERIES),500)
 
 $(VENV)/.docs: $(VENV)/.core
 	@echo "installing what the site needs ..."

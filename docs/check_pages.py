@@ -19,7 +19,7 @@ def is_current(script: Path) -> bool:
 
 def main() -> int:
     """Name the pages that are out of date; returns the exit status."""
-    scripts = sorted(HERE.glob("make_*_md.py"))
+    scripts = sorted([*HERE.glob("make_*_md.py"), *HERE.glob("make_*_csv.py")])
     with ProcessPoolExecutor(os.cpu_count(), mp_context=get_context("forkserver")) as pool:
         stale = [script for script, current in zip(scripts, pool.map(is_current, scripts), strict=True) if not current]
     for script in stale:

@@ -3,7 +3,7 @@
     python docs/make_screenshots.py [RUNS]
 
 RUNS is a folder of runs to show. Without one, it trains two small runs in a temporary folder, in some minutes on two
-cores. It writes docs/view-*.png. Needs playwright and Chromium, as the browser tests do.
+cores. It writes docs/view-*.png and docs/plan-*.png. Needs playwright and Chromium, as the browser tests do.
 """
 
 import argparse
@@ -11,11 +11,13 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import threading
 import warnings
 from pathlib import Path
 from typing import Any
 
 from meshwright import view
+from meshwright.planner.server import serve_planner
 
 HERE = Path(__file__).parent
 RECIPE = """\
@@ -41,6 +43,9 @@ callbacks: [memory]
 device: cpu
 run_dir: runs/first
 """
+PLAN = ["llama-3-8b", "data.sequence_length=8192", "training.global_batch=128", "--cluster", "8xh100"]
+PLANS = {"plan-page-light": (1280, "light"), "plan-phone-dark": (400, "dark")}
+"""Picture -> width and colours."""
 SHOTS = {
     "view-one-light": ("first", 1280, "light", 0),
     "view-one-dark": ("first", 1280, "dark", 0),
@@ -81,6 +86,30 @@ def picture(browser: Any, runs: Path, name: str) -> None:
     context.close()
 
 
+def planned(browser: Any, name: str) -> None:
+    """One screenshot of a plan's page, in a file, or on a phone of the planner's page."""
+    width, scheme = PLANS[name]
+    context = browser.new_context(
+        viewport={"width": width, "height": 860 if width > 600 else 1500}, color_scheme=scheme
+    )
+    page = context.new_page()
+    if width > 600:
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "plan.html"
+            command = [sys.executable, "-m", "meshwright", "plan", *PLAN, "--html", str(path)]
+            subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+            page.goto(path.as_uri())
+    else:
+        server = serve_planner(0)
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        page.goto(f"http://127.0.0.1:{server.server_port}/#model=llama-3-8b&cluster=8xh100&sequence=8192&batch=128")
+        page.wait_for_selector("#plan .tiles")
+        server.shutdown()
+    page.wait_for_timeout(300)
+    page.screenshot(path=HERE / f"{name}.png")
+    context.close()
+
+
 def main() -> None:
     """Make every picture."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -92,6 +121,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder, sync_playwright() as playwright:
         runs = arguments.runs or train_runs(Path(folder))
         browser = playwright.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
+        for name in PLANS:
+            planned(browser, name)
         for name in SHOTS:
             picture(browser, runs, name)
         browser.close()

@@ -134,6 +134,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--megatron-lm", metavar="DIR", help="folder of NVIDIA/Megatron-LM, whose parser --engines asks")
     parser.addoption("--megatron-bridge", metavar="DIR", help="folder of NVIDIA-NeMo/Megatron-Bridge, likewise")
     parser.addoption("--checkouts", metavar="DIR", help="folder of clones of other systems, with their names")
+    parser.addoption(
+        "--pyodide", metavar="DIR", help="folder that `make site` fills: what `make test-site` runs as well"
+    )
     parser.addoption("--slurm", action="store_true", help="what `make test-slurm` runs: it starts Slurm's daemons")
 
 
@@ -157,8 +160,11 @@ def in_tier(config: pytest.Config, item: pytest.Item, case: int) -> bool:
 
     --all: every case. Without it, no test that is marked `exhaustive`, and each nth case of one marked `every(n)`.
     --fast: of these, no test that is marked `slow`, and only the first case of one that is marked `every` or runs on
-    several processes. Without --engines, no test that trains in other engines.
+    several processes. Without --engines, no test that trains in other engines;
+    without --pyodide, none that runs the planner in a browser tab.
     """
+    if item.get_closest_marker("pyodide") and not config.getoption("--pyodide"):
+        return False
     if item.get_closest_marker("engines") and not config.getoption("--engines"):
         return False
     if config.getoption("--all"):

@@ -1,6 +1,7 @@
 """The GPUs that a process here can use, whatever hides them, and each rank's own."""
 
 import json
+import os
 import types
 from collections.abc import Callable
 from pathlib import Path
@@ -9,7 +10,7 @@ import pytest
 import torch
 
 from meshwright import machine
-from meshwright.machine import ASK_TORCH, Gpu, Machine, find_gpus, find_machine
+from meshwright.machine import ASK_TORCH, Gpu, Machine, cores_there, find_gpus, find_machine
 from meshwright.spec.errors import UserError
 from meshwright.trainer import device as device_module
 from meshwright.trainer.device import check_own_gpu, choose_device
@@ -75,6 +76,15 @@ def test_a_gpu_that_torch_cannot_use_is_told(driver: Path, tmp_path_factory: pyt
     gpus, note = find_gpus({"CUDA_VISIBLE_DEVICES": "MIG-x"}, driver, answers(EIGHT, []))
     assert note.endswith("sees no GPU (CUDA_VISIBLE_DEVICES='MIG-x' hides others)")
     assert find_gpus({}, tmp_path_factory.mktemp("no driver"), answers(None)) == ([], "")
+
+
+def test_cores_are_counted_where_the_system_does_not_tell_this_processs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On macOS, and in a browser tab."""
+    monkeypatch.delattr(os, "sched_getaffinity", raising=False)
+    monkeypatch.setattr(os, "cpu_count", lambda: 7)
+    assert cores_there() == 7
+    monkeypatch.setattr(os, "cpu_count", lambda: None)
+    assert cores_there() == 1
 
 
 def test_what_is_found_is_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -76,6 +76,7 @@ WORDS: Mapping[str, Tiny] = {
 
 RUN_BY: Mapping[str, str] = {
     "benchmarks/finetuning_story.py": "test_finetuning_story.py",
+    "benchmarks/planner_tab.py": "test_planner_site.py",
     "solo/finetune_lora.py": "test_solo_finetune.py",
 }
 """Scripts that need more than words, and the tests that run them."""

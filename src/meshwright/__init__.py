@@ -19,7 +19,7 @@ if sys.argv[:1] == ["-m"] and not sys.flags.safe_path:
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from meshwright import version
+from meshwright.version import __version__
 
 if TYPE_CHECKING:
     from meshwright.callbacks import Callback, Tracker, Training
@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from meshwright.spec.run import Run
     from meshwright.trainer.run import TrainResult, train
 
-__version__ = version.VERSION
 __all__ = [
     "Block",
     "Callback",
@@ -42,6 +41,7 @@ __all__ = [
     "Tracker",
     "TrainResult",
     "Training",
+    "__version__",
     "load_recipe",
     "train",
     "view",

@@ -67,7 +67,12 @@ def find_machine(device: str = "auto") -> Machine:
         return Machine("gpu", smallest.name, len(gpus), smallest.memory_bytes, memory_there(), note, shared)
     if device in ("cuda", "cuda_shared"):
         raise UserError(f"device={device}, but {note or 'this machine has no GPU'}; use device=cpu")
-    return Machine("cpu", "cpu", len(os.sched_getaffinity(0)), memory_there(), note=note)
+    return Machine("cpu", "cpu", cores_there(), memory_there(), note=note)
+
+
+def cores_there() -> int:
+    """Processor cores that this process may use; of the whole machine where the system does not tell (macOS)."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 @dataclass(frozen=True)

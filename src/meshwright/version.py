@@ -1,3 +1,3 @@
-"""The version of this package; pyproject.toml reads it."""
+"""The version of Meshwright; pyproject.toml reads it."""
 
-VERSION = "0.1.0"
+__version__ = "0.1.0"

@@ -15,7 +15,7 @@ from meshwright.accept.run import StepOutcome
 from meshwright.machine import find_machine, run_program
 from meshwright.pages.shell import header, page, section, table
 from meshwright.storage.durable import write_durably
-from meshwright.version import VERSION
+from meshwright.version import __version__
 
 MARKS = {True: "ok", False: "FAILED", None: "-"}
 TITLE = "Meshwright on this machine"
@@ -32,7 +32,7 @@ def machine_facts(device: str) -> dict[str, str]:
         "torch": importlib.metadata.version("torch"),
         "python": platform.python_version(),
         "cores": str(len(os.sched_getaffinity(0))),
-        "meshwright": VERSION,
+        "meshwright": __version__,
         "commit": commit.strip(),
         "date": time.strftime("%Y-%m-%d %H:%M %Z"),
     }

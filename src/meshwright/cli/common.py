@@ -5,8 +5,9 @@ import contextlib
 import math
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
+from http.server import ThreadingHTTPServer
 from pathlib import Path
 from typing import Any, get_args
 
@@ -54,6 +55,18 @@ def whole_number(must: str, *, least: int = 0, most: float = math.inf) -> Callab
 
 positive = whole_number("a whole number, at least 1", least=1)
 whole = whole_number("a whole number of at least 0")
+PORTS = whole_number("a port, 0 to 65535 (0: any free one)", most=65535)
+
+
+def serve_until_interrupted(server: ThreadingHTTPServer) -> None:
+    """Print a local page's address, and serve it until Ctrl-C."""
+    print(f"http://{server.server_address[0]}:{server.server_port}/  (Ctrl-C ends it)", flush=True)
+    try:
+        server.serve_forever()
+    except KeyboardInterrupt:
+        print()
+    finally:
+        server.server_close()
 
 
 @contextlib.contextmanager
@@ -204,14 +217,15 @@ def read_recipe(arguments: argparse.Namespace) -> Run:
     if not path.exists():
         there = [one.name for one in path.parent.glob("*.y*ml")]
         raise UserError(f"{path}: no such file or directory{did_you_mean(path.name, there, likeness=0.75)}")
-    return recipe_at(path, arguments.overrides)
+    with foreign_files_named(path):
+        return load_recipe(path, arguments.overrides)
 
 
-def recipe_at(path: Path, overrides: Sequence[str]) -> Run:
-    """The recipe in a file, with overrides applied. Raises UserError for an invalid recipe, and for another system's
-    file, with how to convert it."""
+@contextlib.contextmanager
+def foreign_files_named(path: Path) -> Iterator[None]:
+    """Where the recipe at `path` is invalid because it is another system's file, say how to convert it."""
     try:
-        return load_recipe(path, overrides)
+        yield
     except RecipeError as error:
         from meshwright.imports.systems import describe_foreign
 

@@ -13,7 +13,7 @@ from meshwright.cli.completion import complete
 from meshwright.cli.parser import BROKEN_PIPE, INTERRUPTED, VERBS, Parser, UsageError, similar_word
 from meshwright.spec.errors import UserError
 from meshwright.terminal import guarded_terminal, printable
-from meshwright.version import VERSION
+from meshwright.version import __version__
 
 ABOUT = "Meshwright trains and fine-tunes language models with any parallel strategy from one recipe."
 
@@ -69,7 +69,7 @@ def _run(words: list[str]) -> int:
     if words[0] == "--debug" and len(words) > 1:
         words = words[1:]
     if words[0] == "--version":
-        print(f"meshwright {VERSION}")
+        print(f"meshwright {__version__}")
         return 0
     verb = words[0]
     if verb not in VERBS:

@@ -1,27 +1,26 @@
 """The verb `plan`: ranks layouts by predicted memory, speed and cost, and measures the error of predictions."""
 
 import argparse
-import json
 import sys
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from meshwright.cli.common import recipe_at
+from meshwright.cli.common import PORTS, foreign_files_named, serve_until_interrupted
 from meshwright.cli.output import add_json_argument, print_result
-from meshwright.cli.plan_text import cluster_lines, plan_lines
-from meshwright.families import resolve_model
+from meshwright.pages.live import ADDRESS
 from meshwright.plan.account import explain_field
 from meshwright.plan.candidate import MARGIN
-from meshwright.plan.changes import CHANGES, GROUPS, asked_changes
-from meshwright.plan.layouts import SearchLimits
-from meshwright.plan.page import plan_page
-from meshwright.plan.recipe import plan_recipe, planned_run
+from meshwright.plan.changes import CHANGES, GROUPS
+from meshwright.plan.text import cluster_lines, plan_lines
+from meshwright.planner.page import plan_page
+from meshwright.planner.query import TOP, Query, answer, as_json, find_recipe
+from meshwright.planner.server import serve_planner
+from meshwright.planner.site import write_site
 from meshwright.spec.errors import UserError
-from meshwright.spec.model import ModelFields
-from meshwright.spec.recipe import dump_recipe, parse_spec
-from meshwright.spec.run import Run
+from meshwright.spec.recipe import dump_recipe
+from meshwright.storage.durable import write_durably
 from meshwright.validate.doubts import Doubt
 from meshwright.validate.judge import Judged, judge, regret, report, worst
 from meshwright.validate.table import read_table
@@ -35,6 +34,8 @@ forms:
   meshwright plan MODEL [a.b=c ...]     the same without a recipe, for a model's name or Hugging Face directory
   meshwright plan calibrate FILE.yaml   measure this machine in about a minute and write a cluster file
   meshwright plan validate FILE.csv     predict every row of a table of published runs, and report the errors
+  meshwright plan --serve               a page where model, cluster and settings are chosen, from this machine
+  meshwright plan --site DIR            the same page as files: it plans in a browser tab, without a server
 
 exit status: 0 a layout fits or is tight (the plan says which), 1 none does, 2 invalid command line
 
@@ -52,7 +53,11 @@ examples:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the operands and options of `plan`."""
     parser.add_argument(
-        "what", metavar="RECIPE", help="recipe file (YAML), or a model without one; or calibrate or validate"
+        "what",
+        metavar="RECIPE",
+        nargs="?",
+        default="",
+        help="recipe file (YAML), or a model without one; or calibrate or validate",
     )
     parser.add_argument("words", metavar="a.b=c", nargs="*", help="override a setting of the recipe; or the FILE")
     parser.add_argument(
@@ -61,7 +66,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=[],
         help="8xh100, 64xa100-80g@400Gb/s, a file, or local (default: the recipe's); give several to compare them",
     )
-    parser.add_argument("--top", type=int, default=8, metavar="N", help="layouts to show (default 8)")
+    parser.add_argument("--top", type=int, default=TOP, metavar="N", help=f"layouts to show (default {TOP})")
     parser.add_argument(
         "--margin",
         type=float,
@@ -85,17 +90,49 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--write", metavar="FILE", type=Path, help="write the recipe with the chosen layout")
     parser.add_argument("--html", metavar="FILE", type=Path, help="write the plan as one offline page")
+    parser.add_argument(
+        "--serve", action="store_true", help=f"serve the planner's page on {ADDRESS} until Ctrl-C, without RECIPE"
+    )
+    parser.add_argument("--port", metavar="N", type=PORTS, default=0, help="port of --serve (default: a free one)")
+    parser.add_argument(
+        "--site", metavar="DIR", type=Path, help="write the planner as a folder of files that plans in a browser tab"
+    )
+    parser.add_argument(
+        "--pyodide",
+        metavar="DIR",
+        type=Path,
+        default=Path(".pyodide"),
+        help="folder with Pyodide for --site, which 'make site' fills (default .pyodide)",
+    )
     add_json_argument(parser)
     parser.epilog = EPILOG
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Dispatch on the first word."""
+    """Dispatch on the options without a recipe, then on the first word."""
+    if arguments.site or arguments.serve:
+        return _show(arguments)
+    if not arguments.what:
+        raise UserError("plan needs a recipe or a model, as in meshwright plan llama-3.1-8b --cluster 8xh100")
     if arguments.what == "validate":
         return _validate(arguments)
     if arguments.what == "calibrate":
         return _calibrate(arguments)
     return _plan(arguments)
+
+
+def _show(arguments: argparse.Namespace) -> int:
+    """Write or serve the planner's page."""
+    if arguments.what:
+        raise UserError(
+            f"--{'site' if arguments.site else 'serve'} plans what its page is asked; leave {arguments.what} out"
+        )
+    if arguments.site:
+        write_site(arguments.site, arguments.pyodide)
+        print(f"{arguments.site} written; open it with: python -m http.server --directory {arguments.site}")
+        return 0
+    serve_until_interrupted(serve_planner(arguments.port))
+    return 0
 
 
 def _calibrate(arguments: argparse.Namespace) -> int:
@@ -120,63 +157,40 @@ def _calibrate(arguments: argparse.Namespace) -> int:
 
 
 def _plan(arguments: argparse.Namespace) -> int:
-    if not 0 <= arguments.margin < 1:
-        raise UserError(
-            f"--margin {arguments.margin} is not allowed: must be at least 0 and below 1 (default {MARGIN})"
-        )
-    if arguments.top < 1:
-        raise UserError(f"--top {arguments.top} is not allowed: show at least 1 layout")
+    query = _query(arguments)
+    query.check()
     if arguments.write and arguments.write.exists():
         raise UserError(f"{arguments.write} already exists; give another --write, or remove it")
-    recipe, base_dir = _recipe(arguments.what, arguments.words)
-    clusters: list[str | None] = arguments.cluster or [None]
-    planned = [
-        plan_recipe(
-            recipe,
-            base_dir=base_dir,
-            cluster=cluster,
-            top=arguments.top,
-            limits=SearchLimits(margin=arguments.margin, methods=arguments.methods and len(clusters) == 1),
-            consider=asked_changes(arguments.consider) if arguments.consider else (),
-        )
-        for cluster in clusters
-    ]
-    if len(clusters) > 1:
-        return _compare(arguments, [facts for _, facts in planned])
-    ((plan, facts),) = planned
+    for option in ("explain", "write"):
+        if len(query.clusters) > 1 and getattr(arguments, option):
+            raise UserError(f"--{option} is for one cluster; give one --cluster")
+    with foreign_files_named(Path(query.what)):
+        recipe, base_dir = find_recipe(query.what, query.words)
+    planned = answer(query, recipe, base_dir)
     if arguments.explain:
-        print(explain_field(plan, arguments.explain))
+        print(explain_field(planned[0].plan, arguments.explain))
     else:
-        print_result(arguments, facts, plan_lines(facts))
+        lines = plan_lines(planned[0].facts) if len(planned) == 1 else cluster_lines([one.facts for one in planned])
+        print_result(arguments, as_json(planned), lines)
     if arguments.html:
-        arguments.html.write_text(plan_page(facts), encoding="utf-8")
+        write_durably(arguments.html, plan_page(planned))
         print(f"{arguments.html} written", file=sys.stderr)
     if arguments.write:
-        arguments.write.write_text(dump_recipe(planned_run(recipe, plan, clusters[0])), encoding="utf-8")
+        arguments.write.write_text(planned[0].write(), encoding="utf-8")
         print(f"{arguments.write} written", file=sys.stderr)
-    return 0 if facts["chosen"] else 1
+    return 0 if any(one.facts["chosen"] for one in planned) else 1
 
 
-def _compare(arguments: argparse.Namespace, plans: list[dict[str, Any]]) -> int:
-    """Print the plans for several clusters side by side."""
-    for option in ("explain", "html", "write"):
-        if getattr(arguments, option):
-            raise UserError(f"--{option} is for one cluster; give one --cluster")
-    print_result(arguments, {"clusters": plans}, cluster_lines(plans))
-    return 0 if any(facts["chosen"] for facts in plans) else 1
-
-
-def _recipe(what: str, overrides: list[str]) -> tuple[Run, Path]:
-    """A recipe file, or the recipe of nothing but a model, and the folder of its relative paths."""
-    path = Path(what)
-    if path.is_file() or path.suffix in (".yaml", ".yml", ".json"):
-        return recipe_at(path, overrides), path.parent
-    here = Path()
-    try:
-        resolve_model(ModelFields(name=what), base_dir=here)
-    except UserError as error:
-        raise UserError(f"{what}: no recipe of this name, nor a model: {error}") from error
-    return parse_spec(json.dumps({"model": {"name": what}}), Run, overrides, source=f"plan {what}"), here
+def _query(arguments: argparse.Namespace) -> Query:
+    return Query(
+        arguments.what,
+        tuple(arguments.words),
+        tuple(arguments.cluster),
+        top=arguments.top,
+        margin=arguments.margin,
+        consider=arguments.consider or "",
+        methods=arguments.methods,
+    )
 
 
 def _validate(arguments: argparse.Namespace) -> int:

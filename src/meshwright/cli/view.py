@@ -4,14 +4,12 @@ import argparse
 import sys
 from pathlib import Path
 
-from meshwright.cli.common import whole_number
+from meshwright.cli.common import PORTS, serve_until_interrupted
 from meshwright.pages.live import ADDRESS, serve_page
 from meshwright.pages.runs import find_runs
 from meshwright.pages.terminal_curves import terminal_view
 from meshwright.pages.view import RunsPage
 from meshwright.spec.errors import UserError
-
-PORTS = whole_number("a port, 0 to 65535 (0: any free one)", most=65535)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -39,14 +37,7 @@ def run(arguments: argparse.Namespace) -> int:
         _check_name(arguments.html)
         print(f"{RunsPage(run_dirs).save(arguments.html)} written")
     else:
-        server = serve_page(run_dirs, arguments.port)
-        print(f"http://{ADDRESS}:{server.server_port}/  (Ctrl-C ends it)", flush=True)
-        try:
-            server.serve_forever()
-        except KeyboardInterrupt:
-            print()
-        finally:
-            server.server_close()
+        serve_until_interrupted(serve_page(run_dirs, arguments.port))
     return 0
 
 

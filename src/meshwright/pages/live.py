@@ -54,6 +54,52 @@ class PageServer(ThreadingHTTPServer):
             super().handle_error(request, client_address)
 
 
+class LocalHandler(BaseHTTPRequestHandler):
+    """A request to a page of this machine: only a browser here may ask, for a page from here."""
+
+    protocol_version = "HTTP/1.1"
+
+    def is_refused(self, *, changes: bool = False) -> bool:
+        """Whether the request was answered with a refusal. Pages of other sites can send requests here, but not under
+        these names, not without a header that names them, and not as JSON. `changes`: whether it makes the server do
+        more than show a page."""
+        host = self.headers.get("host", "")
+        origin, site = self.headers.get("origin"), self.headers.get("sec-fetch-site", "same-origin")
+        kind = self.headers.get("content-type", "").partition(";")[0].strip().lower()
+        if host.rsplit(":", 1)[0] not in NAMES:
+            self.refuse(403, b"this page is for this machine alone\n")
+        elif changes and (origin not in (None, f"http://{host}") or site not in ("same-origin", "none")):
+            self.refuse(403, b"this server answers no page of another site\n")
+        elif changes and kind != "application/json":
+            self.refuse(415, b"send JSON with the header Content-Type: application/json\n")
+        else:
+            return False
+        return True
+
+    def refuse(self, status: int, reason: bytes) -> None:
+        """Answer without the body of the request."""
+        self.close_connection = True  # the request's body stays unread
+        self.send(status, "text/plain", reason)
+
+    def send(self, status: int, kind: str, content: bytes) -> None:
+        """Answer."""
+        self.send_response(status)
+        headers = {"content-type": kind, "content-length": str(len(content)), "x-content-type-options": "nosniff"}
+        for name, value in (headers | APART).items():
+            self.send_header(name, value)
+        if self.close_connection:
+            self.send_header("connection", "close")
+        self.end_headers()
+        self.wfile.write(content)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Log nothing."""
+
+
+APART = {"x-frame-options": "DENY", "referrer-policy": "no-referrer", "cross-origin-resource-policy": "same-origin"}
+"""Headers that keep a page out of other sites' pages."""
+
+
 def serve_page(run_dirs: Sequence[Path], port: int) -> ThreadingHTTPServer:
     """A server of the live page, listening but not yet serving; port 0 chooses one.
 
@@ -62,36 +108,23 @@ def serve_page(run_dirs: Sequence[Path], port: int) -> ThreadingHTTPServer:
     live = LivePage(run_dirs)
     view_page(live.data())  # so that what is missing is an error of this call
 
-    class Handler(BaseHTTPRequestHandler):
-        protocol_version = "HTTP/1.1"
-
+    class Handler(LocalHandler):
         def do_GET(self) -> None:
             """The page at `/`, its data at `/data`."""
             address = urlsplit(self.path)
-            if self.headers.get("host", "").rsplit(":", 1)[0] not in NAMES:
-                return self._send(403, "text/plain", b"this page is for this machine alone\n")
+            if self.is_refused():
+                return None
             if address.path not in ("/", "/data"):
-                return self._send(404, "text/plain", b"not found\n")
+                return self.send(404, "text/plain", b"not found\n")
             try:
                 data = live.data()
             except UserError as error:
-                return self._send(500, "text/plain; charset=utf-8", f"{error}\n".encode())
+                return self.send(500, "text/plain; charset=utf-8", f"{error}\n".encode())
             if address.path == "/":
-                return self._send(200, "text/html; charset=utf-8", view_page(data).encode())
+                return self.send(200, "text/html; charset=utf-8", view_page(data).encode())
             if parse_qs(address.query).get("have") == [data["stamp"]]:
-                return self._send(204, "application/json", b"")
-            return self._send(200, "application/json", json.dumps(data, allow_nan=False).encode())
-
-        def _send(self, status: int, kind: str, content: bytes) -> None:
-            self.send_response(status)
-            self.send_header("content-type", kind)
-            self.send_header("content-length", str(len(content)))
-            self.send_header("x-content-type-options", "nosniff")
-            self.end_headers()
-            self.wfile.write(content)
-
-        def log_message(self, format: str, *args: Any) -> None:
-            """Log nothing."""
+                return self.send(204, "application/json", b"")
+            return self.send(200, "application/json", json.dumps(data, allow_nan=False).encode())
 
     try:
         server = PageServer((ADDRESS, port), Handler)

@@ -32,19 +32,16 @@ OTHERWISE, ARISING FROM, OUT OF OR IN CONNECTION WITH THE SOFTWARE OR THE USE OR
 """
 
 
-def page(title: str, body: Iterable[str], *, data: Any = None, scripts: Sequence[str] = ()) -> str:
+def page(title: str, body: Iterable[str], *, data: Any = None, parts: Sequence[str] = (), plots: bool = False) -> str:
     """A page of this title around `body`.
 
-    `data`: a JSON value that the page's scripts read. `scripts`: files of `static/` that the page runs after `look.js`;
-    with one, uPlot is there too. Raises `UserError` if it is not installed.
+    `data`: a JSON value that the page's scripts read. `parts`: styles and scripts of `static/` that the page has beside
+    `look.css` and `look.js`. `plots`: whether they draw with uPlot. Raises `UserError` if it is not installed.
     """
-    styles, code = [_static("look.css")], [_static("look.js")]
-    notice = ""
-    if scripts:
-        library = _uplot()
-        notice = f"<!--\n{LICENCE}-->\n"
-        styles = [library["uPlot.min.css"], *styles, _static("run.css")]
-        code = [library["uPlot.iife.js"], *code, *(_static(name) for name in scripts)]
+    library = _uplot() if plots else {}
+    notice = f"<!--\n{LICENCE}-->\n" if plots else ""
+    files = library | {name: _static(name) for name in ("look.css", "look.js", *parts)}
+    styles, code = ([text for name, text in files.items() if name.endswith(end)] for end in (".css", ".js"))
     block = "" if data is None else f'<script type="application/json" id="data">{_json(data)}</script>\n'
     return (
         '<!doctype html><html lang="en"><head><meta charset="utf-8">\n'
@@ -81,7 +78,7 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def _cell(text: str) -> str:
-    kind = "n" if text[:1].isdigit() or (text[:1] in "+-." and text[1:2].isdigit()) else WORDS.get(text, "")
+    kind = "n" if text[:1].isdigit() or (text[:1] in "+-.$" and text[1:2].isdigit()) else WORDS.get(text, "")
     return f'<td class="{kind}">{escape(text)}</td>' if kind else f"<td>{escape(text)}</td>"
 
 

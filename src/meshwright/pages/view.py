@@ -11,7 +11,7 @@ from meshwright.pages.shell import header, page
 from meshwright.spec.errors import UserError
 from meshwright.storage.durable import write_durably
 
-SCRIPTS = ("tools.js", "charts.js", "panels.js", "board.js")
+PARTS = ("run.css", "tools.js", "charts.js", "panels.js", "board.js")
 NOTEBOOK_HEIGHT = 760
 """Height of the page in a notebook, in pixels."""
 
@@ -40,7 +40,7 @@ def view_page(data: dict[str, Any]) -> str:
         '<p class="foot">Drag in a chart to zoom all of them, double-click to see everything again. '
         "Made by meshwright view.</p>",
     ]
-    return page(f"{title} - meshwright", body, data=data, scripts=SCRIPTS)
+    return page(f"{title} - meshwright", body, data=data, parts=PARTS, plots=True)
 
 
 class RunsPage:

@@ -38,6 +38,8 @@ class SearchLimits:
     """Whether the microbatch is open."""
     methods: bool = True
     """Whether a plan also searches the best layout of each fine-tuning method."""
+    degrees: tuple[int, int, int, int] | None = None
+    """The only degrees of tp, cp, pp and ep that layouts have; None: any."""
     runs: Callable[[Job], bool] = lambda job: True
     """Whether the engine can run a layout: the chosen layout is one that it can."""
 
@@ -47,6 +49,8 @@ def layouts(base: Job, cluster: ClusterSpec, limits: SearchLimits) -> Iterator[t
     fixed = limits.change.layout if limits.change else {}
     plain = LayoutSpec().model_copy(update=fixed)
     for degrees in _degrees(base, cluster.devices):
+        if limits.degrees not in (None, tuple(degrees.values())):
+            continue
         for state in _states(degrees, cluster, limits, fixed):
             if fixed and plain.model_copy(update=degrees | state).problem:
                 continue

@@ -7,7 +7,7 @@ from typing import Any
 
 from meshwright.families import resolve_model
 from meshwright.machine import find_machine
-from meshwright.plan.blueprint import blueprint
+from meshwright.plan.blueprint import Blueprint, blueprint
 from meshwright.plan.candidate import TIGHT
 from meshwright.plan.changes import Change
 from meshwright.plan.engine import Case, Processor, engine_job
@@ -20,6 +20,7 @@ from meshwright.spec.cluster import ClusterSpec
 from meshwright.spec.errors import UserError
 from meshwright.spec.fit import check_positions
 from meshwright.spec.layout import LayoutSpec
+from meshwright.spec.model import ModelSpec
 from meshwright.spec.run import Run
 
 GB = 1e9
@@ -40,26 +41,48 @@ def plan_recipe(
     Raises `UserError` for an unknown model or cluster, a sequence that is longer than the model's positions, or a
     change that says nothing here.
     """
-    where = cluster
+    where = cluster or run.cluster
     if not isinstance(where, ClusterSpec):
-        where = resolve_cluster(where or run.cluster, base_dir=base_dir, machine=find_machine(run.device))
+        machine = find_machine(run.device) if where == "local" else None  # another cluster does not need this machine
+        where = resolve_cluster(where, base_dir=base_dir, machine=machine)
     if run.training.tokens is not None:
         run = run.lasting(run.known_steps() or 1)
     spec = resolve_model(run.model, base_dir=base_dir, vocab=run.data.tokenizer_vocab)
     check_positions(run.data.sequence_length, spec)
-    model, batch, processor = blueprint(spec), run.sequences_per_step(), Processor.of(where)
-    size = 1 if run.training.micro_batch == "auto" else run.training.micro_batch
-    # Any layout of several ranks: the search replaces it, and one rank alone keeps other copies (plan/engine.py).
-    several = LayoutSpec(dp_replicate=2) if where.devices > 1 else LayoutSpec()
-    base = engine_job(run, model, global_batch=batch, micro_batch=size, processor=processor, layout=several)
-    given = None
-    if not run.layout.choose and (run.layout.world_size > 1 or _chose_for_one(run, where)):
-        given = engine_job(run, model, global_batch=batch, micro_batch=size, processor=processor)
     limits = limits or SearchLimits()
     if "offload" in run.layout.model_fields_set and run.layout.offload == "none":  # said, not only the default
         limits = replace(limits, offload=False)
-    plan = make_plan(Case(run, spec, where, base, limits), given, top=top, consider=consider)
+    case = make_case(run, spec, where, limits)
+    given = None
+    if not run.layout.choose and (run.layout.world_size > 1 or _chose_for_one(run, where)):
+        base = case.base
+        given = engine_job(
+            run,
+            base.model,
+            global_batch=base.global_batch,
+            micro_batch=base.micro_batch,
+            processor=Processor.of(where),
+        )
+    plan = make_plan(case, given, top=top, consider=consider)
     return plan, plan_facts(plan)
+
+
+def make_case(
+    run: Run, spec: ModelSpec, cluster: ClusterSpec, limits: SearchLimits, model: Blueprint | None = None
+) -> Case:
+    """A recipe to plan on a cluster; `model`: the blueprint of `spec`, if it is known."""
+    size = 1 if run.training.micro_batch == "auto" else run.training.micro_batch
+    # Any layout of several ranks: the search replaces it, and one rank alone keeps other copies (plan/engine.py).
+    several = LayoutSpec(dp_replicate=2) if cluster.devices > 1 else LayoutSpec()
+    base = engine_job(
+        run,
+        model or blueprint(spec),
+        global_batch=run.sequences_per_step(),
+        micro_batch=size,
+        processor=Processor.of(cluster),
+        layout=several,
+    )
+    return Case(run, spec, cluster, base, limits)
 
 
 def _chose_for_one(run: Run, where: ClusterSpec) -> bool:

@@ -29,6 +29,9 @@ from meshwright.spec.errors import UserError
 from meshwright.spec.recompute import plain_recompute
 
 STEP_PARTS = ("compute", "recompute", "tensor", "context", "expert", "data", "pipeline", "bubble", "update")
+DIGITS = 8
+"""Significant digits of a plan's figures: those that do not depend on Python's release and its library of functions,
+so that a plan is the same text everywhere."""
 MOST_FOR_METHODS = 64
 """Number of devices up to which a plan also compares fine-tuning by adapters."""
 
@@ -151,9 +154,23 @@ def _variant(case: Case, change: Change) -> Variant:
 
 def plan_facts(plan: Plan) -> dict[str, Any]:
     """The plan as JSON: bytes, seconds, and the interval of each; the shape of `plan --json` and `plan.json`."""
+    cluster = plan.case.cluster.model_dump(mode="json", exclude_defaults=True)
+    return {"cluster": cluster} | rounded(_facts(plan))
+
+
+def rounded(value: Any) -> Any:
+    """Plain data with every number that is no integer rounded to `DIGITS` digits."""
+    if isinstance(value, float):
+        return float(f"{value:.{DIGITS}g}")
+    if isinstance(value, dict):
+        return {name: rounded(part) for name, part in value.items()}
+    return [rounded(part) for part in value] if isinstance(value, list | tuple) else value
+
+
+def _facts(plan: Plan) -> dict[str, Any]:
+    """All but the cluster."""
     case = plan.case
     facts: dict[str, Any] = {
-        "cluster": case.cluster.model_dump(mode="json", exclude_defaults=True),
         "interval": NOMINAL,
         "margin": case.limits.margin,
         "steps": case.run.training.steps,

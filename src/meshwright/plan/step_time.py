@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import assert_never
 
 from meshwright.plan.activations import pass_activations
@@ -86,6 +87,18 @@ class Parts:
     head: PassTime
 
 
+@dataclass(frozen=True)
+class StagePasses:
+    """The costs of one microbatch on a pipeline rank."""
+
+    whole: PassTime
+    """Everything; recomputation is in the backward pass."""
+    exposed: PassTime
+    """The part of it in which weights and gradients are gathered, reduced, moved or read."""
+    repeated: float
+    """The part of it that is recomputation."""
+
+
 Cache = dict[tuple, Parts]
 """Cache of parts for a search over many layouts of one job."""
 
@@ -137,27 +150,32 @@ class StepModel:
             one += count * (block.whole.both + block.again[again])
         return one
 
+    def passes(self, stage: int) -> StagePasses:
+        """The costs of one microbatch on a pipeline rank."""
+        job, whole = self.job, [block.whole for block in self.parts.blocks]
+        kinds, repeated = job.stage_kinds[stage], self.repeated(job.groups(stage))
+        f = sum(count * whole[kind].forward for kind, count in kinds)
+        b = sum(count * whole[kind].backward for kind, count in kinds) + repeated
+        if stage == job.head_rank:
+            f, b = f + self.parts.head.forward, b + self.parts.head.backward
+        exposed = self._hide_gathering(self._gathered, job.stage_layers[stage], f, b)
+        exposed += self._offloading(stage, f, b) + self._reading(stage, f, b)
+        return StagePasses(PassTime(f + exposed.forward, b + exposed.backward), exposed, repeated)
+
     def predict(self) -> StepTime:
         """The whole step."""
-        job, head = self.job, self.parts.head
-        whole = [block.whole for block in self.parts.blocks]
-        sharded = self._gathered_per_microbatch()
-        forward, backward, gathering = [], [], []
-        for stage, kinds in enumerate(job.stage_kinds):
-            f = sum(count * whole[kind].forward for kind, count in kinds)
-            b = sum(count * whole[kind].backward for kind, count in kinds) + self.repeated(job.groups(stage))
-            if stage == job.head_rank:
-                f, b = f + head.forward, b + head.backward
-            exposed = self._hide_gathering(sharded, job.stage_layers[stage], f, b)
-            exposed += self._offloading(stage, f, b) + self._reading(stage, f, b)
-            forward.append(f + exposed.forward)
-            backward.append(b + exposed.backward)
-            gathering.append(exposed)
-        busiest = max(range(job.layout.pp), key=lambda stage: forward[stage] + backward[stage])
+        job = self.job
+        passes = [self.passes(stage) for stage in range(job.layout.pp)]
+        busiest = max(range(job.layout.pp), key=lambda stage: passes[stage].whole.both)
         timeline = pipeline_seconds(
-            forward, backward, job.microbatches, job.layout.virtual_stages, self._send(), job.layout.schedule
+            [one.whole.forward for one in passes],
+            [one.whole.backward for one in passes],
+            job.microbatches,
+            job.layout.virtual_stages,
+            self.send(),
+            job.layout.schedule,
         )
-        return self._account(timeline, busiest, gathering[busiest], backward[busiest])
+        return self._account(timeline, busiest, passes[busiest].exposed, passes[busiest].whole.backward)
 
     def _account(self, timeline: PipelineTime, stage: int, gathering: PassTime, backward: float) -> StepTime:
         """The busiest stage's parts, times the microbatches, and the costs once a step."""
@@ -174,7 +192,7 @@ class StepModel:
             tensor=count * sum(number * block.tensor.both for number, block in blocks),
             expert=count * sum(number * block.expert.both for number, block in blocks),
             context=count * job.stage_layers[stage] * parts.context.both,
-            data=count * gathering.both + self._gradients(backward),
+            data=count * gathering.both + self.gradients(backward),
             pipeline=timeline.messages,
             bubble=timeline.bubble - timeline.messages,
             update=self.update(stage) + self.constants.step_ms * 1e-3 * job.stack.python,
@@ -256,7 +274,8 @@ class StepModel:
         behind = busy.scaled(self.constants.overlap)
         return PassTime(self._exposed(both.forward, behind.forward), self._exposed(both.backward, behind.backward))
 
-    def _gathered_per_microbatch(self) -> tuple[float, float] | None:
+    @cached_property
+    def _gathered(self) -> tuple[float, float] | None:
         """Seconds per layer of ZeRO-3's weight gathering and of gradient reduction, which ZeRO-2 does too."""
         job = self.job
         if job.layout.zero_stage < 2 or job.shards == 1:
@@ -302,7 +321,7 @@ class StepModel:
         seconds = sum(held_parameters(job, stage)) * each / shards / (DISK_GB_S * 1e9)
         return PassTime(max(0.0, seconds - forward), max(0.0, seconds - backward))
 
-    def _gradients(self, backward: float) -> float:
+    def gradients(self, backward: float) -> float:
         """Exposed seconds of the data-parallel exchange once a step."""
         job, held = self.job, sum(held_parameters(self.job, 0))
         if job.frozen:
@@ -336,7 +355,7 @@ class StepModel:
         each = (1 - ends) * bytes_each(sent) + ends * bytes_each(job.layout.gradient_format(("vocab",)))
         return self.wires.all_gather(self.shard, numel * each) / self.wires.scattered
 
-    def _send(self) -> float:
+    def send(self) -> float:
         """Seconds of one message between stages."""
         job = self.job
         if job.layout.pp == 1:

@@ -22,7 +22,7 @@ from meshwright.spec.recipe import dump_recipe
 from meshwright.spec.run import ResolvedRun
 from meshwright.trainer.out_of_memory import on_this_machine
 from meshwright.trainer.setup import Trainer
-from meshwright.version import VERSION
+from meshwright.version import __version__
 
 PACKAGES = ("torch", "numpy", "safetensors", "tokenizers", "transformers", "peft", "bitsandbytes")
 """Packages whose versions may change a run's numbers."""
@@ -51,7 +51,7 @@ def describe_origin(resolved: ResolvedRun, data: list[dict[str, Any]]) -> dict[s
     versions = {name: version for name in PACKAGES if (version := _version(name))}
     recipe = dump_recipe(resolved.asked or resolved.run)
     return {
-        "meshwright": VERSION,
+        "meshwright": __version__,
         "commit": commit(),
         "python": platform.python_version(),
         "packages": versions,

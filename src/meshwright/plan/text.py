@@ -1,4 +1,4 @@
-"""A plan as lines of text for the terminal."""
+"""A plan in words: lines for the terminal, and remarks that its page shows too."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -41,23 +41,9 @@ def plan_lines(facts: dict[str, Any]) -> Iterator[str]:
     yield ""
     own = "   > the recipe's own layout, on its own number of devices" if runs else ""
     yield f"* chosen   - not supported by this version's trainer{own}"
-    if given and not runs:
-        yield f"refused    the recipe's own layout: {given['missing']}"
-    if chosen and chosen["verdict"] == "tight":
-        yield _tight(facts, chosen)
-    if chosen and chosen["change"]:
-        yield _changed(facts, chosen["change"])
-    if chosen:
-        yield from _chosen(facts, chosen)
-    elif not searched["legal"]:
-        yield f"no layout  {facts['problem']}"
+    yield from (f"{label:<11}{words}" if label else words for label, words in remarks(facts))
+    if not chosen and not searched["legal"]:
         return
-    elif facts["problem"]:
-        yield f"no layout  that fits is supported; the fastest is refused: {facts['problem']}"
-    else:
-        yield from _nothing_fits(facts)
-    if facts.get("relief"):
-        yield f"relief     the recipe's layout does not fit with its margin; cheapest: {facts['relief']}"
     yield ""
     yield "the best layout of each strategy:"
     yield from _strategies(facts["strategies"])
@@ -70,12 +56,35 @@ def plan_lines(facts: dict[str, Any]) -> Iterator[str]:
         yield from (_method(name, best) for name, best in facts["methods"].items())
 
 
-def _nothing_fits(facts: dict[str, Any]) -> Iterator[str]:
-    yield "no layout that this version's trainer supports fits; see the strategies below"
+def remarks(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """What a plan says beside its tables: (label, words)."""
+    given, chosen = facts["given"], facts["chosen"]
+    if given and given["missing"] is not None:
+        yield "refused", f"the recipe's own layout: {given['missing']}"
+    if chosen and chosen["verdict"] == "tight":
+        yield "tight", _tight(facts, chosen)
+    if chosen and chosen["change"]:
+        yield "changed", _changed(facts, chosen["change"])
+    if chosen:
+        yield from _chosen(facts, chosen)
+    elif not facts["searched"]["legal"]:
+        yield "no layout", facts["problem"]
+        return
+    elif facts["problem"]:
+        yield "no layout", f"that fits is supported; the fastest is refused: {facts['problem']}"
+    else:
+        yield from _nothing_fits(facts)
+    if facts.get("relief"):
+        yield "relief", f"the recipe's layout does not fit with its margin; cheapest: {facts['relief']}"
+
+
+def _nothing_fits(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    yield "", "no layout that this version's trainer supports fits; see the strategies below"
     if disk := facts.get("disk"):
         yield (
-            f"disk       fits with state on disk: {disk['text']}, {disk['disk'] / GB:.3g} GB per device on disk, "
-            f"about {_seconds(disk['step_time']['value'])} a step"
+            "disk",
+            f"fits with state on disk: {disk['text']}, {disk['disk'] / GB:.3g} GB per device on disk, "
+            f"about {seconds_text(disk['step_time']['value'])} a step",
         )
 
 
@@ -130,47 +139,61 @@ def _strategies(strategies: dict[str, Any]) -> Iterator[str]:
         )
 
 
-def _chosen(facts: dict[str, Any], chosen: dict[str, Any]) -> Iterator[str]:
+def _chosen(facts: dict[str, Any], chosen: dict[str, Any]) -> Iterator[tuple[str, str]]:
     parts = {name: seconds for name, seconds in chosen["step_parts"].items() if name != "recompute"}
     total = sum(parts.values())
     shown = ", ".join(f"{name} {seconds / total:.0%}" for name, seconds in parts.items() if seconds >= 0.005 * total)
-    yield f"time       {shown}"
+    yield "time", shown
     sizes = chosen["memory"].items()
     host = f"; {chosen['host_memory'] / GB:.1f} GB per device in host memory" if chosen["host_memory"] else ""
     kinds = ", ".join(f"{kind} {size / GB:.1f}" for kind, size in sizes if size >= 0.05 * GB)
-    yield f"memory     {kinds} GB{host}"
-    run, cost = chosen["run_seconds"], chosen["run_cost"]
-    price = "price unknown: set price_per_hour in a cluster file"
-    if cost:
-        price = f"{_money(cost)} {facts['cluster'].get('currency', 'in your currency')}"
+    yield "memory", f"{kinds} GB{host}"
     uncounted = "; the recipe's epochs are counted when the data are prepared" if facts["epochs"] else ""
-    yield f"run        {facts['steps']} steps: {_duration(run['value'])}, {price}{uncounted}"
-    yield f"binding    {facts['binding']}"
+    yield (
+        "run",
+        f"{facts['steps']} steps: {duration(chosen['run_seconds']['value'])}, {price(facts, chosen)}{uncounted}",
+    )
+    yield "binding", facts["binding"]
     if (found := facts["fastest"]) and found["verdict"] == chosen["verdict"]:
         faster = 1 - found["step_time"]["value"] / chosen["step_time"]["value"]
         yield (
-            f"simplest   of the layouts within the prediction error of the fastest; {faster:.1%} faster: "
-            f"{found['text']}"
+            "simplest",
+            f"of the layouts within the prediction error of the fastest; {faster:.1%} faster: {found['text']}",
         )
     if facts["compile"] and facts["compile"] > 0.01:
-        yield f"compile    training.compile=true would save {facts['compile']:.0%} of the step"
+        yield "compile", f"training.compile=true would save {facts['compile']:.0%} of the step"
+    yield from _precisions(facts)
+    if facts["bandwidth"]:
+        yield "network", facts["bandwidth"]
+
+
+def _precisions(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """What other precisions would change."""
+
+    def faster(other: dict[str, float]) -> str:
+        return f"{seconds_text(other['step_time'])} a step, {other['saved']:.0%} less"
+
     if plain := facts["emulated"]:
         yield (
-            "emulated   this version has no kernel for this precision on this device and multiplies in fp32; with "
-            f"training.precision=bf16: {_seconds(plain['step_time'])} a step, {plain['saved']:.0%} less"
+            "emulated",
+            "this version has no kernel for this precision on this device and multiplies in fp32; with "
+            f"training.precision=bf16: {faster(plain)}",
         )
     if fp8 := facts["fp8"]:
-        yield f"fp8        with training.precision=fp8: {_seconds(fp8['step_time'])} a step, {fp8['saved']:.0%} less"
+        yield "fp8", f"with training.precision=fp8: {faster(fp8)}"
     if half := facts["fp16"]:
-        yield (
-            f"bf16       {facts['cluster']['device']} has no fast products in bf16; with training.precision=fp16: "
-            f"{_seconds(half['step_time'])} a step, {half['saved']:.0%} less"
-        )
-    if facts["bandwidth"]:
-        yield f"network    {facts['bandwidth']}"
+        device = facts["cluster"]["device"]
+        yield "bf16", f"{device} has no fast products in bf16; with training.precision=fp16: {faster(half)}"
 
 
-def _seconds(value: float) -> str:
+def price(facts: dict[str, Any], candidate: dict[str, Any]) -> str:
+    """The price of a run with its range and currency."""
+    if cost := candidate["run_cost"]:
+        return f"{_money(cost)} {facts['cluster'].get('currency', 'in your currency')}"
+    return "price unknown: set price_per_hour in a cluster file"
+
+
+def seconds_text(value: float) -> str:
     """Seconds of a step, in hours from `LONG`."""
     return f"{value:.3g} s" if value < LONG else f"{value / 3600:.3g} h"
 
@@ -183,7 +206,8 @@ def _money(cost: dict[str, float]) -> str:
     return f"{value} ({low}-{high})"
 
 
-def _duration(seconds: float) -> str:
+def duration(seconds: float) -> str:
+    """The length of a run in a fitting unit."""
     for unit, size in (("days", 86400), ("hours", 3600), ("minutes", 60)):
         if seconds >= 2 * size:
             return f"{seconds / size:.1f} {unit}"
@@ -201,9 +225,9 @@ def cluster_lines(plans: Sequence[dict[str, Any]]) -> Iterator[str]:
             yield f"{name:<{width}}  {facts['problem'] or 'no layout that this version supports fits'}"
             continue
         step, cost = chosen["step_time"], chosen["run_cost"]
-        times = f"{_seconds(step['value'])} (± {step['value'] / step['low'] - 1:.0%})"
+        times = f"{seconds_text(step['value'])} (± {step['value'] / step['low'] - 1:.0%})"
         yield (
             f"{name:<{width}}{times:>18}{chosen['tokens_per_second_per_device']:>10.0f}{chosen['mfu']:>6.0%}"
-            f"{_duration(chosen['run_seconds']['value']):>13}{_money(cost) if cost else 'price unknown':>24}  "
+            f"{duration(chosen['run_seconds']['value']):>13}{_money(cost) if cost else 'price unknown':>24}  "
             f"{chosen['text']}{' (tight)' if chosen['verdict'] == 'tight' else ''}"
         )
