@@ -44,7 +44,7 @@ def mostly(*values: Any, rarely: tuple[Any, ...]) -> Draw:
 
 
 def rope(drawn: random.Random) -> dict[str, Any]:
-    kind = mostly("default", "llama3", "yarn", rarely=("linear", "dynamic", "longrope"))(drawn)
+    kind = mostly("default", "llama3", "yarn", "linear", rarely=("dynamic", "longrope"))(drawn)
     found: dict[str, Any] = {"rope_type": kind, "rope_theta": drawn.choice([100.0, 10000.0, 500000.0])}
     if kind != "default":
         found["factor"] = drawn.choice([1.0, 2.0, 8.0])
@@ -56,7 +56,7 @@ def rope(drawn: random.Random) -> dict[str, Any]:
         optional = {"beta_fast": 8.0, "beta_slow": 2.0, "mscale": 0.7, "mscale_all_dim": 1.3, "attention_factor": 1.1}
         found |= {key: value for key, value in optional.items() if drawn.random() < 0.3}
         if drawn.random() < 0.2:
-            found["truncate"] = mostly(True, rarely=(False,))(drawn)
+            found["truncate"] = drawn.choice([True, False])
     if drawn.random() < 0.1:
         found["partial_rotary_factor"] = mostly(1.0, rarely=(0.5,))(drawn)
     return found

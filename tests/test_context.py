@@ -34,8 +34,7 @@ class Bare(Attention):
 
     def __init__(self, window: int | None) -> None:
         torch.nn.Module.__init__(self)
-        self.spec = tiny_run(LayoutSpec()).model.model_copy(update={"sliding_window": window})
-        self.head_split = HeadSplit()
+        self.window, self.head_split = window, HeadSplit()
 
 
 def draw(*shape: int, seed: int) -> torch.Tensor:

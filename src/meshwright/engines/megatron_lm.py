@@ -120,7 +120,7 @@ def _model(resolved: ResolvedRun) -> Flags:
         "normalization": NORMS[model.norm],
         **_feed_forward(model),
         "add-qkv-bias": model.qkv_bias and model.family != "gpt2",
-        "qk-layernorm": model.qk_norm,
+        "qk-layernorm": model.qk_norm == "heads",
         "hidden-dropout": 0.0,
         "attention-dropout": 0.0,
     }

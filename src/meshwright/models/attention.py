@@ -7,7 +7,7 @@ head_dim.
 import contextlib
 import inspect
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, assert_never
 
 import torch
 import torch.nn.functional as F
@@ -17,10 +17,11 @@ from meshwright.devices import accelerator_is_here, on_cpu
 from meshwright.models.cache import LayerCache
 from meshwright.models.cpu_kernels import causal_attention, serves_training
 from meshwright.models.linear import Linear
-from meshwright.models.masks import Documents
+from meshwright.models.masks import Documents, Mask
 from meshwright.models.norm import build_norm
 from meshwright.models.rope import RopeTables, apply_rope
 from meshwright.models.slots import Entry
+from meshwright.spec.layers import AttentionSpec
 from meshwright.spec.model import ModelSpec
 
 varlen_attn: Any = None
@@ -29,10 +30,6 @@ if accelerator_is_here():  # skipped on CPUs: the import loads torch's compiler,
     with contextlib.suppress(ImportError):
         from torch.nn.attention.varlen import varlen_attn
 
-
-Mask = torch.Tensor | Documents | None
-"""The tokens that each token sees: a mask from `attention_mask` (None: causal order only), or the documents of packed
-rows."""
 
 VARLEN = frozenset(inspect.signature(varlen_attn).parameters) if varlen_attn else frozenset()
 """Options that this torch's kernel for packed documents accepts."""
@@ -61,16 +58,34 @@ class Attention(nn.Module):
     entry: Entry | None = None
     core: Core = Core()
 
-    def __init__(self, spec: ModelSpec):
+    window: int | None
+    """Keys that a query sees at most; the masks of the layer have it too."""
+
+    def __init__(self, spec: ModelSpec, layer: int = 0):
         super().__init__()
-        heads, kv_heads = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
-        self.head_dim = spec.head_dim
-        self.wq = Linear(spec.hidden, heads, bias=spec.qkv_bias)
-        self.wk = Linear(spec.hidden, kv_heads, bias=spec.qkv_bias)
-        self.wv = Linear(spec.hidden, kv_heads, bias=spec.qkv_bias)
-        self.wo = Linear(heads, spec.hidden, bias=spec.output_bias)
-        self.q_norm = build_norm(spec, spec.head_dim) if spec.qk_norm else None
-        self.k_norm = build_norm(spec, spec.head_dim) if spec.qk_norm else None
+        kind = spec.layer(layer).mixer
+        assert isinstance(kind, AttentionSpec)
+        heads, kv_heads = kind.heads * kind.head_dim, kind.kv_heads * kind.head_dim
+        self.head_dim, self.scale, self.window = kind.head_dim, kind.scale, kind.window
+        self.rotated = 0 if kind.rope is None else kind.rotated
+        self.norms_all_heads = kind.qk_norm == "all"
+        self.wq = Linear(spec.hidden, heads, bias=kind.qkv_bias)
+        self.wk = Linear(spec.hidden, kv_heads, bias=kind.qkv_bias)
+        self.wv = Linear(spec.hidden, kv_heads, bias=kind.qkv_bias)
+        self.wo = Linear(heads, spec.hidden, bias=kind.output_bias)
+        self.q_norm, self.k_norm = (self._qk_norm(spec, kind, width) for width in (heads, kv_heads))
+
+    @staticmethod
+    def _qk_norm(spec: ModelSpec, kind: AttentionSpec, width: int) -> nn.Module | None:
+        match kind.qk_norm:
+            case "none":
+                return None
+            case "heads":
+                return build_norm(spec, kind.head_dim)
+            case "all":
+                return build_norm(spec, width)
+            case _:
+                assert_never(kind.qk_norm)
 
     def forward(
         self, x_BTD: torch.Tensor, rope: RopeTables | None = None, mask: Mask = None, cache: LayerCache | None = None
@@ -79,14 +94,27 @@ class Attention(nn.Module):
         x_BTD = x_BTD if self.entry is None else self.entry(x_BTD)
         # The number of heads is read from the projections, so the same code serves a rank that holds only a part of
         # them.
-        q_BTHK = self.wq(x_BTD).unflatten(-1, (-1, self.head_dim))
-        k_BTGK = self.wk(x_BTD).unflatten(-1, (-1, self.head_dim))
+        q_BTHK = self._heads(self.wq(x_BTD), self.q_norm)
+        k_BTGK = self._heads(self.wk(x_BTD), self.k_norm)
         v_BTGK = self.wv(x_BTD).unflatten(-1, (-1, self.head_dim))
-        if self.q_norm is not None and self.k_norm is not None:
-            q_BTHK, k_BTGK = self.q_norm(q_BTHK), self.k_norm(k_BTGK)
         if rope is not None:
             q_BTHK, k_BTGK = apply_rope(q_BTHK, rope), apply_rope(k_BTGK, rope)
+        # Kernels divide scores by the root of head_dim.
+        q_BTHK = q_BTHK if self.scale == 1 else q_BTHK * self.scale
         return self.wo(self.attend((q_BTHK, k_BTGK, v_BTGK), mask, cache).flatten(-2))
+
+    def _heads(self, x_BTC: torch.Tensor, norm: nn.Module | None) -> torch.Tensor:
+        """Queries or keys [B, T, H, K], normed."""
+        if norm is None:
+            return x_BTC.unflatten(-1, (-1, self.head_dim))
+        if self.norms_all_heads:
+            return norm(x_BTC).unflatten(-1, (-1, self.head_dim))
+        return norm(x_BTC.unflatten(-1, (-1, self.head_dim)))
+
+    @property
+    def plain(self) -> bool:
+        """Whether queries and keys are normed by head if at all, rotated in whole if at all, and scores not scaled."""
+        return not self.norms_all_heads and self.scale == 1 and self.rotated in (0, self.head_dim)
 
     def attend(self, qkv_BTHK: Sequence[torch.Tensor], mask: Mask, cache: LayerCache | None) -> torch.Tensor:
         """The heads' outputs [B, T, H, K] from queries, keys and values, by the core."""

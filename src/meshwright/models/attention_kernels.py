@@ -44,7 +44,7 @@ class NamedCore(Core):
     """Attention by one kernel; it fails where the kernel does not apply."""
 
     def __init__(self, name: AttentionName, window: int | None = None) -> None:
-        """`window`: the model's sliding window."""
+        """`window`: the layer's sliding window."""
         self.name: AttentionName = name
         self.window = window
 
@@ -110,7 +110,7 @@ def use_kernel(model: Decoder, name: AttentionName) -> None:
     if model.layers and not layers:
         raise UserError(f"training.attention={name}: the model does not use meshwright.models.Attention; use auto")
     for layer in layers:
-        layer.core = NamedCore(name, model.spec.sliding_window)
+        layer.core = NamedCore(name, layer.window)
 
 
 def check_kernel(name: AttentionName, asked: Asked) -> None:

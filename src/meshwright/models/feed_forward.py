@@ -13,7 +13,8 @@ from torch import nn
 from meshwright.models.cpu_kernels import gelu_tanh, serves_training
 from meshwright.models.linear import Linear
 from meshwright.models.slots import Entry
-from meshwright.spec.model import ActivationName, ModelSpec
+from meshwright.spec.layers import ActivationName
+from meshwright.spec.model import ModelSpec
 
 Activation = Callable[[torch.Tensor], torch.Tensor]
 

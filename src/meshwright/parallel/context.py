@@ -33,15 +33,15 @@ from meshwright.spec.layout import ContextMethod
 
 def apply_context_parallel(model: Decoder, mesh: DeviceMesh, method: ContextMethod) -> None:
     """Make the attention of every block see whole sequences, while each rank of `mesh` holds `sequence_places`."""
-    group, window = mesh.get_group(), model.spec.sliding_window
+    group = mesh.get_group()
     model.head_split.sequence = _SequenceShare(group, mesh.get_local_rank())
     for module in model.modules():
         if isinstance(module, Attention):
             match method:
                 case "ulysses":
-                    module.core = Ulysses(group, module.core, window)
+                    module.core = Ulysses(group, module.core, module.window)
                 case "ring" | "all_gather":
-                    module.core = ByParts(group, method, window)
+                    module.core = ByParts(group, method, module.window)
                 case _:
                     assert_never(method)
 

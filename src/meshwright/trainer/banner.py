@@ -75,7 +75,10 @@ def _attention(trainer: Trainer) -> str:
     parts = run.layout.cp > 1 and context_method(run.layout, trainer.resolved.model, run.data.sequence_length)[0]
     if trainer.resolved.model.foreign is not None or parts in ("ring", "all_gather"):
         return ""
-    return describe_kernel(run.training.attention, asked)
+    kernels = {one.window: describe_kernel(run.training.attention, one) for one in asked}
+    if len(set(kernels.values())) == 1:
+        return kernels[asked[0].window]
+    return "; ".join(f"{kernel} for a window of {window or 'all tokens'}" for window, kernel in kernels.items())
 
 
 def _products(trainer: Trainer) -> str:
