@@ -56,6 +56,9 @@ class Family:
     """Values of keys that config.json omits (a key that is missing here too is required)."""
     hf_accepts: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     """Keys that must have one of these values if present; the first is written."""
+    hf_tokens: bool = False
+    """Whether transformers has defaults for the ids of special tokens, so that config.json says null for missing ones.
+    """
     hf_type: str | None = None
     """`model_type` in config.json, if it is not the name."""
     hf_layers: HfLayers | None = None
@@ -127,7 +130,7 @@ class Family:
             raise UserError(f"hidden={hidden} is not a multiple of num_heads={num_heads}")
         if "query_scalar" in self.defaults:
             follows["query_scalar"] = known.get("head_dim", follows.get("head_dim"))
-        if self.hf_rotated not in (None, 1):
+        if self.hf_rotated is not None:
             follows["rope_head_dim"] = int(known.get("head_dim", follows.get("head_dim")) * self.hf_rotated)
         if "num_experts" in self.defaults:
             follows["expert_ffn"] = known.get("ffn", follows["ffn"])

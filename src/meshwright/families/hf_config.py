@@ -13,6 +13,8 @@ from meshwright.spec.errors import UserError
 from meshwright.spec.model import ModelFields, ModelSpec
 from meshwright.spec.problems import foreign_problems, read_foreign
 
+TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
+
 
 def model_from_hf_config(config: Mapping[str, Any], *, where: str = "config.json") -> ModelSpec:
     """The model that a parsed config.json describes.
@@ -100,4 +102,5 @@ def model_to_hf_config(
     if spec.positions == "rope":
         config |= write_ropes(spec, family)
     config |= {"dtype": dtype, "torch_dtype": dtype, "use_cache": True}
+    config |= dict.fromkeys(TOKEN_IDS) if family.hf_tokens else {}
     return config | known

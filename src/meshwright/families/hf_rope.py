@@ -76,7 +76,7 @@ def _rotated(rope: Mapping[str, Any], reader: HfReader, values: Mapping[str, Any
         raise UnsupportedError(
             f"{reader.where}: partial_rotary_factor is not supported, only rotation of the whole head"
         )
-    return {"rope_head_dim": 0 if factor == 1 else int(head_dim * factor)}
+    return {"rope_head_dim": int(head_dim * factor)}
 
 
 def write_ropes(spec: ModelSpec, family: Family) -> dict[str, Any]:

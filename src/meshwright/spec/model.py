@@ -215,7 +215,20 @@ class Fp8Files(Spec):
 
 
 FamilyName = Literal[
-    "gpt2", "llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe", "deepseek_v3", "transformers"
+    "gpt2",
+    "llama",
+    "mistral",
+    "qwen2",
+    "qwen3",
+    "gemma3",
+    "olmo3",
+    "smollm3",
+    "mixtral",
+    "qwen3_moe",
+    "deepseek_v3",
+    "glm4_moe",
+    "minimax_m2",
+    "transformers",
 ]
 """Our families, and the name for any other architecture in a Hugging Face directory."""
 
