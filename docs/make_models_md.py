@@ -49,12 +49,13 @@ microbatches and ranks, as a loss over whole microbatches would. The reported lo
 model: {family: mixtral, hidden: 512, num_layers: 8, num_heads: 8, ffn: 1024, num_experts: 8, experts_per_token: 2}
 ```
 
-`deepseek_v3` balances with a bias (Wang et al., 2024) and a small balance loss. The bias is added to an expert's score
-only for choosing experts. It is not trained: in every optimizer step it moves by `model.balance_rate`, down for experts
-with more than the mean of the global batch's tokens, up for the others. It is kept in fp32, saved in checkpoints, and
-exported. The published coefficient of the loss is for shares that add up to 1 over a token's experts; ours add up to
-their number, so the default is smaller by that factor. Groups of experts, shared experts and dense first layers are as
-published. Multi-token prediction layers (MTP) are not implemented, and are skipped in directories that have them.
+`deepseek_v3`, `glm4_moe` and `minimax_m2` balance with a bias (Wang et al., 2024) and a small balance loss (none in
+`minimax_m2`). The bias is added to an expert's score only for choosing experts. It is not trained: in every optimizer
+step it moves by `model.balance_rate`, down for experts with more than the mean of the global batch's tokens, up for the
+others. It is kept in fp32, saved in checkpoints, and exported. The published coefficient of the loss is for shares that
+add up to 1 over a token's experts; ours add up to their number, so the default is smaller by that factor. Groups of
+experts, shared experts and dense first layers are as published. Multi-token prediction layers (MTP) are not
+implemented, and are skipped in directories that have them.
 
 In Hugging Face directories every expert has separate tensors, as transformers 4 and 5 write them; here, all experts of
 a layer are one tensor.
@@ -78,14 +79,25 @@ def _families() -> Iterator[str]:
     yield "| family | norm | feed-forward | positions | biases | queries and keys |"
     yield "|---|---|---|---|---|---|"
     for name, family in FAMILIES.items():
-        model = family.model({"hidden": 64, "num_layers": 1, "num_heads": 1, "vocab": 1, "max_positions": 1})
-        norm = {"rmsnorm": "RMSNorm", "layernorm": "LayerNorm"}[model.norm]
+        model = family.model({"hidden": 64, "num_layers": 12, "num_heads": 1, "vocab": 1, "max_positions": 1})
+        norm = {"rmsnorm": "RMSNorm", "layernorm": "LayerNorm", "offset_rmsnorm": "RMSNorm, 1 + weight"}[model.norm]
+        norm += {"before": "", "after": " of outputs", "both": " of inputs and outputs"}[model.norms]
         feed_forward = FEED_FORWARD[model.activation, model.gated]
         feed_forward += " experts" if model.num_experts else ""
         positions = {"rope": "rotary", "learned": "learned"}[model.positions]
         positions += ", latent attention" if model.kv_rank else ""
-        qk_norm = "RMSNorm per head" if model.qk_norm else "no norm"
+        positions += f", {_pattern(model)}" if len(set(model.layers)) > 1 and not model.num_experts else ""
+        positions += ", a part of each head" if family.hf_rotated is not None else ""
+        qk_norm = {"none": "no norm", "heads": "RMSNorm per head", "all": "RMSNorm over all heads"}[model.qk_norm]
+        qk_norm += " in some sizes" if "qk_norm" in family.defaults else ""
         yield f"| `{name}` | {norm} | {feed_forward} | {positions} | {_biases(model)} | {qk_norm} |"
+
+
+def _pattern(model: ModelSpec) -> str:
+    """The different layers of a dense family."""
+    if model.sliding_window is None:
+        return f"none in one of {len(model.rope_layers)} layers"
+    return f"a window in {sum(model.window_layers)} of {len(model.window_layers)} layers"
 
 
 def _biases(model: ModelSpec) -> str:
@@ -117,11 +129,11 @@ def _notes(model: ModelSpec) -> str:
         notes.append(f"{model.shared_experts} shared")
     if model.dense_layers:
         notes.append(f"{model.dense_layers} dense layers")
-    if model.sliding_window:
+    if model.sliding_window and model.windows != (None,):
         notes.append(f"window {model.sliding_window}")
     if model.rope_scaling:
-        yarn = "yarn " if model.rope_scaling.kind == "yarn" else ""
-        notes.append(f"rope scaling {yarn}{model.rope_scaling.factor:g}")
+        kind = "" if model.rope_scaling.kind == "llama3" else f"{model.rope_scaling.kind} "
+        notes.append(f"rope scaling {kind}{model.rope_scaling.factor:g}")
     return ", ".join(notes)
 
 

@@ -25,9 +25,11 @@ from meshwright.models import Decoder, build_model, named_tensors
 from meshwright.models.generate import Sampling
 from meshwright.spec.errors import UserError
 from meshwright.spec.model import ModelFields
+from meshwright.testing.layouts import LAYOUTS as LAYOUTS_BY_NAME
 from meshwright.testing.ranks import RankPool
 from served import generate
 from test_equivalence import check
+from test_finetune import check as check_adapters
 
 transformers.logging.set_verbosity_error()
 transformers.logging.disable_progress_bar()
@@ -42,7 +44,16 @@ ROOM = 1e-12
 TOKENS_BT = torch.randint(4, 61, (2, 24), generator=torch.Generator().manual_seed(7))
 """None is a padding token, whose embedding transformers does not train."""
 WORDS = ("is_causal", "scaling other than", "partial_rotary_factor", "hidden_act", "rope type", "softcapping")
-WORDS += ("bidirectional", "router_top_groups", "experts_per_token", "scoring_func", "router_jitter_noise", "is odd")
+WORDS += (
+    "bidirectional",
+    "router_top_groups",
+    "experts_per_token",
+    "scoring_func",
+    "router_jitter_noise",
+    "is odd",
+    "truncate",
+    "layer_types",
+)
 
 
 @torch.no_grad()
@@ -126,6 +137,14 @@ def test_layouts(ranks: RankPool, family: str, layout: str) -> None:
         recompute=recompute,
         accumulation=accumulation,
     )
+
+
+@pytest.mark.every(4)
+@pytest.mark.parametrize("layout", ["tp", "zero-3", "pp", "tp-wide"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_adapters(ranks: RankPool, family: str, layout: str) -> None:
+    """A step of LoRA on ranks equals one process's."""
+    check_adapters(ranks, LAYOUTS_BY_NAME[layout], "lora", family=family)
 
 
 @pytest.mark.parametrize("name", PRESETS_OF_FAMILIES)

@@ -131,6 +131,11 @@ def _read_nope(reader: HfReader, values: Mapping[str, Any]) -> dict[str, Any]:
         raise UserError(f"{reader.where}: no_rope_layers has {len(rotates)} entries for {layers} layers")
     rotates = rotates[:layers]
     pattern = {"rope_layers": shortest(rotates)}
+    if not reader.value("use_sliding_window") and any(reader.layer_types(layers, lambda i: False)):
+        raise UnsupportedError(
+            f"{reader.where}: layer_types has {SLIDING}, but use_sliding_window is false; transformers' kernels "
+            "disagree about such layers"
+        )
     if values["sliding_window"] is None or not reader.value("use_sliding_window"):
         return pattern | {"sliding_window": None}
     slides = reader.layer_types(layers, lambda i: not rotates[i])

@@ -35,6 +35,10 @@ def read_ropes(reader: HfReader, values: Mapping[str, Any]) -> dict[str, Any]:
         return _fields(_table(rope, theta, reader)) | _rotated(rope, reader, values)
     full = _table(rope.get(FULL) or ({} if SLIDING in rope else rope), theta, reader)
     local = _table(rope.get(SLIDING) or {}, reader.value(reader.family.hf_window_theta), reader)
+    if full["scaling"] is not None and full["scaling"].get("truncate") is False:
+        raise UnsupportedError(
+            f"{where}: truncate=false is not supported for {reader.family.name}; transformers ignores it"
+        )
     if local["scaling"] not in (None, full["scaling"]):
         raise UnsupportedError(f"{where}: rope_parameters of {SLIDING} have a scaling other than those of {FULL}")
     scaled = {} if full["scaling"] is None else {"window_scaled": local["scaling"] is not None}

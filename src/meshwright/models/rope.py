@@ -62,8 +62,8 @@ def _yarn(powers_R: torch.Tensor, scaling: RopeScaling, theta: float) -> torch.T
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, 2 * pairs - 1)
     steps_R = torch.arange(pairs, dtype=torch.float32, device=powers_R.device) - low
-    scaled_R = (steps_R / (high - low if high != low else 0.001)).clamp(0, 1)
-    return 1.0 / (scaling.factor * powers_R) * scaled_R + 1.0 / powers_R * (1 - scaled_R)
+    kept_R = 1 - (steps_R / (high - low if high != low else 0.001)).clamp(0, 1)
+    return 1.0 / (scaling.factor * powers_R) * (1 - kept_R) + 1.0 / powers_R * kept_R
 
 
 def _growth(scaling: RopeScaling, mscale: float = 1.0) -> float:
