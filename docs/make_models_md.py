@@ -61,6 +61,42 @@ In Hugging Face directories every expert has separate tensors, as transformers 4
 a layer are one tensor.
 """
 
+ADDING = """
+## Adding a family of known layers
+
+A family is data: one file in `src/meshwright/families/` of less than 80 lines, a row in `families/registry.py`, and its
+name in `FamilyName` (`spec/model.py`). `ModelSpec` has the options, and `spec/layers.py` says what they mean for each
+layer: `spec.layer(i)` is a value with its mixer (heads or latent attention, with its window, rotary table and norms),
+its feed-forward part (dense, or experts with their router) and the places of its norms. Tables, modules, masks, caches,
+FLOPs and plans read this value, so a new combination needs no other code.
+
+OLMo 3 (`families/olmo.py`) as an example. It differs from Llama in four ways, each a switch:
+
+```python
+OLMO3 = replace(
+    LLAMA,
+    name="olmo3",
+    switches={
+        **LLAMA.switches,
+        "norms": "after",            # outputs of attention and feed-forward are normed, not their inputs
+        "qk_norm": "all",            # queries and keys are normed over all heads
+        "window_layers": every(4),   # three layers with the window, then one without; the pattern repeats
+        "window_scaled": False,      # yarn applies only to layers without the window
+    },
+    defaults={"max_positions": 8192, "norm_eps": 1e-6, "rope_theta": 500000.0, "sliding_window": 4096},
+```
+
+The rest are its published sizes (`presets`), and Hugging Face's names: `hf_fields` maps our options to keys of
+config.json, `hf_absent` has transformers' defaults, `hf_accepts` the values that other keys must have (any other value
+is refused by name), `hf_layers=TYPED` reads `layer_types`, and `hf_modules` maps modules to tensors.
+
+Then add its configuration class to `SCHEMA` in `tests/config_fuzz.py` and its name to `FAMILIES` in
+`tests/test_native_families.py`: 32 drawn configurations have transformers' logits, gradients and tokens in float64, an
+export opens there, and a step on every kind of layout equals one process's. `tests/test_families_table.py` pins the
+published number of parameters. A layer of a new kind needs more: a value in `spec/layers.py`, its rows in
+`families/table.py` and its module in `models/`; type checks name every place that must decide about it.
+"""
+
 FEED_FORWARD = {
     ("silu", True): "SwiGLU",
     ("silu", False): "SiLU",
@@ -72,7 +108,7 @@ FEED_FORWARD = {
 
 def page() -> str:
     """The text of docs/models.md."""
-    return "\n".join([BEGIN, *_families(), "", *_presets(), EXPERTS.rstrip()]) + "\n"
+    return "\n".join([BEGIN, *_families(), "", *_presets(), EXPERTS.rstrip(), ADDING.rstrip()]) + "\n"
 
 
 def _families() -> Iterator[str]:
