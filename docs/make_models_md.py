@@ -57,8 +57,8 @@ add up to 1 over a token's experts; ours add up to their number, so the default 
 experts, shared experts and dense first layers are as published. Multi-token prediction layers (MTP) are not
 implemented, and are skipped in directories that have them.
 
-In Hugging Face directories every expert has separate tensors, as transformers 4 and 5 write them; here, all experts of
-a layer are one tensor.
+In Hugging Face directories every expert has separate tensors, as transformers 4 and 5 write them (in `gpt_oss` all
+experts share one, in bf16 or MXFP4, which is multiplied out when read); here, all experts of a layer are one tensor.
 """
 
 ADDING = """
@@ -102,6 +102,7 @@ FEED_FORWARD = {
     ("silu", False): "SiLU",
     ("gelu_tanh", True): "GeGLU (tanh)",
     ("gelu_tanh", False): "GELU (tanh)",
+    ("clamped_silu", True): "clamped SwiGLU",
 }
 """A layer's usual name by activation and gate."""
 
@@ -122,7 +123,9 @@ def _families() -> Iterator[str]:
         feed_forward += " experts" if model.num_experts else ""
         positions = {"rope": "rotary", "learned": "learned"}[model.positions]
         positions += ", latent attention" if model.kv_rank else ""
-        positions += f", {_pattern(model)}" if len(set(model.layers)) > 1 and not model.num_experts else ""
+        mixers = {layer.mixer for layer in model.layers}
+        positions += f", {_pattern(model)}" if len(mixers) > 1 else ""
+        positions += ", sinks" if model.sinks else ""
         positions += ", a part of each head" if family.hf_rotated is not None else ""
         qk_norm = {"none": "no norm", "heads": "RMSNorm per head", "all": "RMSNorm over all heads"}[model.qk_norm]
         qk_norm += " in some sizes" if "qk_norm" in family.defaults else ""
@@ -137,7 +140,7 @@ def _pattern(model: ModelSpec) -> str:
 
 
 def _biases(model: ModelSpec) -> str:
-    if model.qkv_bias and model.output_bias and model.ffn_bias:
+    if model.qkv_bias and model.output_bias and (model.ffn_bias or model.expert_bias):
         return "everywhere"
     return "queries, keys, values" if model.qkv_bias else "none"
 

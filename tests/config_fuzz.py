@@ -237,6 +237,16 @@ SCHEMA: dict[str, dict[str, Draw]] = {
         "num_local_experts": one_of(4, 8),
         "router_jitter_noise": mostly(0.0, rarely=(0.1,)),
     },
+    "gpt_oss": WIDTHS
+    | GROUPS
+    | {"head_dim": one_of(8, 12)}
+    | {"attention_bias": one_of(True, False), "sliding_window": one_of(3, 7, 4096), "layer_types": typed_layers}
+    | ROUTING
+    | {
+        "num_local_experts": one_of(4, 8),
+        "swiglu_alpha": one_of(1.702, 1.0),
+        "swiglu_limit": one_of(7.0, 0.5),
+    },
 }
 """Family -> every field that its transformers configuration adds to the common ones, and the values drawn for it."""
 

@@ -9,6 +9,7 @@ import transformers
 from transformers.models.deepseek_v3 import modeling_deepseek_v3
 from transformers.models.gemma3 import modeling_gemma3
 from transformers.models.glm4_moe import modeling_glm4_moe
+from transformers.models.gpt_oss import modeling_gpt_oss
 from transformers.models.llama import modeling_llama
 from transformers.models.minimax_m2 import modeling_minimax_m2
 from transformers.models.mistral import modeling_mistral
@@ -27,6 +28,7 @@ NORMS = (
     modeling_llama.LlamaRMSNorm,
     modeling_deepseek_v3.DeepseekV3RMSNorm,
     modeling_glm4_moe.Glm4MoeRMSNorm,
+    modeling_gpt_oss.GptOssRMSNorm,
     modeling_minimax_m2.MiniMaxM2RMSNorm,
     modeling_mistral.MistralRMSNorm,
     modeling_mixtral.MixtralRMSNorm,
@@ -59,7 +61,8 @@ def separate(gradients: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Tensors that transformers fuses in memory, expert by expert as in files."""
     found = {}
     for name, tensor in gradients.items():
-        if not name.endswith(("experts.gate_up_proj", "experts.down_proj")):
+        interleaved = f"{name}_bias" in gradients  # gpt_oss's files store stacks too
+        if interleaved or not name.endswith(("experts.gate_up_proj", "experts.down_proj")):
             found[name] = tensor
             continue
         prefix, kind = name.rsplit(".", 1)
@@ -126,7 +129,11 @@ def assert_gradients_equal(model: Decoder, theirs: Any, batch: torch.Tensor, roo
     for key, parameter in model.named_parameters():
         place, grad = places[key], parameter.grad
         assert grad is not None, key
-        if place.experts is not None:
+        if place.lane is not None:
+            own, lanes = place.lane
+            whole = expected[place.key]
+            part = whole[:, own::lanes, None] if whole.dim() == 2 else whole.mT[:, own::lanes]
+        elif place.experts is not None:
             part = torch.stack([expected[in_memory(expert)] for expert in place.keys])
         else:
             whole = expected[in_memory(place.key)]

@@ -62,6 +62,8 @@ PUBLISHED = {
     "glm-4.5": 352_797_814_784,
     "glm-4.6": 352_797_814_784,
     "minimax-m2": 228_689_748_992,
+    "gpt-oss-20b": 20_914_757_184,
+    "gpt-oss-120b": 116_829_156_672,
 }
 
 # Parameters that one token uses, in billions, as published with the models.

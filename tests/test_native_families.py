@@ -2,11 +2,14 @@
 tokens, documents, exports and layouts."""
 
 import itertools
+import json
 from pathlib import Path
 
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from config_fuzz import write_model
 from exact import assert_gradients_equal, loaded_fp64, make_exact
@@ -21,7 +24,7 @@ from meshwright.families import (
     resolve_model,
     state_table,
 )
-from meshwright.models import Decoder, build_model, named_tensors
+from meshwright.models import Decoder, build_model, initialize, named_tensors
 from meshwright.models.generate import Sampling
 from meshwright.spec.errors import UserError
 from meshwright.spec.model import ModelFields
@@ -34,8 +37,10 @@ from test_finetune import check as check_adapters
 transformers.logging.set_verbosity_error()
 transformers.logging.disable_progress_bar()
 
-FAMILIES = ("smollm3", "olmo3", "gemma3", "glm4_moe", "minimax_m2")
+FAMILIES = ("smollm3", "olmo3", "gemma3", "glm4_moe", "minimax_m2", "gpt_oss")
 PRESETS_OF_FAMILIES = [name for name, fields in PRESETS.items() if fields.family in FAMILIES]
+MXFP4_SIZES = {"hidden": 64, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "head_dim": 8, "ffn": 32}
+MXFP4_SIZES |= {"vocab": 61, "num_experts": 4, "experts_per_token": 2}
 PACK = 4
 """Configurations of one test."""
 CASES = 8
@@ -157,3 +162,39 @@ def test_presets_survive_config_json_in_both_spellings(name: str) -> None:
     for spelled in (four, five):
         again = model_from_hf_config(spelled)
         assert again.model_copy(update={"balance_loss": spec.balance_loss, "balance_rate": spec.balance_rate}) == spec
+
+
+@torch.no_grad()
+@pytest.mark.filterwarnings("ignore")
+def test_experts_in_mxfp4_are_read_as_transformers_reads_them(tmp_path: Path) -> None:
+    """The codes and scales of a directory like the published ones, multiplied out by transformers' own function."""
+    spec = resolve_model(ModelFields(family="gpt_oss", **MXFP4_SIZES), base_dir=Path())
+    model = build_model(spec, device="cpu")
+    initialize(model, parameter_table(spec), 0)
+    export_hf(named_tensors(model).items(), spec, tmp_path / "plain", HfForm(dtype=torch.bfloat16), prove=False)
+    tensors = load_file(tmp_path / "plain/model.safetensors")
+    generator, expected = torch.Generator().manual_seed(3), {}
+    for name in [name for name in tensors if name.endswith("_proj") and "experts" in name]:
+        experts, into, out = tensors.pop(name).shape
+        codes = torch.randint(256, (experts, out, into // 32, 16), generator=generator, dtype=torch.uint8)
+        scales = torch.randint(110, 128, (experts, out, into // 32), generator=generator, dtype=torch.uint8)
+        tensors |= {f"{name}_blocks": codes, f"{name}_scales": scales}
+        expected[name] = convert_moe_packed_tensors(codes, scales)
+    directory = tmp_path / "mxfp4"
+    directory.mkdir()
+    config = json.loads((tmp_path / "plain/config.json").read_text())
+    config["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
+    (directory / "config.json").write_text(json.dumps(config))
+    save_file(tensors, directory / "model.safetensors", {"format": "pt"})
+
+    weights = HfWeights(directory, read_hf_directory(directory))
+    for name, whole in expected.items():
+        layer = name.split(".")[2]
+        lanes = {"w1": whole[..., ::2], "w3": whole[..., 1::2]} if "gate_up" in name else {"w2": whole}
+        for part, stack in lanes.items():
+            ours_EOI = weights.read_rows(f"layers.{layer}.feed_forward.experts.{part}.weight", 1, 4)
+            assert torch.equal(ours_EOI, stack[1:4].mT), name
+    (scale,) = [key for key in tensors if key.endswith("layers.0.mlp.experts.down_proj_scales")]
+    save_file({k: t for k, t in tensors.items() if k != scale}, directory / "model.safetensors", {"format": "pt"})
+    with pytest.raises(UserError, match="down_proj_blocks has no scales"):
+        HfWeights(directory, read_hf_directory(directory))

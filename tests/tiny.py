@@ -50,11 +50,11 @@ def tiny_run(
     sizes |= {"vocab": 50, "max_positions": 16}
     if family != "gpt2":
         sizes |= {"num_kv_heads": 2, "ffn": 40 if width == 24 else width}
-    if family in ("mistral", "gemma3", "olmo3"):
+    if family in ("mistral", "gemma3", "olmo3", "gpt_oss"):
         sizes["sliding_window"] = 8
     if family in ("gemma3", "olmo3", "smollm3"):  # one layer of each kind, and one more
         sizes |= {"num_layers": {"gemma3": 6, "olmo3": 4, "smollm3": 4}[family]}
-    if family in ("mixtral", "qwen3_moe", "deepseek_v3", "glm4_moe", "minimax_m2"):
+    if family in ("mixtral", "qwen3_moe", "deepseek_v3", "glm4_moe", "minimax_m2", "gpt_oss"):
         # Routing so uneven that some experts get no token of a microbatch.
         sizes |= {"num_experts": 8, "experts_per_token": 2, "balance_loss": 0.5}
     if family == "qwen3_moe":

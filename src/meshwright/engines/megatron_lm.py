@@ -145,6 +145,8 @@ def _feed_forward(model: ModelSpec) -> Flags:
             return {"swiglu": True, "disable-bias-linear": True}
         case "gelu_tanh":
             return {"openai-gelu": True}
+        case "clamped_silu":
+            raise AssertionError(f"{model.family} is refused")
         case other:
             assert_never(other)
 

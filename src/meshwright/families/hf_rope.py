@@ -27,7 +27,8 @@ def read_ropes(reader: HfReader, values: Mapping[str, Any]) -> dict[str, Any]:
     """The fields of `ModelSpec` that describe rotation, from the `rope_parameters` of transformers 5 or the two keys of
     4. `values`: the fields read so far."""
     config, where = reader.config, reader.where
-    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    usual = reader.family.hf_absent.get("rope_scaling") or {}
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or usual
     if not isinstance(rope, Mapping):
         raise UserError(f"{where}: the rope parameters are {rope!r}, not an object")
     theta = reader.value("rope_theta")

@@ -30,6 +30,8 @@ def dim_sizes(spec: ModelSpec) -> dict[str, int]:
         "v_heads": spec.num_heads * spec.v_head_dim,
         "q_rank": spec.q_rank or 0,
         "kv_rank": spec.kv_rank or 0,
+        "query_heads": spec.num_heads,
+        "bias": 1,
         "kv_latent": (spec.kv_rank or 0) + spec.rope_head_dim,
     }
 
@@ -148,6 +150,8 @@ class _Rows:
         yield from self.linear(f"{name}.wk", "kv_heads", "embed", kind.qkv_bias)
         yield from self.linear(f"{name}.wv", "kv_heads", "embed", kind.qkv_bias)
         yield from self.linear(f"{name}.wo", "embed", "heads", kind.output_bias, self.residual_std)
+        if kind.sinks:
+            yield self.row(f"{name}.sinks.weight", "query_heads")
         match kind.qk_norm:
             case "none":
                 pass
@@ -181,8 +185,15 @@ class _Rows:
 
     def experts(self, name: str, kind: ExpertsSpec) -> Iterator[Parameter]:
         yield self.row(f"{name}.router.weight", "experts", "embed")
-        yield self.row(f"{name}.experts.w1.weight", "experts", "expert_ffn", "embed")
-        yield self.row(f"{name}.experts.w2.weight", "experts", "embed", "expert_ffn", std=self.residual_std)
-        yield self.row(f"{name}.experts.w3.weight", "experts", "expert_ffn", "embed")
+        if kind.bias:
+            yield self.row(f"{name}.router.logit_bias", "experts", init="zeros")
+        for part, out, into, std in (
+            ("w1", "expert_ffn", "embed", None),
+            ("w2", "embed", "expert_ffn", self.residual_std),
+            ("w3", "expert_ffn", "embed", None),
+        ):
+            yield self.row(f"{name}.experts.{part}.weight", "experts", out, into, std=std)
+            if kind.bias:
+                yield self.row(f"{name}.experts.{part}.bias", "experts", out, "bias", init="zeros")
         if kind.shared:
             yield from self.feed_forward(f"{name}.shared", "shared_ffn")

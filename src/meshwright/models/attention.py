@@ -20,6 +20,7 @@ from meshwright.models.linear import Linear
 from meshwright.models.masks import Documents, Mask
 from meshwright.models.norm import build_norm
 from meshwright.models.rope import RopeTables, apply_rope
+from meshwright.models.sinks import Sinks, sink_attention
 from meshwright.models.slots import Entry
 from meshwright.spec.layers import AttentionSpec
 from meshwright.spec.model import ModelSpec
@@ -44,8 +45,25 @@ class Core:
             return attend_documents(q_BHTK, k_BGSK, v_BGSK, mask)
         return scaled_dot_product(q_BHTK, k_BGSK, v_BGSK, mask)
 
+    def with_sinks(
+        self, q_BHTK: torch.Tensor, k_BGSK: torch.Tensor, v_BGSK: torch.Tensor, mask: Mask, sinks_H: torch.Tensor
+    ) -> torch.Tensor:
+        """The same where each head has a sink with a score."""
+        return sink_attention(q_BHTK, k_BGSK, v_BGSK, mask, sinks_H)
+
     def __repr__(self) -> str:
         return "sdpa"
+
+
+class SinkCore(Core):
+    """A core with the sinks of a layer."""
+
+    def __init__(self, core: Core, sinks_H: torch.Tensor) -> None:
+        self.core, self.sinks_H = core, sinks_H
+
+    def __call__(self, q_BHTK: torch.Tensor, k_BGSK: torch.Tensor, v_BGSK: torch.Tensor, mask: Mask) -> torch.Tensor:
+        """See `Core`."""
+        return self.core.with_sinks(q_BHTK, k_BGSK, v_BGSK, mask, self.sinks_H)
 
 
 class Attention(nn.Module):
@@ -73,6 +91,7 @@ class Attention(nn.Module):
         self.wk = Linear(spec.hidden, kv_heads, bias=kind.qkv_bias)
         self.wv = Linear(spec.hidden, kv_heads, bias=kind.qkv_bias)
         self.wo = Linear(heads, spec.hidden, bias=kind.output_bias)
+        self.sinks = Sinks(kind.heads) if kind.sinks else None
         self.q_norm, self.k_norm = (self._qk_norm(spec, kind, width) for width in (heads, kv_heads))
 
     @staticmethod
@@ -113,16 +132,21 @@ class Attention(nn.Module):
 
     @property
     def plain(self) -> bool:
-        """Whether queries and keys are normed by head if at all, rotated in whole if at all, and scores not scaled."""
-        return not self.norms_all_heads and self.scale == 1 and self.rotated in (0, self.head_dim)
+        """Whether queries and keys are normed by head if at all, rotated in whole if at all, and scores neither scaled
+        nor shared with a sink."""
+        return (
+            self.sinks is None and not self.norms_all_heads and self.scale == 1 and self.rotated in (0, self.head_dim)
+        )
 
     def attend(self, qkv_BTHK: Sequence[torch.Tensor], mask: Mask, cache: LayerCache | None) -> torch.Tensor:
         """The heads' outputs [B, T, H, K] from queries, keys and values, by the core."""
         q_BHTK, k_BGSK, v_BGSK = (tensor.transpose(1, 2) for tensor in qkv_BTHK)
+        sinks_H = None if self.sinks is None else self.sinks()
+        core = self.core if sinks_H is None else SinkCore(self.core, sinks_H)
         if cache is None:
-            y_BHTK = self.core(q_BHTK, k_BGSK, v_BGSK, mask)
+            y_BHTK = core(q_BHTK, k_BGSK, v_BGSK, mask)
         else:
-            y_BHTK = cache.attend(self.core, q_BHTK, k_BGSK, v_BGSK)
+            y_BHTK = cache.attend(core, q_BHTK, k_BGSK, v_BGSK, sinks_H)
         return y_BHTK.transpose(1, 2)
 
     def extra_repr(self) -> str:

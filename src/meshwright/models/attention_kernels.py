@@ -109,6 +109,10 @@ def use_kernel(model: Decoder, name: AttentionName) -> None:
     layers = [module for module in model.modules() if isinstance(module, Attention)]
     if model.layers and not layers:
         raise UserError(f"training.attention={name}: the model does not use meshwright.models.Attention; use auto")
+    if any(layer.sinks is not None for layer in layers):
+        raise UserError(
+            f"training.attention={name}: no such kernel has the attention sinks of {model.spec.family}; use auto"
+        )
     for layer in layers:
         layer.core = NamedCore(name, layer.window)
 

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 
 from meshwright.models.batch import TensorBatch
 from meshwright.models.masks import Masks, attention_mask
+from meshwright.models.sinks import single_queries
 from meshwright.spec.batch import Batch
 
 if TYPE_CHECKING:
@@ -89,8 +90,16 @@ class LayerCache:
         """The forward pass in progress."""
         return self._cache.step
 
-    def attend(self, core: "Core", q_1HNK: torch.Tensor, k_1GNK: torch.Tensor, v_1GNK: torch.Tensor) -> torch.Tensor:
-        """Store the new keys and values; return the heads' outputs [1, H, N, K] for the new tokens."""
+    def attend(
+        self,
+        core: "Core",
+        q_1HNK: torch.Tensor,
+        k_1GNK: torch.Tensor,
+        v_1GNK: torch.Tensor,
+        sinks_H: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Store the new keys and values; return the heads' outputs [1, H, N, K] for the new tokens. `core` has the
+        sinks, if there are any."""
         groups, step = k_1GNK.shape[1], self._cache.step
         q_NHK = q_1HNK[0].transpose(0, 1)
         new_N2GK = torch.cat((k_1GNK[0], v_1GNK[0])).transpose(0, 1)
@@ -98,14 +107,16 @@ class LayerCache:
         found = []
         if singles:
             q_PGRK = q_NHK[:singles].unflatten(1, (groups, -1))
-            y_PGRK = self.attend_singles(q_PGRK, new_N2GK[:singles])
+            y_PGRK = self.attend_singles(q_PGRK, new_N2GK[:singles], sinks_H)
             found = [y_PGRK.flatten(1, 2).transpose(0, 1)[None]]
         found += [self.attend_part(core, part, q_1HNK, new_N2GK) for part in step.parts]
         if step.padding:
             found.append(torch.zeros_like(q_1HNK[:, :, : step.padding]))
         return found[0] if len(found) == 1 else torch.cat(found, 2)
 
-    def attend_singles(self, q_PGRK: torch.Tensor, new_P2GK: torch.Tensor) -> torch.Tensor:
+    def attend_singles(
+        self, q_PGRK: torch.Tensor, new_P2GK: torch.Tensor, sinks_H: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """Store the keys and values of sequences that get one token; the outputs [P, G, R, K] of their queries. Heads
         that share keys take the query dim, so that no key is repeated."""
         step, (count, both, width) = self._cache.step, new_P2GK.shape
@@ -114,6 +125,8 @@ class LayerCache:
         self.both_2MGCK.view(-1, width).index_copy_(0, places, new_P2GK.reshape(-1, width))
         read = step.read[self._window]
         k_PGSK, v_PGSK = self.both_2MGCK[:, :count, :, read.keys].unbind()
+        if sinks_H is not None:
+            return single_queries(q_PGRK, k_PGSK, v_PGSK, read.mask, sinks_H)
         return F.scaled_dot_product_attention(q_PGRK, k_PGSK, v_PGSK, attn_mask=read.mask)
 
     def attend_part(self, core: "Core", part: NewTokens, q_1HNK: torch.Tensor, new_N2GK: torch.Tensor) -> torch.Tensor:

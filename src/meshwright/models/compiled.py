@@ -268,8 +268,8 @@ def _unsupported(spec: ModelSpec) -> str | None:
     for kind in dict.fromkeys(spec.layers):
         mixer, dense = kind.mixer, kind.feed_forward
         if isinstance(mixer, AttentionSpec):
-            if mixer.qk_norm == "all" or mixer.scale != 1:
-                return "norms over all heads, or scaled scores"
+            if mixer.qk_norm == "all" or mixer.scale != 1 or mixer.sinks:
+                return "norms over all heads, scaled scores, or sinks"
             if mixer.rope is not None and mixer.rotated != mixer.head_dim:
                 return "rotation of a part of each head"
         if kind.norms != "before":

@@ -4,6 +4,7 @@ Shapes: B batch, T sequence, D hidden, F feed-forward width.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import assert_never
 
 import torch
@@ -26,8 +27,23 @@ def activation(name: ActivationName) -> Activation:
             return F.silu
         case "gelu_tanh":
             return _gelu_tanh
+        case "clamped_silu":
+            raise AssertionError("it takes both projections: see `gate`")
         case _:
             assert_never(name)
+
+
+def gate(name: ActivationName, spec: ModelSpec) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
+    """What a gated layer computes of its two projections."""
+    if name == "clamped_silu":
+        return partial(_clamped_silu, spec.glu_alpha, spec.glu_limit)
+    function = activation(name)
+    return lambda x, up: function(x) * up
+
+
+def _clamped_silu(alpha: float, limit: float, x: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    x = x.clamp(max=limit)
+    return (up.clamp(-limit, limit) + 1) * (x * torch.sigmoid(alpha * x))
 
 
 def _gelu_tanh(x: torch.Tensor) -> torch.Tensor:

@@ -28,7 +28,7 @@ class LatentAttention(Attention):
         latent = spec.layer(layer).mixer
         assert isinstance(latent, LatentSpec)
         heads = latent.heads
-        self.window = None
+        self.window, self.sinks = None, None
         self.widths_PR, self.widths_PV = (latent.nope, latent.rotated), (latent.nope, latent.value_dim)
         self.widths_latent = (latent.kv_rank, latent.rotated)
         self.scale = attention_scale(latent.rope)

@@ -13,7 +13,7 @@ from torch import nn
 
 from meshwright.devices import on_cpu
 from meshwright.models.dropout import Draws
-from meshwright.models.feed_forward import FeedForward, activation
+from meshwright.models.feed_forward import FeedForward, gate
 from meshwright.models.slots import Viewed, Wrapped, unreduced
 from meshwright.spec.layers import ExpertsSpec
 from meshwright.spec.model import ModelSpec
@@ -32,6 +32,7 @@ class Router(Viewed):
         self.spec, self.experts, self.kind = spec, experts, experts.router
         self.layer = layer
         self.weight = nn.Parameter(torch.empty(experts.count, spec.hidden))
+        self.logit_bias = nn.Parameter(torch.empty(experts.count)) if experts.bias else None
         self.register_buffer("bias", torch.empty(experts.count) if self.kind.balancing else None)
         self.over_sequence: Callable[[torch.Tensor], torch.Tensor] = unreduced
         """A slot: reduces the counts [B, E] of this rank's tokens to counts of whole sequences."""
@@ -49,7 +50,9 @@ class Router(Viewed):
             sequence go to each expert [B, E], int64.
         """
         wide = torch.promote_types(x_BTD.dtype, torch.float32)
-        logits_BTE = F.linear(x_BTD.to(wide), self.view.read(self)["weight"].to(wide))
+        weights = self.view.read(self)
+        bias_E = None if self.logit_bias is None else weights["logit_bias"].to(wide)
+        logits_BTE = F.linear(x_BTD.to(wide), weights["weight"].to(wide), bias_E)
         scores_BTE = self._scores(logits_BTE)
         experts_BTK = self._choose(scores_BTE.detach())
         weights_BTK = scores_BTE.gather(-1, experts_BTK)
@@ -171,16 +174,22 @@ class ExpertLinear(Viewed):
     product: GroupedProduct | None = None
     """A slot: the product; None: `grouped_matmul`."""
 
-    def __init__(self, num_experts: int, into: int, out: int):
+    def __init__(self, num_experts: int, into: int, out: int, *, bias: bool = False):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(num_experts, out, into))
+        self.bias = nn.Parameter(torch.empty(num_experts, out, 1)) if bias else None
 
     def forward(self, x_MI: torch.Tensor, rows: Rows) -> torch.Tensor:
         """[M, I] to [M, O]: each expert's rows by its matrix."""
-        weight_EOI = self.view.read(self)["weight"]
+        weights = self.view.read(self)
         if self.product is not None:
-            return self.product(x_MI, weight_EOI, rows, self.read_counts)
-        return grouped_matmul(x_MI, weight_EOI, rows.counts.sum(1), self.read_counts)
+            y_MO = self.product(x_MI, weights["weight"], rows, self.read_counts)
+        else:
+            y_MO = grouped_matmul(x_MI, weights["weight"], rows.counts.sum(1), self.read_counts)
+        if self.bias is None:
+            return y_MO
+        bias_EO = weights["bias"][..., 0]
+        return y_MO + bias_EO.repeat_interleave(rows.counts.sum(1), 0, output_size=len(y_MO))
 
     def extra_repr(self) -> str:
         """The shape, and the contents of the slot."""
@@ -221,10 +230,10 @@ class Experts(nn.Module):
         super().__init__()
         kind = spec.layer(layer).feed_forward
         assert isinstance(kind, ExpertsSpec)
-        self.w1 = ExpertLinear(kind.count, spec.hidden, kind.width)
-        self.w2 = ExpertLinear(kind.count, kind.width, spec.hidden)
-        self.w3 = ExpertLinear(kind.count, spec.hidden, kind.width)
-        self.activation = activation(kind.activation)
+        self.w1 = ExpertLinear(kind.count, spec.hidden, kind.width, bias=kind.bias)
+        self.w2 = ExpertLinear(kind.count, kind.width, spec.hidden, bias=kind.bias)
+        self.w3 = ExpertLinear(kind.count, spec.hidden, kind.width, bias=kind.bias)
+        self.gate = gate(kind.activation, spec)
 
     @property
     def matrices(self) -> tuple[ExpertLinear, ...]:
@@ -233,7 +242,7 @@ class Experts(nn.Module):
 
     def forward(self, x_MD: torch.Tensor, rows: Rows) -> torch.Tensor:
         """[M, D] to [M, D]."""
-        return self.w2(self.activation(self.w1(x_MD, rows)) * self.w3(x_MD, rows), rows)
+        return self.w2(self.gate(self.w1(x_MD, rows), self.w3(x_MD, rows)), rows)
 
 
 class Dispatch:

@@ -239,7 +239,7 @@ def _inner_widths(job: Job, block: LayerParameters) -> list[tuple[int, float, bo
     return [
         (matrix.into, model.top_k if matrix.experts else 1, bool(matrix.experts))
         for matrix in block.feed_forward
-        if matrix.out == model.hidden
+        if matrix.out == model.hidden and matrix.into > 1
     ]
 
 

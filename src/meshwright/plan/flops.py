@@ -25,7 +25,7 @@ def _matrices(spec: ModelSpec) -> Iterator[Parameter]:
     table = parameter_table(spec)
     embedding = next(row.name for row in table if row.dims[0] == "vocab")  # or the head, which is as large
     looked_up = set() if spec.tied_embeddings else {embedding}
-    matrices = (row for row in table if len(row.shape) >= 2 and row.dims[0] != "positions")
+    matrices = (row for row in table if len(row.shape) >= 2 and row.dims[0] != "positions" and row.dims[-1] != "bias")
     return (row for row in matrices if row.name not in looked_up)
 
 

@@ -16,8 +16,9 @@ from meshwright.spec.base import Spec
 if TYPE_CHECKING:
     from meshwright.spec.model import ModelSpec
 
-ActivationName = Literal["silu", "gelu_tanh"]
-"""Activation functions of feed-forward layers and experts; gelu_tanh is GELU with the tanh approximation."""
+ActivationName = Literal["silu", "gelu_tanh", "clamped_silu"]
+"""Activation functions of feed-forward layers and experts; gelu_tanh is GELU with the tanh approximation, clamped_silu
+gpt_oss's: x sigmoid(alpha x) of a clamped x, times one more than the other projection, which is clamped too."""
 
 QkNormName = Literal["none", "heads", "all"]
 """RMSNorm of queries and keys before rope: none, over each head (qwen3), or over all heads at once (olmo3)."""
@@ -79,6 +80,8 @@ class AttentionSpec:
     qk_norm: QkNormName
     qkv_bias: bool
     output_bias: bool
+    sinks: bool
+    """Whether each head has a learned score of a key without value."""
     scale: float
     """The factor of the scores, besides one over the root of head_dim."""
 
@@ -141,6 +144,8 @@ class ExpertsSpec:
     width: int
     """Width of one expert."""
     activation: ActivationName
+    bias: bool
+    """Whether experts and router have biases, which are trained."""
     shared: int
     """Width of the experts that compute every token, together."""
     router: RouterSpec
@@ -199,6 +204,7 @@ def _attention(spec: "ModelSpec", layer: int) -> AttentionSpec:
         qk_norm=spec.qk_norm,
         qkv_bias=spec.qkv_bias,
         output_bias=spec.output_bias,
+        sinks=spec.sinks,
         scale=1.0 if spec.query_scalar is None else (spec.head_dim / spec.query_scalar) ** 0.5,
     )
 
@@ -222,6 +228,7 @@ def _experts(spec: "ModelSpec") -> ExpertsSpec:
         chosen=spec.experts_per_token,
         width=spec.expert_ffn,
         activation=spec.activation,
+        bias=spec.expert_bias,
         shared=spec.shared_experts * spec.expert_ffn,
         router=RouterSpec(
             scores=spec.router_scores,

@@ -37,8 +37,8 @@ class ModelFields(Spec):
     Face directory with weights, else random. Adapters need pretrained weights unless the recipe sets random."""
     family: str | None = None
     """Architecture if no name is given: gpt2, llama, mistral, qwen2, qwen3, gemma3, olmo3, smollm3, mixtral, qwen3_moe,
-    deepseek_v3, glm4_moe or minimax_m2; or your own model, an entry point of the group meshwright.models. With the name
-    of a Hugging Face directory, transformers: that library computes the model."""
+    deepseek_v3, glm4_moe, minimax_m2 or gpt_oss; or your own model, an entry point of the group meshwright.models. With
+    the name of a Hugging Face directory, transformers: that library computes the model."""
     hidden: int | None = Field(default=None, ge=1, le=WIDEST)
     """Width of the residual stream."""
     num_layers: int | None = Field(default=None, ge=1, le=DEEPEST)
@@ -228,6 +228,7 @@ FamilyName = Literal[
     "deepseek_v3",
     "glm4_moe",
     "minimax_m2",
+    "gpt_oss",
     "transformers",
 ]
 """Our families, and the name for any other architecture in a Hugging Face directory."""
@@ -265,6 +266,8 @@ class ModelSpec(Spec):
     qk_norm: Annotated[QkNormName, BeforeValidator(_qk_norm)] = "none"
     query_scalar: int | None = Field(default=None, ge=1)
     """Scores are divided by its root; default head_dim."""
+    sinks: bool = False
+    """Whether each head has a learned score of a key without value (gpt_oss)."""
     qkv_bias: bool = False
     output_bias: bool = False
     """Bias of the attention's output projection."""
@@ -285,6 +288,11 @@ class ModelSpec(Spec):
     experts_per_token: int = Field(default=0, ge=0, le=DEEPEST)
     expert_ffn: int = Field(default=0, ge=0, le=WIDEST)
     """Width of one expert."""
+    expert_bias: bool = False
+    """Whether experts and router have biases, which are trained (gpt_oss)."""
+    glu_alpha: float = 1.702
+    glu_limit: float = Field(default=7.0, gt=0)
+    """Factor and bound of the activation clamped_silu."""
     router_scores: RouterScores = "softmax"
     router_normalised: bool = False
     """Whether the chosen experts' scores are divided by their sum."""
@@ -362,8 +370,9 @@ class Parameter:
     name: str
     """Name in `named_parameters()`, e.g. `layers.0.attention.wq.weight`."""
     dims: tuple[str, ...]
-    """Named dims: vocab, embed, heads (num_heads * head_dim), kv_heads, head_dim, ffn, positions, experts, expert_ffn,
-    shared_ffn; of latent attention v_heads, q_rank, kv_rank, kv_latent; of adapters rank."""
+    """Named dims: vocab, embed, heads (num_heads * head_dim), kv_heads, query_heads (num_heads), head_dim, ffn,
+    positions, experts, expert_ffn, shared_ffn, bias (1, of experts' biases); of latent attention v_heads, q_rank,
+    kv_rank, kv_latent; of adapters rank."""
     shape: tuple[int, ...]
     """Global shape."""
     init: Literal["normal", "uniform", "ones", "zeros", "row_norms", "quantized"]

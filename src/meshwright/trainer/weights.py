@@ -88,7 +88,7 @@ def base_of(resolved: ResolvedRun) -> dict[str, str] | None:
 
 
 LATER_FIELDS = ("wrapper", "fp8", "norms", "rope_layers", "query_scalar", "window_layers", "window_theta")
-LATER_FIELDS += ("window_scaled", "embedding_scaled")
+LATER_FIELDS += ("window_scaled", "embedding_scaled", "sinks", "expert_bias", "glu_alpha", "glu_limit")
 """Fields of a model that the first version did not have."""
 
 
