@@ -49,15 +49,52 @@ microbatches and ranks, as a loss over whole microbatches would. The reported lo
 model: {family: mixtral, hidden: 512, num_layers: 8, num_heads: 8, ffn: 1024, num_experts: 8, experts_per_token: 2}
 ```
 
-`deepseek_v3` balances with a bias (Wang et al., 2024) and a small balance loss. The bias is added to an expert's score
-only for choosing experts. It is not trained: in every optimizer step it moves by `model.balance_rate`, down for experts
-with more than the mean of the global batch's tokens, up for the others. It is kept in fp32, saved in checkpoints, and
-exported. The published coefficient of the loss is for shares that add up to 1 over a token's experts; ours add up to
-their number, so the default is smaller by that factor. Groups of experts, shared experts and dense first layers are as
-published. Multi-token prediction layers (MTP) are not implemented, and are skipped in directories that have them.
+`deepseek_v3`, `glm4_moe` and `minimax_m2` balance with a bias (Wang et al., 2024) and a small balance loss (none in
+`minimax_m2`). The bias is added to an expert's score only for choosing experts. It is not trained: in every optimizer
+step it moves by `model.balance_rate`, down for experts with more than the mean of the global batch's tokens, up for the
+others. It is kept in fp32, saved in checkpoints, and exported. The published coefficient of the loss is for shares that
+add up to 1 over a token's experts; ours add up to their number, so the default is smaller by that factor. Groups of
+experts, shared experts and dense first layers are as published. Multi-token prediction layers (MTP) are not
+implemented, and are skipped in directories that have them.
 
-In Hugging Face directories every expert has separate tensors, as transformers 4 and 5 write them; here, all experts of
-a layer are one tensor.
+In Hugging Face directories every expert has separate tensors, as transformers 4 and 5 write them (in `gpt_oss` all
+experts share one, in bf16 or MXFP4, which is multiplied out when read); here, all experts of a layer are one tensor.
+"""
+
+ADDING = """
+## Adding a family of known layers
+
+A family is data: one file in `src/meshwright/families/` of less than 80 lines, a row in `families/registry.py`, and its
+name in `FamilyName` (`spec/model.py`). `ModelSpec` has the options, and `spec/layers.py` says what they mean for each
+layer: `spec.layer(i)` is a value with its mixer (heads or latent attention, with its window, rotary table and norms),
+its feed-forward part (dense, or experts with their router) and the places of its norms. Tables, modules, masks, caches,
+FLOPs and plans read this value, so a new combination needs no other code.
+
+OLMo 3 (`families/olmo.py`) as an example. It differs from Llama in four ways, each a switch:
+
+```python
+OLMO3 = replace(
+    LLAMA,
+    name="olmo3",
+    switches={
+        **LLAMA.switches,
+        "norms": "after",            # outputs of attention and feed-forward are normed, not their inputs
+        "qk_norm": "all",            # queries and keys are normed over all heads
+        "window_layers": every(4),   # three layers with the window, then one without; the pattern repeats
+        "window_scaled": False,      # yarn applies only to layers without the window
+    },
+    defaults={"max_positions": 8192, "norm_eps": 1e-6, "rope_theta": 500000.0, "sliding_window": 4096},
+```
+
+The rest are its published sizes (`presets`), and Hugging Face's names: `hf_fields` maps our options to keys of
+config.json, `hf_absent` has transformers' defaults, `hf_accepts` the values that other keys must have (any other value
+is refused by name), `hf_layers=TYPED` reads `layer_types`, and `hf_modules` maps modules to tensors.
+
+Then add its configuration class to `SCHEMA` in `tests/config_fuzz.py` and its name to `FAMILIES` in
+`tests/test_native_families.py`: 32 drawn configurations have transformers' logits, gradients and tokens in float64, an
+export opens there, and a step on every kind of layout equals one process's. `tests/test_families_table.py` pins the
+published number of parameters. A layer of a new kind needs more: a value in `spec/layers.py`, its rows in
+`families/table.py` and its module in `models/`; type checks name every place that must decide about it.
 """
 
 FEED_FORWARD = {
@@ -65,31 +102,45 @@ FEED_FORWARD = {
     ("silu", False): "SiLU",
     ("gelu_tanh", True): "GeGLU (tanh)",
     ("gelu_tanh", False): "GELU (tanh)",
+    ("clamped_silu", True): "clamped SwiGLU",
 }
 """A layer's usual name by activation and gate."""
 
 
 def page() -> str:
     """The text of docs/models.md."""
-    return "\n".join([BEGIN, *_families(), "", *_presets(), EXPERTS.rstrip()]) + "\n"
+    return "\n".join([BEGIN, *_families(), "", *_presets(), EXPERTS.rstrip(), ADDING.rstrip()]) + "\n"
 
 
 def _families() -> Iterator[str]:
     yield "| family | norm | feed-forward | positions | biases | queries and keys |"
     yield "|---|---|---|---|---|---|"
     for name, family in FAMILIES.items():
-        model = family.model({"hidden": 64, "num_layers": 1, "num_heads": 1, "vocab": 1, "max_positions": 1})
-        norm = {"rmsnorm": "RMSNorm", "layernorm": "LayerNorm"}[model.norm]
+        model = family.model({"hidden": 64, "num_layers": 12, "num_heads": 1, "vocab": 1, "max_positions": 1})
+        norm = {"rmsnorm": "RMSNorm", "layernorm": "LayerNorm", "offset_rmsnorm": "RMSNorm, 1 + weight"}[model.norm]
+        norm += {"before": "", "after": " of outputs", "both": " of inputs and outputs"}[model.norms]
         feed_forward = FEED_FORWARD[model.activation, model.gated]
         feed_forward += " experts" if model.num_experts else ""
         positions = {"rope": "rotary", "learned": "learned"}[model.positions]
         positions += ", latent attention" if model.kv_rank else ""
-        qk_norm = "RMSNorm per head" if model.qk_norm else "no norm"
+        mixers = {layer.mixer for layer in model.layers}
+        positions += f", {_pattern(model)}" if len(mixers) > 1 else ""
+        positions += ", sinks" if model.sinks else ""
+        positions += ", a part of each head" if family.hf_rotated is not None else ""
+        qk_norm = {"none": "no norm", "heads": "RMSNorm per head", "all": "RMSNorm over all heads"}[model.qk_norm]
+        qk_norm += " in some sizes" if "qk_norm" in family.defaults else ""
         yield f"| `{name}` | {norm} | {feed_forward} | {positions} | {_biases(model)} | {qk_norm} |"
 
 
+def _pattern(model: ModelSpec) -> str:
+    """The different layers of a dense family."""
+    if model.sliding_window is None:
+        return f"none in one of {len(model.rope_layers)} layers"
+    return f"a window in {sum(model.window_layers)} of {len(model.window_layers)} layers"
+
+
 def _biases(model: ModelSpec) -> str:
-    if model.qkv_bias and model.output_bias and model.ffn_bias:
+    if model.qkv_bias and model.output_bias and (model.ffn_bias or model.expert_bias):
         return "everywhere"
     return "queries, keys, values" if model.qkv_bias else "none"
 
@@ -117,11 +168,11 @@ def _notes(model: ModelSpec) -> str:
         notes.append(f"{model.shared_experts} shared")
     if model.dense_layers:
         notes.append(f"{model.dense_layers} dense layers")
-    if model.sliding_window:
+    if model.sliding_window and model.windows != (None,):
         notes.append(f"window {model.sliding_window}")
     if model.rope_scaling:
-        yarn = "yarn " if model.rope_scaling.kind == "yarn" else ""
-        notes.append(f"rope scaling {yarn}{model.rope_scaling.factor:g}")
+        kind = "" if model.rope_scaling.kind == "llama3" else f"{model.rope_scaling.kind} "
+        notes.append(f"rope scaling {kind}{model.rope_scaling.factor:g}")
     return ", ".join(notes)
 
 

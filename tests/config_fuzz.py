@@ -44,7 +44,7 @@ def mostly(*values: Any, rarely: tuple[Any, ...]) -> Draw:
 
 
 def rope(drawn: random.Random) -> dict[str, Any]:
-    kind = mostly("default", "llama3", "yarn", rarely=("linear", "dynamic", "longrope"))(drawn)
+    kind = mostly("default", "llama3", "yarn", "linear", rarely=("dynamic", "longrope"))(drawn)
     found: dict[str, Any] = {"rope_type": kind, "rope_theta": drawn.choice([100.0, 10000.0, 500000.0])}
     if kind != "default":
         found["factor"] = drawn.choice([1.0, 2.0, 8.0])
@@ -56,10 +56,14 @@ def rope(drawn: random.Random) -> dict[str, Any]:
         optional = {"beta_fast": 8.0, "beta_slow": 2.0, "mscale": 0.7, "mscale_all_dim": 1.3, "attention_factor": 1.1}
         found |= {key: value for key, value in optional.items() if drawn.random() < 0.3}
         if drawn.random() < 0.2:
-            found["truncate"] = mostly(True, rarely=(False,))(drawn)
+            found["truncate"] = drawn.choice([True, False])
     if drawn.random() < 0.1:
         found["partial_rotary_factor"] = mostly(1.0, rarely=(0.5,))(drawn)
     return found
+
+
+def partial_rope(drawn: random.Random) -> dict[str, Any]:
+    return rope(drawn) | drawn.choice([{}, {"partial_rotary_factor": 0.5}, {"partial_rotary_factor": 1.0}])
 
 
 def layer_types(drawn: random.Random) -> list[str] | None:
@@ -70,6 +74,23 @@ def layer_types(drawn: random.Random) -> list[str] | None:
         [None, None, ["full_attention"], ["sliding_attention"], ["full_attention", "sliding_attention"]]
     )
     return kinds and [kinds[layer % len(kinds)] for layer in range(LAYERS)]
+
+
+def rope_by_type(drawn: random.Random) -> dict[str, Any]:
+    """A table for each kind of layer; mostly the window's has no scaling."""
+    tables = {kind: rope(drawn) for kind in ("full_attention", "sliding_attention")}
+    if drawn.random() < 0.9:
+        tables["sliding_attention"] = {"rope_type": "default", "rope_theta": drawn.choice([100.0, 10000.0])}
+    return tables
+
+
+def typed_layers(drawn: random.Random) -> list[str] | None:
+    kinds = drawn.choice([None, ["full_attention", "sliding_attention"], ["sliding_attention", "full_attention"]])
+    return kinds and [kinds[layer % len(kinds)] for layer in range(LAYERS)]
+
+
+def flags(drawn: random.Random) -> list[int] | None:
+    return drawn.choice([None, [drawn.choice([0, 1]) for _ in range(LAYERS)]])
 
 
 LAYERS = 3
@@ -99,6 +120,7 @@ HEAD_DIM = {"head_dim": one_of(None, 8, 12)}
 BIAS = {"attention_bias": one_of(False, True)}
 WINDOW = {"sliding_window": one_of(None, 3, 7, 4096)}
 SWITCH = WINDOW | {"use_sliding_window": one_of(False, True)}
+TYPED = {"sliding_window": one_of(3, 7, 4096), "layer_types": typed_layers, "rope_parameters": rope_by_type}
 BY_LAYER = SWITCH | {"max_window_layers": one_of(0, 1, 3, 28), "layer_types": layer_types}
 ROUTING = {
     "num_experts_per_tok": one_of(1, 2, 3),
@@ -170,6 +192,61 @@ SCHEMA: dict[str, dict[str, Draw]] = {
         "rope_interleave": mostly(True, rarely=(False,)),
         "num_mtp_layers": one_of(0, 1),
     },
+    "smollm3": WIDTHS
+    | BIAS
+    | SWITCH
+    | {"mlp_bias": one_of(False, True), "no_rope_layers": flags, "no_rope_layer_interval": one_of(1, 2, 4)}
+    | {"layer_types": layer_types},
+    "olmo3": WIDTHS | BIAS | TYPED,
+    "gemma3": {key: draw for key, draw in WIDTHS.items() if key != "hidden_act"}
+    | GROUPS
+    | {"head_dim": one_of(8, 12)}
+    | BIAS
+    | TYPED
+    | {
+        "hidden_activation": mostly("gelu_pytorch_tanh", rarely=("silu", "gelu")),
+        "query_pre_attn_scalar": one_of(8, 16, 7),
+        "final_logit_softcapping": mostly(None, rarely=(30.0,)),
+        "attn_logit_softcapping": mostly(None, rarely=(50.0,)),
+        "use_bidirectional_attention": mostly(False, rarely=(True,)),
+    },
+    "glm4_moe": WIDTHS
+    | GROUPS
+    | BIAS
+    | {
+        "rope_parameters": partial_rope,
+        "moe_intermediate_size": one_of(24),
+        "output_router_logits": one_of(False, True),
+        "n_shared_experts": one_of(1, 2),
+        "n_routed_experts": one_of(8),
+        "routed_scaling_factor": one_of(1.0, 2.5),
+        "n_group": one_of(1, 2, 4),
+        "topk_group": one_of(1, 2),
+        "num_experts_per_tok": one_of(1, 2, 3),
+        "first_k_dense_replace": one_of(0, 1, 3),
+        "norm_topk_prob": one_of(True, False),
+        "use_qk_norm": one_of(True, False),
+        "num_mtp_layers": one_of(0, 1),
+    },
+    "minimax_m2": WIDTHS
+    | GROUPS
+    | {"head_dim": one_of(8, 12)}
+    | ROUTING
+    | {
+        "rope_parameters": partial_rope,
+        "num_local_experts": one_of(4, 8),
+        "router_jitter_noise": mostly(0.0, rarely=(0.1,)),
+    },
+    "gpt_oss": WIDTHS
+    | GROUPS
+    | {"head_dim": one_of(8, 12)}
+    | {"attention_bias": one_of(True, False), "sliding_window": one_of(3, 7, 4096), "layer_types": typed_layers}
+    | ROUTING
+    | {
+        "num_local_experts": one_of(4, 8),
+        "swiglu_alpha": one_of(1.702, 1.0),
+        "swiglu_limit": one_of(7.0, 0.5),
+    },
 }
 """Family -> every field that its transformers configuration adds to the common ones, and the values drawn for it."""
 
@@ -185,10 +262,15 @@ STRAY: dict[str, Draw] = {
 """Keys in files besides the schema: a tenth of the configurations gets each."""
 
 
+def hf_type(family: str) -> str:
+    """transformers' name of the family."""
+    return FAMILIES[family].hf_type or family
+
+
 def schema_of(family: str) -> set[str]:
     """The fields that transformers' configuration of a family adds."""
     shared = {field.name for field in fields(transformers.PreTrainedConfig)}
-    return {field.name for field in fields(CONFIG_MAPPING[family]) if field.name not in shared}
+    return {field.name for field in fields(CONFIG_MAPPING[hf_type(family)]) if field.name not in shared}
 
 
 def draw_config(family: str, seed: int) -> dict[str, Any]:
@@ -196,7 +278,7 @@ def draw_config(family: str, seed: int) -> dict[str, Any]:
     drawn = random.Random(f"{family} {seed}")
     config = {key: draw(drawn) for key, draw in SCHEMA[family].items()}
     config |= {key: draw(drawn) for key, draw in STRAY.items() if drawn.random() < 0.03 and key not in config}
-    if drawn.random() < 0.5 and "rope_parameters" in config:
+    if drawn.random() < 0.5 and "rope_parameters" in config and FAMILIES[family].hf_window_theta is None:
         scaling = config.pop("rope_parameters")
         config["rope_theta"] = scaling.pop("rope_theta")
         config["rope_scaling"] = None if scaling == {"rope_type": "default"} else scaling
@@ -206,19 +288,19 @@ def draw_config(family: str, seed: int) -> dict[str, Any]:
     for key in (key for key in left_out if key in config):
         if drawn.random() < 0.15:
             del config[key]
-    return {"model_type": family, "architectures": [FAMILIES[family].hf_architecture], **config}
+    return {"model_type": hf_type(family), "architectures": [FAMILIES[family].hf_architecture], **config}
 
 
 def write_model(family: str, seed: int, directory: Path) -> None:
     """A directory saved by transformers, with the drawn config.json. Raises transformers' errors."""
     config = draw_config(family, seed)
-    parsed = CONFIG_MAPPING[family].from_dict(config)
+    parsed = CONFIG_MAPPING[hf_type(family)].from_dict(config)
     torch.manual_seed(seed)
     model = transformers.AutoModelForCausalLM.from_config(parsed, dtype=torch.float32)
     for name, tensor in model.state_dict().items():
         if tensor.is_floating_point():
             tensor.normal_(std=0.2)
-            if name.endswith("norm.weight"):
+            if name.endswith("norm.weight") and family != "gemma3":
                 tensor.add_(1)
     model.save_pretrained(directory)
     (directory / "config.json").write_text(json.dumps(config))

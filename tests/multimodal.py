@@ -117,17 +117,18 @@ class _Norm(torch.nn.Module):
 
     def __init__(self, norm: Any) -> None:
         super().__init__()
-        self.weight, self.eps = norm.weight, norm.variance_epsilon
+        self.weight, self.eps = norm.weight, getattr(norm, "variance_epsilon", None) or norm.eps
+        self.offset = 1 if type(norm).__name__ == "Gemma3RMSNorm" else 0
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        return torch.nn.functional.rms_norm(hidden, hidden.shape[-1:], self.weight, self.eps)
+        return torch.nn.functional.rms_norm(hidden, hidden.shape[-1:], self.offset + self.weight, self.eps)
 
 
 def with_norms_in_float64(whole: torch.nn.Module) -> torch.nn.Module:
-    """The model with the norms of Llama's kind in float64, like everything else in it."""
+    """The model with the norms of Llama's and Gemma's kind in float64, like everything else in it."""
     for part in list(whole.modules()):
         for name, norm in list(part.named_children()):
-            if hasattr(norm, "variance_epsilon"):
+            if hasattr(norm, "variance_epsilon") or type(norm).__name__ == "Gemma3RMSNorm":
                 setattr(part, name, _Norm(norm))
     return whole
 

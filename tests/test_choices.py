@@ -21,8 +21,9 @@ from meshwright.optim.schedule import SHAPES
 from meshwright.parallel.context import sequence_places
 from meshwright.prove.tolerance import derive_tolerance
 from meshwright.spec.data import DataSpec
+from meshwright.spec.layers import Rope, RopeScaling
 from meshwright.spec.layout import LayoutSpec
-from meshwright.spec.model import FamilyName, ModelSpec, Parameter, RopeScaling
+from meshwright.spec.model import FamilyName, ModelSpec, Parameter
 from meshwright.spec.quantized import sent_bytes
 from meshwright.spec.recompute import stage_counts
 from meshwright.spec.training import OptimizerName, ScheduleName
@@ -48,10 +49,13 @@ USES: dict[str, Callable[[], Any]] = {
     "norm, in the module": lambda: build_model(with_unknown("norm")),
     "positions, in the table": lambda: parameter_table(with_unknown("positions")),
     "activation": lambda: build_model(with_unknown("activation")),
+    "norms of queries and keys, in the table": lambda: parameter_table(with_unknown("qk_norm")),
+    "norms of queries and keys, in the module": lambda: build_model(with_unknown("qk_norm")),
     "rope scaling": lambda: rope_frequencies(
-        spec_of("llama").model_copy(
-            update={"rope_scaling": RopeScaling(factor=2.0).model_copy(update={"kind": UNKNOWN})}
+        Rope(theta=1e4, scaling=RopeScaling(factor=2.0)).model_copy(
+            update={"scaling": RopeScaling(factor=2.0).model_copy(update={"kind": UNKNOWN})}
         ),
+        8,
         torch.device("cpu"),
     ),
     "initialization": lambda: draw_rows(Parameter(name="w", dims=("embed",), shape=(4,), init=UNKNOWN), 0, 0, 4),

@@ -7,6 +7,7 @@ import transformers
 
 from config_fuzz import SCHEMA, one_round, schema_of
 from meshwright.families import FAMILIES, registry
+from meshwright.families.hf_layers import BY_LAYER
 
 transformers.logging.set_verbosity_error()
 transformers.logging.disable_progress_bar()
@@ -32,6 +33,6 @@ def test_no_configuration_computes_something_else(family: str) -> None:
 def test_the_fuzzer_finds_a_window_that_is_read_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
     """Like Qwen3-MoE's earlier: by layer, which transformers does not do."""
     qwen3, moe = FAMILIES["qwen3"], FAMILIES["qwen3_moe"]
-    wrong = replace(moe, hf_window="by_layer", hf_absent={**qwen3.hf_absent, **moe.hf_absent})
+    wrong = replace(moe, hf_layers=BY_LAYER, hf_absent={**qwen3.hf_absent, **moe.hf_absent})
     monkeypatch.setitem(registry.FAMILIES, "qwen3_moe", wrong)
     assert "different" in {one_round("qwen3_moe", seed)[0] for seed in range(1000, 1012)}

@@ -24,7 +24,7 @@ from test_equivalence import alone, assert_equal
 from tiny import tiny_run
 
 METHODS = ("ring", "all_gather", "ulysses")
-FAMILIES = ("gpt2", "llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe")
+FAMILIES = ("gpt2", "llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe", "gemma3", "olmo3", "smollm3")
 LAYOUTS = {name.removesuffix("-every-method"): layout for name, layout in CONTEXT_PARALLEL.items()}
 T, K = 32, 8
 
@@ -34,8 +34,7 @@ class Bare(Attention):
 
     def __init__(self, window: int | None) -> None:
         torch.nn.Module.__init__(self)
-        self.spec = tiny_run(LayoutSpec()).model.model_copy(update={"sliding_window": window})
-        self.head_split = HeadSplit()
+        self.window, self.head_split = window, HeadSplit()
 
 
 def draw(*shape: int, seed: int) -> torch.Tensor:

@@ -27,7 +27,7 @@ from test_resume import STEPS, on_ranks, resumed, uninterrupted
 from test_tensor_parallel import kept
 from tiny import EPS, GLOBAL_BATCH, LR, tiny_run
 
-FAMILIES = ("mixtral", "qwen3_moe", "deepseek_v3")
+FAMILIES = ("mixtral", "qwen3_moe", "deepseek_v3", "glm4_moe", "minimax_m2")
 RECOMPUTES = ("none", "selective", "full")
 
 
@@ -38,7 +38,7 @@ def test_every_layout(ranks: RankPool, name: str) -> None:
     """Families, recomputation, accumulation and tied embeddings alternate."""
     layout, turn = EXPERT_PARALLEL[name], list(EXPERT_PARALLEL).index(name)
     several = 2 if GLOBAL_BATCH // layout.data_parallel % 2 == 0 else 3
-    options: dict[str, Any] = {"family": FAMILIES[turn % 3], "tied": turn % 2 == 0}
+    options: dict[str, Any] = {"family": FAMILIES[turn % len(FAMILIES)], "tied": turn % 2 == 0}
     run = tiny_run(layout, accumulation=(1, several)[turn // 2 % 2], recompute=RECOMPUTES[turn // 3 % 3], **options)
     assert_equal(ranks.run(layout.world_size, one_step, run)[0], alone(**options))
 

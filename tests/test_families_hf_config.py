@@ -108,6 +108,22 @@ def test_sliding_window(change, window):
     assert model_from_hf_config({**QWEN, **change}).sliding_window == window
 
 
+WINDOWED = {**QWEN, "use_sliding_window": True, "sliding_window": 512}
+
+
+@pytest.mark.parametrize(
+    ("change", "layers"),
+    [
+        ({"max_window_layers": 4}, [False] * 4 + [True] * 12),
+        ({"layer_types": ["sliding_attention", "full_attention"] * 8}, [True, False] * 8),
+    ],
+)
+def test_a_sliding_window_of_some_layers(change, layers):
+    spec = model_from_hf_config({**WINDOWED, **change})
+    assert [layer.mixer.window for layer in spec.layers] == [512 if slides else None for slides in layers]
+    assert model_from_hf_config(model_to_hf_config(spec)) == spec
+
+
 YARN = {"rope_type": "yarn", "factor": 4.0}
 
 
@@ -124,8 +140,8 @@ YARN = {"rope_type": "yarn", "factor": 4.0}
         ({**SIZES, "head_dim": 63}, "head_dim=63 is odd"),
         ({**SIZES, "head_dim": None, "hidden_size": 2047}, "hidden=2047 is not a multiple of num_heads=32"),
         ({**SIZES, "hidden_act": "gelu"}, "hidden_act='gelu' is not supported for llama, only 'silu'"),
-        ({**SIZES, "rope_scaling": {"type": "linear", "factor": 2.0}}, "rope type 'linear' is not supported"),
-        ({**SIZES, "rope_parameters": {**YARN, "truncate": False}}, "truncate=false is not supported"),
+        ({**SIZES, "rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope type 'dynamic' is not supported"),
+        ({**SIZES, "rope_scaling": {"type": "linear"}}, "rope type 'linear' needs factor"),
         ({**SIZES, "rope_parameters": YARN}, "rope type 'yarn' needs original_max_position_embeddings"),
         ({**SIZES, "rope_parameters": "yes"}, "the rope parameters are 'yes', not an object"),
         (
@@ -141,7 +157,8 @@ YARN = {"rope_type": "yarn", "factor": 4.0}
         ({**MOE, "decoder_sparse_step": 2}, "decoder_sparse_step=2 is not supported for qwen3_moe, only 1"),
         ({**MOE, "mlp_only_layers": [0]}, "mlp_only_layers=[0] is not supported for qwen3_moe, only []"),
         ({**MOE, "num_experts": 3}, "experts_per_token=4 of 3 experts to choose from: too many"),
-        ({**QWEN, "use_sliding_window": True, "max_window_layers": 4}, "must be on all layers or none"),
+        ({**WINDOWED, "layer_types": ["sliding_attention"]}, "layer_types is not a list of the 16 layers' types"),
+        ({**WINDOWED, "layer_types": ["chunked_attention"] * 16}, "layer_types 'chunked_attention' is not supported"),
     ],
 )
 def test_what_cannot_be_built_is_refused(config, message):

@@ -48,13 +48,32 @@ PUBLISHED = {
     "qwen3-235b-a22b": 235_093_634_560,
     "moonlight-16b-a3b": 15_960_108_544,
     "deepseek-v3": 671_026_404_352,
+    "kimi-k2": 1_026_408_209_408,
+    "kimi-k2-0905": 1_026_408_209_408,
+    "gemma-3-270m": 268_098_176,
+    "gemma-3-1b": 999_885_952,
+    "gemma-3-4b": 3_880_263_168,
+    "gemma-3-12b": 11_766_034_176,
+    "gemma-3-27b": 27_009_346_304,
+    "olmo-3-7b": 7_298_011_136,
+    "olmo-3-32b": 32_233_522_176,
+    "smollm3-3b": 3_075_098_624,
+    "glm-4.5-air": 106_852_245_504,
+    "glm-4.5": 352_797_814_784,
+    "glm-4.6": 352_797_814_784,
+    "minimax-m2": 228_689_748_992,
+    "gpt-oss-20b": 20_914_757_184,
+    "gpt-oss-120b": 116_829_156_672,
 }
 
 # Parameters that one token uses, in billions, as published with the models.
 ACTIVE = {"mixtral-8x7b": "12.9", "mixtral-8x22b": "39", "qwen3-30b-a3b": "3.3", "qwen3-235b-a22b": "22"} | {
     "moonlight-16b-a3b": "3",
     "deepseek-v3": "37",
+    "kimi-k2": "32",
 }
+# Published without embedding and head.
+ACTIVE_IN_BLOCKS = {"glm-4.5-air": "12", "glm-4.5": "32", "minimax-m2": "10"}
 
 
 def test_every_preset_is_pinned():
@@ -73,6 +92,13 @@ def test_published_active_parameters(name, billions):
     spec = resolve_model(ModelFields(name=name), base_dir=Path())
     digit = 0.1 if "." in billions else 1
     assert abs(active_parameters(spec) / 1e9 - float(billions)) < digit
+
+
+@pytest.mark.parametrize(("name", "billions"), ACTIVE_IN_BLOCKS.items())
+def test_published_active_parameters_of_blocks(name, billions):
+    spec = resolve_model(ModelFields(name=name), base_dir=Path())
+    blocks = active_parameters(spec) - 2 * spec.vocab * spec.hidden
+    assert abs(blocks / 1e9 - float(billions)) < 1
 
 
 def test_a_dense_model_is_active_as_a_whole():

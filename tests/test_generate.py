@@ -16,9 +16,11 @@ from served import generate
 EOS = 0
 PROMPTS = [[5, 6, 7, 8, 9], [3], [11, 4, 11]]
 GREEDY = Sampling(temperature=0)
+FAMILIES = ["llama", "gpt2", "mistral", "mixtral", "qwen3_moe", "deepseek_v3", "gemma3", "olmo3", "smollm3"]
+FAMILIES += ["glm4_moe", "minimax_m2"]
 
 
-@pytest.fixture(scope="module", params=["llama", "gpt2", "mistral", "mixtral", "qwen3_moe", "deepseek_v3"])
+@pytest.fixture(scope="module", params=FAMILIES)
 def model(request, tmp_path_factory):
     fields = ModelFields(
         family=request.param, hidden=32, num_layers=2, num_heads=4, vocab=50, max_positions=24, init_std=0.3
@@ -28,6 +30,9 @@ def model(request, tmp_path_factory):
         fields = fields.model_copy(update=latent)
     if request.param == "mistral":
         fields = fields.model_copy(update={"sliding_window": 3, "num_kv_heads": 2})
+    if request.param in ("gemma3", "olmo3", "smollm3"):
+        layers = 6 if request.param == "gemma3" else 4
+        fields = fields.model_copy(update={"sliding_window": 3, "num_kv_heads": 2, "num_layers": layers})
     spec = resolve_model(fields, base_dir=tmp_path_factory.getbasetemp())
     model = build_model(spec, device="cpu", dtype=torch.float64)
     initialize(model, parameter_table(spec), seed=1)

@@ -7,15 +7,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
-from transformers.models.deepseek_v3 import modeling_deepseek_v3
-from transformers.models.llama import modeling_llama
-from transformers.models.mistral import modeling_mistral
-from transformers.models.mixtral import modeling_mixtral
-from transformers.models.qwen2 import modeling_qwen2
-from transformers.models.qwen3 import modeling_qwen3
-from transformers.models.qwen3_moe import modeling_qwen3_moe
 
-from losses import logits_of, summed_loss
+from exact import assert_gradients_equal, loaded_fp64, make_exact
+from losses import logits_of
 from meshwright.checkpoint.hf import HfForm, HfWeights, export_hf
 from meshwright.families import (
     hf_tensors,
@@ -90,6 +84,22 @@ CASES = {
         "dense_layers": 0,
         "tied_embeddings": True,
     },
+    "smollm3": {"family": "smollm3", **GROUPED, "num_layers": 5},
+    "smollm3-untied-window": {"family": "smollm3", **GROUPED, "num_layers": 4, "tied_embeddings": False}
+    | {"sliding_window": 7},
+    "olmo3": {"family": "olmo3", **GROUPED, "num_layers": 5, "sliding_window": 7, "rope_scaling": YARN},
+    "olmo3-tied": {"family": "olmo3", **SIZES, "num_layers": 4, "sliding_window": 7, "tied_embeddings": True},
+    "gemma3": {"family": "gemma3", **GROUPED, "num_layers": 7, "sliding_window": 7, "head_dim": 12}
+    | {"rope_scaling": RopeScaling(kind="linear", factor=4.0), "query_scalar": 10},
+    "gemma3-untied": {"family": "gemma3", **GROUPED, "num_layers": 6, "tied_embeddings": False},
+    "glm4-moe": {"family": "glm4_moe", **GROUPED, "expert_ffn": 24, "num_experts": 8, "experts_per_token": 3}
+    | {"qk_norm": "heads", "router_groups": 4, "router_top_groups": 2, "router_scale": 2.5},
+    "glm4-moe-tied": {"family": "glm4_moe", **GROUPED, "expert_ffn": 24, "num_experts": 6, "experts_per_token": 2}
+    | {"dense_layers": 0, "shared_experts": 2, "tied_embeddings": True, "head_dim": 12},
+    "minimax-m2": {"family": "minimax_m2", **GROUPED, "num_experts": 8, "experts_per_token": 3, "head_dim": 12}
+    | {"rope_head_dim": 6},
+    "minimax-m2-tied": {"family": "minimax_m2", **GROUPED, "num_experts": 4, "experts_per_token": 1}
+    | {"tied_embeddings": True, "rope_scaling": YARN},
 }
 
 
@@ -113,39 +123,6 @@ def tokens(spec: ModelSpec) -> torch.Tensor:
     return torch.randint(spec.vocab, (2, LENGTH), generator=torch.Generator().manual_seed(7))
 
 
-def loaded_fp64(directory: Path):
-    """transformers' model; experts one by one, because its fast kernel has no fp64."""
-    theirs = AutoModelForCausalLM.from_pretrained(directory).double().eval()
-    theirs.set_experts_implementation("eager")
-    return theirs
-
-
-MIXTRAL_NAMES = {".block_sparse_moe.": ".mlp.", ".w1.": ".gate_proj.", ".w2.": ".down_proj.", ".w3.": ".up_proj."}
-"""Names in transformers' memory that differ from those in Mixtral's files."""
-
-
-def in_memory(key: str) -> str:
-    for theirs, name in MIXTRAL_NAMES.items():
-        key = key.replace(theirs, name)
-    return key
-
-
-def separate(gradients: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Tensors that transformers fuses in memory, expert by expert as in files."""
-    found = {}
-    for name, tensor in gradients.items():
-        if not name.endswith(("experts.gate_up_proj", "experts.down_proj")):
-            found[name] = tensor
-            continue
-        prefix, kind = name.rsplit(".", 1)
-        for e, matrix in enumerate(tensor):
-            parts = {"down_proj": matrix}
-            if kind == "gate_up_proj":
-                parts = dict(zip(("gate_proj", "up_proj"), matrix.chunk(2), strict=True))
-            found |= {f"{prefix}.{e}.{module}.weight": part for module, part in parts.items()}
-    return found
-
-
 def exported(spec: ModelSpec, directory: Path, dtype=torch.float32, **options) -> Decoder:
     model = ours(spec)
     export_hf(named_tensors(model).items(), spec, directory, HfForm(dtype=dtype), **options)
@@ -154,41 +131,7 @@ def exported(spec: ModelSpec, directory: Path, dtype=torch.float32, **options) -
 
 @pytest.fixture
 def exact(monkeypatch):
-    """transformers' RMSNorm and routers round to fp32 in any dtype; here they stay in fp64, all else unchanged."""
-
-    def forward(self, x):
-        return self.weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.variance_epsilon))
-
-    def route(self, x):
-        logits = torch.nn.functional.linear(x.flatten(0, -2), self.weight)
-        scores, experts = logits.softmax(-1).topk(self.top_k)
-        normalised = getattr(self, "norm_topk_prob", True)
-        return logits, scores / scores.sum(-1, keepdim=True) if normalised else scores, experts
-
-    def route_in_groups(self, x):
-        scores = torch.nn.functional.linear(x.flatten(0, -2), self.weight).sigmoid()
-        groups = (scores + self.e_score_correction_bias).unflatten(-1, (self.num_group, -1))
-        best = groups.topk(2).values.sum(-1).topk(self.topk_group).indices
-        others = torch.ones(groups.shape[:-1], dtype=torch.bool).scatter(-1, best, False)
-        experts = groups.masked_fill(others[..., None], -torch.inf).flatten(-2).topk(self.top_k).indices
-        weights = scores.gather(-1, experts)
-        return None, self.routed_scaling_factor * weights / weights.sum(-1, keepdim=True), experts
-
-    monkeypatch.setattr(modeling_deepseek_v3.DeepseekV3TopkRouter, "forward", route_in_groups)
-    for router in (modeling_mixtral.MixtralTopKRouter, modeling_qwen3_moe.Qwen3MoeTopKRouter):
-        monkeypatch.setattr(router, "forward", route)
-
-    norms = (
-        modeling_llama.LlamaRMSNorm,
-        modeling_deepseek_v3.DeepseekV3RMSNorm,
-        modeling_mistral.MistralRMSNorm,
-        modeling_mixtral.MixtralRMSNorm,
-        modeling_qwen2.Qwen2RMSNorm,
-        modeling_qwen3.Qwen3RMSNorm,
-        modeling_qwen3_moe.Qwen3MoeRMSNorm,
-    )
-    for norm in norms:
-        monkeypatch.setattr(norm, "forward", forward)
+    make_exact(monkeypatch)
 
 
 @pytest.mark.every(1)
@@ -232,26 +175,7 @@ def test_their_model_computes_the_same_here_fp32(name, tmp_path):
 def test_gradients_equal_transformers(name, tmp_path, exact):
     spec = case_spec(name)
     model = exported(spec, tmp_path / "hf", prove=False).double()
-    theirs = loaded_fp64(tmp_path / "hf")
-    batch, labels = tokens(spec), tokens(spec).roll(-1, 1)
-    summed_loss(model, batch, labels).backward()
-    logits = theirs(batch).logits
-    torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum").backward()
-    expected = separate({name: p.grad for name, p in theirs.named_parameters()})
-    # Relative to the largest gradient overall, because some are zero except for rounding (a key's bias moves no
-    # attention).
-    largest = max(grad.abs().max().item() for grad in expected.values())
-    places = hf_tensors(spec)
-    for key, parameter in model.named_parameters():
-        place, grad = places[key], parameter.grad
-        if place.experts is not None:
-            part = torch.stack([expected[in_memory(expert)] for expert in place.keys])
-            torch.testing.assert_close(grad, part, rtol=0, atol=1e-13 * largest)
-            continue
-        whole = expected[in_memory(place.key)]
-        whole = whole.t() if place.transposed else whole
-        part = whole[place.offset : place.offset + grad.shape[0]]
-        torch.testing.assert_close(grad, part, rtol=0, atol=1e-13 * largest)
+    assert_gradients_equal(model, loaded_fp64(tmp_path / "hf"), tokens(spec), room=1e-13)
 
 
 @pytest.mark.every(3)

@@ -16,6 +16,11 @@ from meshwright.parallel.compile import apply_compile
 from meshwright.spec.model import ModelFields
 
 FAMILIES = ["gpt2", "llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe", "deepseek_v3"]
+FAMILIES += ["gemma3", "olmo3", "smollm3", "glm4_moe", "minimax_m2"]
+BALANCED = ("deepseek_v3", "glm4_moe", "minimax_m2")
+"""Families whose experts are balanced by a bias."""
+PATTERN = {"gemma3": {"num_layers": 6}, "olmo3": {"num_layers": 4}, "smollm3": {"num_layers": 4}}
+"""Layers of each kind."""
 TINY = {"hidden": 32, "num_layers": 2, "num_heads": 4, "vocab": 97, "ffn": 48}
 
 
@@ -23,7 +28,7 @@ LATENT = {"kv_rank": 12, "nope_head_dim": 6, "rope_head_dim": 4, "v_head_dim": 8
 
 
 def tiny(family: str, **more):
-    latent = LATENT if family == "deepseek_v3" else {}
+    latent = LATENT if family == "deepseek_v3" else PATTERN.get(family, {})
     return resolve_model(ModelFields(family=family, **{**TINY, **latent, **more}), base_dir=Path())
 
 
@@ -41,7 +46,7 @@ def test_table_is_the_module(family, tied):
     assert module == [(parameter.name, parameter.shape) for parameter in parameter_table(spec)]
     state = [(name, tuple(buffer.shape)) for name, buffer in build_model(spec).named_buffers()]
     assert state == [(row.name, row.shape) for row in state_table(spec)]
-    assert bool(state) == (family == "deepseek_v3")
+    assert bool(state) == (family in BALANCED)
 
 
 @pytest.mark.every(3)
@@ -92,7 +97,7 @@ def test_a_model_in_parts_is_the_model(family, tied):
 def windowed(family: str, **more):
     """The family with grouped heads and, if it has one, a window."""
     grouped = {} if family in ("gpt2", "deepseek_v3") else {"num_kv_heads": 2}
-    window = {} if family in ("gpt2", "llama", "deepseek_v3") else {"sliding_window": 5}
+    window = {} if family in ("gpt2", "llama", *BALANCED) else {"sliding_window": 5}
     return tiny(family, init_std=0.2, max_positions=32, **grouped, **window, **more)
 
 
@@ -160,7 +165,8 @@ def test_no_token_sees_what_it_must_not(family):
     moved = (logits_of(model, tokens) - logits_of(model, changed)).abs().amax(-1)[0] > 1e-12
     assert not moved[:10].any()
     assert moved[10]
-    reach = (spec.sliding_window - 1) * spec.num_layers if spec.sliding_window else 24
+    full = None in spec.windows
+    reach = 24 if full else (spec.sliding_window - 1) * spec.num_layers
     assert moved[10 : 10 + reach + 1].any()
     assert not moved[10 + reach + 1 :].any()
 

@@ -37,7 +37,14 @@ pytestmark = [
 transformers.logging.set_verbosity_error()
 transformers.logging.disable_progress_bar()
 
-OURS = {"mistral3": "mistral", "llava": "llama", "qwen3_vl": "qwen3", "qwen2_vl": "qwen2", "qwen2_5_vl": "qwen2"}
+OURS = {
+    "gemma3": "gemma3",
+    "mistral3": "mistral",
+    "llava": "llama",
+    "qwen3_vl": "qwen3",
+    "qwen2_vl": "qwen2",
+    "qwen2_5_vl": "qwen2",
+}
 """Models whose text model our own family computes."""
 ROOM = 20 * 40 * torch.finfo(torch.float64).eps
 """The logits follow from 20 operations in a row (2 layers of 4 products, 2 norms, a softmax and 2 sums; a norm and the
@@ -227,8 +234,8 @@ def test_trl_is_refused_where_its_loss_finds_no_model_without_head(directories: 
 
     with pytest.raises(InexpressibleError, match=r"model.name=.*does not find in Llama 4's"):
         TrlEngine().translate(run("llama4"))
-    assert TrlEngine().translate(run("gemma3"))
-    for name, lacks in (("llama4", True), ("gemma3", False)):
+    assert TrlEngine().translate(run("gemma4"))
+    for name, lacks in (("llama4", True), ("gemma4", False)):
         model = foreign(name)
         assert (model.base_model is model) == lacks, "what trl's loss asks"
 

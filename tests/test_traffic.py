@@ -57,7 +57,7 @@ def first_rank(resolved: ResolvedRun) -> tuple[Counter, Counter]:
 def options_of(layout: LayoutSpec, families: tuple[str, ...], turn: int) -> dict[str, Any]:
     """Families, recomputation, precision and ties alternate."""
     return {
-        "family": families[turn % 3],
+        "family": families[turn % len(families)],
         "recompute": ("none", "selective", "full", {"full": 1})[turn // 3 % 4],
         "precision": ("fp32", "fp64", "bf16")[turn % 3],
         "accumulation": 3 if GLOBAL_BATCH // layout.data_parallel % 3 == 0 else 2,
@@ -70,9 +70,17 @@ def options_of(layout: LayoutSpec, families: tuple[str, ...], turn: int) -> dict
 def test_what_is_counted_is_what_was_predicted(name: str) -> None:
     """(`test_rehearse.py` compares these counts with real ranks.)"""
     layout = LAYOUTS[name]
-    options = options_of(layout, ("llama", "gpt2", "qwen3"), list(LAYOUTS).index(name))
+    options = options_of(layout, ("llama", "gpt2", "qwen3", "gemma3", "olmo3"), list(LAYOUTS).index(name))
     counted, predicted = first_rank(tiny_run(layout, **options))
     assert counted == predicted, options
+
+
+@pytest.mark.every(3)
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+@pytest.mark.parametrize("name", ["tp", "tp-wide", "zero-3-tp"])
+def test_norms_over_all_heads(name: str, recompute: str) -> None:
+    counted, predicted = first_rank(tiny_run(LAYOUTS[name], family="olmo3", recompute=recompute, accumulation=3))
+    assert counted == predicted
 
 
 @pytest.mark.every(3)
@@ -106,7 +114,7 @@ def test_ranks_with_several_stages(schedule: str, sharding: dict[str, int], tied
 def test_experts(ranks: RankPool, name: str) -> None:
     """Routing decides how much each rank sends, so the sums over a stage's ranks are compared."""
     layout = EXPERT_PARALLEL[name]
-    families = ("mixtral", "deepseek_v3", "qwen3_moe")
+    families = ("mixtral", "deepseek_v3", "qwen3_moe", "glm4_moe", "minimax_m2")
     options = options_of(layout, families, list(EXPERT_PARALLEL).index(name))
     if name == "zero-3-ep":
         options["precision"] = "nvfp4"  # rows go to experts with the numbers of their tokens

@@ -42,7 +42,9 @@ def positions_not_offset() -> Any:
     """Rope counts a rank's tokens from 0."""
     from meshwright.models.decoder import rope_tables
 
-    return patch("models.decoder.rope_tables", lambda spec, p: rope_tables(spec, torch.arange(p.shape[-1])))
+    return patch(
+        "models.decoder.rope_tables", lambda rope, width, p: rope_tables(rope, width, torch.arange(p.shape[-1]))
+    )
 
 
 def tokens_counted_on_this_rank_alone() -> Any:

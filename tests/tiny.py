@@ -50,13 +50,20 @@ def tiny_run(
     sizes |= {"vocab": 50, "max_positions": 16}
     if family != "gpt2":
         sizes |= {"num_kv_heads": 2, "ffn": 40 if width == 24 else width}
-    if family == "mistral":
+    if family in ("mistral", "gemma3", "olmo3", "gpt_oss"):
         sizes["sliding_window"] = 8
-    if family in ("mixtral", "qwen3_moe", "deepseek_v3"):
+    if family in ("gemma3", "olmo3", "smollm3"):  # one layer of each kind, and one more
+        sizes |= {"num_layers": {"gemma3": 6, "olmo3": 4, "smollm3": 4}[family]}
+    if family in ("mixtral", "qwen3_moe", "deepseek_v3", "glm4_moe", "minimax_m2", "gpt_oss"):
         # Routing so uneven that some experts get no token of a microbatch.
         sizes |= {"num_experts": 8, "experts_per_token": 2, "balance_loss": 0.5}
     if family == "qwen3_moe":
         sizes["expert_ffn"] = 20
+    if family == "glm4_moe":
+        sizes |= {"expert_ffn": 20, "shared_experts": 2, "qk_norm": "heads", "balance_rate": 0.05, "rope_head_dim": 4}
+        sizes |= {"router_groups": 4, "router_top_groups": 2}
+    if family == "minimax_m2":
+        sizes |= {"balance_rate": 0.05, "rope_head_dim": 4}
     if family == "deepseek_v3":
         del sizes["num_kv_heads"]
         sizes |= {"expert_ffn": 20, "shared_experts": 2, "dense_layers": 1, "num_layers": 3, "balance_rate": 0.05}

@@ -28,7 +28,7 @@ SPLIT = [
     Mutant(
         "gradients of routers are not summed over tensor-parallel ranks",
         "models/moe.py",
-        'self.view.read(self)["weight"].to(wide)',
+        'weights["weight"].to(wide)',
         'getattr(self.weight, "to_local", lambda: self.weight)().to(wide)',
         "tp experts",
         r"reduction: layers\.1\.feed_forward\.router\.weight",
@@ -118,9 +118,9 @@ SHARDS = [
     Mutant(
         "sharded matrices count as vectors and do not decay",
         "optim/build.py",
-        "decay = spec.weight_decay if len(row.dims) >= 2 else 0.0",
+        'decay = spec.weight_decay if len(row.dims) >= 2 and row.dims[-1] != "bias" else 0.0',
         'flat = hasattr(parameters[row.name], "placements")\n'
-        "        decay = spec.weight_decay if len(row.dims) >= 2 and not flat else 0.0",
+        '        decay = spec.weight_decay if len(row.dims) >= 2 and row.dims[-1] != "bias" and not flat else 0.0',
         "zero-3",
         r"update: .*",
         "open_clip 358, verl 5070",

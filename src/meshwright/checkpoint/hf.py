@@ -16,10 +16,12 @@ import torch
 from meshwright.checkpoint.fp8 import Dequantized
 from meshwright.checkpoint.hf_proof import prove_export
 from meshwright.checkpoint.hf_rest import REST_FILES, read_rest, rest_of
+from meshwright.checkpoint.mxfp4 import Unpacked
 from meshwright.checkpoint.tensor_files import DTYPES, TensorFileWriter, UnmappedTensor, named_dtype, open_tensors
 from meshwright.families import family_of, hf_tensors, model_to_hf_config, parameter_table, state_table
 from meshwright.families.fp8_files import FP8, scale_of, without_scales
-from meshwright.families.hf_tensors import stored_scalars
+from meshwright.families.hf_tensors import HfTensor, stored_scalars
+from meshwright.families.mxfp4_files import BLOCKS, MXFP4, SCALES, with_unpacked
 from meshwright.families.tensor_headers import INDEX, WEIGHTS, StoredTensor, stored_tensors
 from meshwright.models import Decoder, build_model, named_state, named_tensors
 from meshwright.spec.errors import UserError
@@ -54,7 +56,8 @@ class HfWeights:
         self._places = hf_tensors(spec)
         self._handles: dict[Path, Any] = {}
         self._mapped = mapped
-        stored, where = stored_tensors(directory)
+        self._stored, where = stored_tensors(directory)
+        stored = with_unpacked(self._stored)
         self._tensors = {
             name: [_find(stored, key, name, place.shape, spec, where) for key in place.keys]
             for name, place in self._places.items()
@@ -87,6 +90,11 @@ class HfWeights:
                 return self._slice(*tensors[0])[:0].new_empty(0, parts * rows, columns)
             return torch.stack(wanted).unflatten(0, (-1, parts)).flatten(1, 2)
         lazy = self._slice(*tensors[0])
+        if place.lane is not None:
+            own, lanes = place.lane
+            if len(place.shape) == 2:  # biases
+                return lazy[start:stop][:, own::lanes, None]
+            return (lazy[start:stop].mT if place.transposed else lazy[start:stop])[:, own::lanes]
         rows = slice(place.offset + start, place.offset + stop)
         if self._twin is not None and self._twin[0] == name:
             self._check_twin(lazy[rows], rows, tensors[0][0])
@@ -104,6 +112,9 @@ class HfWeights:
             )
 
     def _slice(self, key: str, tensor: StoredTensor) -> Any:
+        if tensor.dtype == MXFP4:
+            codes, scales = ((key + suffix, self._stored[key + suffix]) for suffix in (BLOCKS, SCALES))
+            return Unpacked(self._stored_slice(*codes), self._stored_slice(*scales))
         lazy = self._stored_slice(key, tensor)
         if tensor.dtype != FP8:
             return lazy
@@ -130,7 +141,7 @@ def _find(
         raise UserError(
             f"{tensor.file}: tensor {key} has shape {list(tensor.shape)}, but config.json implies {list(shape)}"
         )
-    if tensor.dtype not in (*DTYPES, FP8):
+    if tensor.dtype not in (*DTYPES, FP8, MXFP4):
         raise UserError(f"{tensor.file}: tensor {key} is {tensor.dtype}; only {', '.join(DTYPES)} are supported")
     return key, tensor
 
@@ -239,6 +250,12 @@ def as_stored(parameters: Iterable[tuple[str, torch.Tensor]], spec: ModelSpec) -
             yield from zip(place.keys, pieces.unbind(), strict=True)
             continue
         (key,) = place.keys
+        if place.lane is not None:
+            lanes = waiting.setdefault(key, {})
+            lanes[place.lane[0]] = tensor.detach()
+            if len(lanes) == place.lane[1]:
+                yield key, _interleaved(waiting.pop(key), place)
+            continue
         parts = waiting.setdefault(key, {})
         parts[place.offset] = tensor.detach()
         if sum(len(part) for part in parts.values()) == place.shape[1 if place.transposed and tensor.dim() == 2 else 0]:
@@ -248,6 +265,14 @@ def as_stored(parameters: Iterable[tuple[str, torch.Tensor]], spec: ModelSpec) -
     yield from ((key, torch.tensor(value)) for key, value in stored_scalars(spec).items())
     if missing:
         raise UserError(f"export: {len(missing)} parameters are missing, first {next(iter(missing))}")
+
+
+def _interleaved(lanes: Mapping[int, torch.Tensor], place: HfTensor) -> torch.Tensor:
+    """A stored stack of all experts' matrices or biases, whose outputs are those of several parameters in turn."""
+    whole_EOI = torch.stack([lane for _, lane in sorted(lanes.items())], 2).flatten(1, 2)
+    if len(place.shape) == 2:
+        return whole_EOI.squeeze(-1)
+    return whole_EOI.mT if place.transposed else whole_EOI
 
 
 def _write_weights(tensors: Iterable[tuple[str, torch.Tensor]], spec: ModelSpec, directory: Path, form: HfForm) -> None:

@@ -127,7 +127,7 @@ def _model(resolved: ResolvedRun) -> dict[str, Any]:
         "normalization": "RMSNorm",
         "add_bias_linear": False,
         "add_qkv_bias": model.qkv_bias,
-        "qk_layernorm": model.qk_norm,
+        "qk_layernorm": model.qk_norm == "heads",
         "position_embedding_type": "rope",
         "share_embeddings_and_output_weights": model.tied_embeddings,
         "hidden_dropout": 0.0,

@@ -120,7 +120,7 @@ def _model(resolved: ResolvedRun) -> Flags:
         "normalization": NORMS[model.norm],
         **_feed_forward(model),
         "add-qkv-bias": model.qkv_bias and model.family != "gpt2",
-        "qk-layernorm": model.qk_norm,
+        "qk-layernorm": model.qk_norm == "heads",
         "hidden-dropout": 0.0,
         "attention-dropout": 0.0,
     }
@@ -145,6 +145,8 @@ def _feed_forward(model: ModelSpec) -> Flags:
             return {"swiglu": True, "disable-bias-linear": True}
         case "gelu_tanh":
             return {"openai-gelu": True}
+        case "clamped_silu":
+            raise AssertionError(f"{model.family} is refused")
         case other:
             assert_never(other)
 

@@ -1,5 +1,5 @@
-"""DeepSeek V3 (DeepSeek-AI, "DeepSeek-V3 Technical Report", 2024) and similar models: latent attention, and many small
-experts with a shared one, load balanced by a bias instead of a loss.
+"""DeepSeek V3 (DeepSeek-AI, "DeepSeek-V3 Technical Report", 2024) and models of its architecture (Moonlight, Kimi K2):
+latent attention, and many small experts with a shared one, load balanced by a bias instead of a loss.
 """
 
 from dataclasses import replace
@@ -15,7 +15,28 @@ V3 = ModelFields(
     rope_scaling=RopeScaling(kind="yarn", factor=40.0, original_max_positions=4096, mscale=1.0, mscale_all_dim=1.0),
     q_rank=1536,
 )
+KIMI = sized(
+    ModelFields(family="deepseek_v3", vocab=163840, rope_theta=50000.0, q_rank=1536),
+    7168,
+    61,
+    64,
+    18432,
+    expert_ffn=2048,
+    num_experts=384,
+    dense_layers=1,
+    router_groups=1,
+    router_top_groups=1,
+    router_scale=2.827,
+)
 MOONLIGHT = ModelFields(family="deepseek_v3", vocab=163840, max_positions=8192, rope_theta=50000.0, norm_eps=1e-5)
+
+
+def kimi_yarn(factor: float) -> RopeScaling:
+    """The scaling of Kimi K2's generations."""
+    return RopeScaling(
+        kind="yarn", factor=factor, original_max_positions=4096, beta_fast=1.0, mscale=1.0, mscale_all_dim=1.0
+    )
+
 
 ATTENTION = {"wq": "q_proj", "wq_a": "q_a_proj", "q_norm": "q_a_layernorm", "wq_b": "q_b_proj"} | {
     "wkv_a": "kv_a_proj_with_mqa",
@@ -24,6 +45,13 @@ ATTENTION = {"wq": "q_proj", "wq_a": "q_a_proj", "q_norm": "q_a_layernorm", "wq_
     "wo": "o_proj",
 }
 SHARED = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
+HF_SHARED = {
+    **{
+        f"layers.{{i}}.feed_forward.shared.{ours}": f"model.layers.{{i}}.mlp.shared_experts.{name}"
+        for ours, name in SHARED.items()
+    },
+    "layers.{i}.feed_forward.router.bias": "model.layers.{i}.mlp.gate.e_score_correction_bias",
+}
 
 DEEPSEEK_V3 = replace(
     LLAMA,
@@ -67,6 +95,8 @@ DEEPSEEK_V3 = replace(
             router_scale=2.446,
         ),
         "deepseek-v3": sized(V3, 7168, 61, 128, 18432, expert_ffn=2048),
+        "kimi-k2": KIMI.model_copy(update={"max_positions": 131072, "rope_scaling": kimi_yarn(32.0)}),
+        "kimi-k2-0905": KIMI.model_copy(update={"max_positions": 262144, "rope_scaling": kimi_yarn(64.0)}),
     },
     hf_architecture="DeepseekV3ForCausalLM",
     hf_fields={
@@ -117,11 +147,7 @@ DEEPSEEK_V3 = replace(
         **{
             f"layers.{{i}}.attention.{ours}": f"model.layers.{{i}}.self_attn.{name}" for ours, name in ATTENTION.items()
         },
-        **{
-            f"layers.{{i}}.feed_forward.shared.{ours}": f"model.layers.{{i}}.mlp.shared_experts.{name}"
-            for ours, name in SHARED.items()
-        },
-        "layers.{i}.feed_forward.router.bias": "model.layers.{i}.mlp.gate.e_score_correction_bias",
+        **HF_SHARED,
     },
     hf_more_layers=True,
 )

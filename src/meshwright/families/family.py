@@ -2,8 +2,9 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
+from meshwright.families.hf_layers import HfLayers
 from meshwright.spec.errors import UserError
 from meshwright.spec.model import ModelFields, ModelSpec
 
@@ -14,6 +15,9 @@ DEEPSEEK_FIELDS = frozenset(
     | {"q_rank", "kv_rank", "nope_head_dim", "rope_head_dim", "v_head_dim"}
 )
 """Fields of `ModelFields` that only deepseek_v3 has."""
+
+RARE_FIELDS = frozenset({"window_theta", "query_scalar", "qk_norm"})
+"""Fields of `ModelFields` that only families with a default for them have."""
 
 EXPERT_FIELDS = DEEPSEEK_FIELDS | {"num_experts", "experts_per_token", "expert_ffn", "balance_loss"}
 """Fields of `ModelFields` that only families of experts have."""
@@ -34,7 +38,7 @@ class Family:
     switches: Mapping[str, Any]
     """Fields of `ModelSpec` that define the family; no recipe changes them."""
     defaults: Mapping[str, Any]
-    """Fields of `ModelSpec` that a recipe may change, with defaults."""
+    """Fields of `ModelSpec` that a recipe may change, with defaults; None: it follows from other sizes."""
     default_ffn: Callable[[int], int]
     """Width of the feed-forward layer from the hidden width."""
     unavailable: frozenset[str] = EXPERT_FIELDS
@@ -52,9 +56,20 @@ class Family:
     """Values of keys that config.json omits (a key that is missing here too is required)."""
     hf_accepts: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     """Keys that must have one of these values if present; the first is written."""
-    hf_window: Literal["given", "switched", "by_layer"] = "given"
-    """When the sliding window of config.json applies: if it is given; if use_sliding_window is set as well; or per
-    layer, by max_window_layers or layer_types."""
+    hf_tokens: bool = False
+    """Whether transformers has defaults for the ids of special tokens, so that config.json says null for missing ones.
+    """
+    hf_type: str | None = None
+    """`model_type` in config.json, if it is not the name."""
+    hf_layers: HfLayers | None = None
+    """How config.json says what differs between layers; None: the sliding window applies to all, if it is given."""
+    hf_window_theta: str | None = None
+    """Key of the rotary base of layers with a window, in families where they have their own table; None: all layers
+    have one."""
+    hf_rotated: float | None = None
+    """The part of each head that is rotated if config.json does not say it; None: always the whole head."""
+    hf_rotary_dim: bool = False
+    """Whether config.json may give the rotated part's width as rotary_dim."""
     hf_modules: Mapping[str, str]
     """Our module -> the module that contains it in a checkpoint, `{i}` for the layer. Modules with the same entry are
     stacked row-wise in one stored module, in the parameter table's order. With `{e}` each expert has its own stored
@@ -68,15 +83,20 @@ class Family:
     hf_ignored: tuple[str, ...] = ()
     """Suffixes of the names of stored tensors that are not parameters: masks and tables from old versions."""
 
+    def lacks(self, field: str) -> bool:
+        """Whether recipes cannot set a field of `ModelFields`."""
+        return field in self.unavailable or (field in RARE_FIELDS and field not in self.defaults)
+
     def model(self, given: Mapping[str, Any]) -> ModelSpec:
         """The complete model with the given fields: at least hidden, num_layers, num_heads and vocab.
 
         Raises:
             UserError: sizes that do not fit together, or (pydantic's `ValidationError`) a value of the wrong type.
         """
-        follows = self._follows({**self.defaults, **given})
+        defaults = {field: value for field, value in self.defaults.items() if value is not None}
+        follows = self._follows({**defaults, **given})
         forced = {field: value for field, value in follows.items() if field in self.unavailable}
-        fields = {**follows, **self.switches, **self.defaults, **given, **forced}
+        fields = {**follows, **self.switches, **defaults, **given, **forced}
         spec = ModelSpec.model_validate({**fields, "family": self.name})
         for larger, smaller in (("num_heads", "num_kv_heads"), ("num_experts", "router_groups")):
             number, of = getattr(spec, larger), getattr(spec, smaller)
@@ -85,6 +105,8 @@ class Family:
         if spec.positions == "rope" and spec.rotated_dim % 2:
             name = "rope_head_dim" if spec.rope_head_dim else "head_dim"
             raise UserError(f"{name}={spec.rotated_dim} is odd, but rotary embeddings rotate pairs")
+        if spec.rotated_dim > spec.head_dim:
+            raise UserError(f"rope_head_dim={spec.rope_head_dim} is more than head_dim={spec.head_dim}")
         if spec.router_top_groups > spec.router_groups:
             raise UserError(
                 f"router_top_groups={spec.router_top_groups} of router_groups={spec.router_groups}: too many"
@@ -106,6 +128,10 @@ class Family:
             follows["head_dim"] = hidden // num_heads
         else:
             raise UserError(f"hidden={hidden} is not a multiple of num_heads={num_heads}")
+        if "query_scalar" in self.defaults:
+            follows["query_scalar"] = known.get("head_dim", follows.get("head_dim"))
+        if self.hf_rotated is not None:
+            follows["rope_head_dim"] = int(known.get("head_dim", follows.get("head_dim")) * self.hf_rotated)
         if "num_experts" in self.defaults:
             follows["expert_ffn"] = known.get("ffn", follows["ffn"])
         return follows

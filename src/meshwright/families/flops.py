@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from meshwright.families.adapters import finetuned_table
 from meshwright.families.table import active_numel, parameter_table
 from meshwright.spec.finetune import FinetuneSpec
+from meshwright.spec.layers import MixerSpec
 from meshwright.spec.model import ModelSpec, Parameter
 
 
@@ -24,15 +25,19 @@ def _matrices(spec: ModelSpec) -> Iterator[Parameter]:
     table = parameter_table(spec)
     embedding = next(row.name for row in table if row.dims[0] == "vocab")  # or the head, which is as large
     looked_up = set() if spec.tied_embeddings else {embedding}
-    matrices = (row for row in table if len(row.shape) >= 2 and row.dims[0] != "positions")
+    matrices = (row for row in table if len(row.shape) >= 2 and row.dims[0] != "positions" and row.dims[-1] != "bias")
     return (row for row in matrices if row.name not in looked_up)
 
 
 def attention_flops_per_token(spec: ModelSpec, sequence_length: int) -> int:
     """Forward operations of scores and weighted values for one token of a sequence, over all layers."""
-    span = min(sequence_length, spec.sliding_window or sequence_length)
-    values = spec.head_dim if spec.kv_rank is None else spec.v_head_dim
-    return 2 * spec.num_layers * spec.num_heads * (spec.head_dim + values) * span
+    return sum(mixer_flops_per_token(layer.mixer, sequence_length) for layer in spec.layers)
+
+
+def mixer_flops_per_token(mixer: MixerSpec, sequence_length: int) -> int:
+    """The same of one layer."""
+    span = min(sequence_length, mixer.window or sequence_length)
+    return 2 * mixer.heads * (mixer.head_dim + mixer.value_dim) * span
 
 
 def forward_flops_per_token(spec: ModelSpec, sequence_length: int) -> int:

@@ -20,7 +20,8 @@ OF_ACTIVATIONS = ("input_scale", "activation_scale", "input_scale_ub", "k_scale"
 
 
 def fp8_files(config: Mapping[str, Any], *, where: str) -> Fp8Files | None:
-    """The form of the fp8 matrices that config.json declares; None if the weights are not quantized.
+    """The form of the fp8 matrices that config.json declares; None if the weights are not quantized, or
+    are in MXFP4.
 
     Raises:
         UserError: they are quantized in another way.
@@ -31,6 +32,8 @@ def fp8_files(config: Mapping[str, Any], *, where: str) -> Fp8Files | None:
         return None
     found = found if isinstance(found, Mapping) else {}
     method = str(found.get("quant_method"))
+    if method == "mxfp4":  # its tensors' names say it (`mxfp4_files.py`)
+        return None
     weights = _compressed(found) if method == "compressed-tensors" else found
     blocks = weights.get("weight_block_size", weights.get("block_structure"))
     fits = method != "modelopt" or found.get("quant_algo") == "FP8"

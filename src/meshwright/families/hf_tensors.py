@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 from meshwright.families.family import Family
 from meshwright.families.registry import FAMILIES
+from meshwright.families.split import is_experts
 from meshwright.families.table import parameter_table, state_table
 from meshwright.spec.model import ModelSpec, Parameter, Wrapper
 
@@ -30,6 +31,10 @@ class HfTensor:
     """The tensor, or each matrix of a stored stack, is stored (in, out); ours are (out, in)."""
     offset: int = 0
     """First row, in our orientation, that belongs to this parameter: several may share a stored tensor."""
+
+    lane: tuple[int, int] | None = None
+    """(own, all): the outputs of each expert's matrix or bias in a stored stack are those of `all` parameters in turn;
+    None: not of a stack of experts."""
 
     @property
     def keys(self) -> list[str]:
@@ -72,8 +77,13 @@ def _text_places(spec: ModelSpec) -> dict[str, HfTensor]:
         starts.append((parameter, key, rows[key]))
         rows[key] += parameter.shape[0]
 
-    places = {}
+    places, sharing = {}, Counter(key for _, key, _ in starts)
+    lanes: Counter[str] = Counter()
     for parameter, key, offset in starts:
+        if "{e}" not in key and is_experts(parameter):
+            places[parameter.name] = _stacked(parameter, key, (lanes[key], sharing[key]))
+            lanes[key] += 1
+            continue
         if "{e}" in key:
             experts, *shape = parameter.shape
             places[parameter.name] = HfTensor(key=key, shape=tuple(shape), experts=experts)
@@ -88,6 +98,15 @@ def _text_places(spec: ModelSpec) -> dict[str, HfTensor]:
             offset=offset,
         )
     return places
+
+
+def _stacked(parameter: Parameter, key: str, lane: tuple[int, int]) -> HfTensor:
+    """Experts that a file stores in one stack, (in, out)."""
+    experts, out, into = parameter.shape
+    outputs = out * lane[1]
+    if parameter.dims[-1] == "bias":
+        return HfTensor(key=key, shape=(experts, outputs), lane=lane)
+    return HfTensor(key=key, shape=(experts, into, outputs), transposed=True, lane=lane)
 
 
 def _turned(shape: tuple[int, ...]) -> tuple[int, ...]:

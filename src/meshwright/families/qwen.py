@@ -5,6 +5,7 @@ queries and keys instead; Yang et al., 2025).
 from dataclasses import replace
 
 from meshwright.families.family import EXPERT_FIELDS
+from meshwright.families.hf_layers import BY_LAYER, SWITCHED
 from meshwright.families.llama import HF_ABSENT, HF_FIELDS, LLAMA, sized
 from meshwright.spec.model import ModelFields
 
@@ -40,13 +41,13 @@ QWEN2 = replace(
         "use_sliding_window": False,
         "max_window_layers": 28,
     },
-    hf_window="by_layer",
+    hf_layers=BY_LAYER,
 )
 
 QWEN3 = replace(
     QWEN2,
     name="qwen3",
-    switches={**LLAMA.switches, "qk_norm": True},
+    switches={**LLAMA.switches, "qk_norm": "heads"},
     presets={
         "qwen3-0.6b": sized(QWEN_3, 1024, 28, 16, 3072, tied_embeddings=True),
         "qwen3-1.7b": sized(QWEN_3, 2048, 28, 16, 6144, tied_embeddings=True),
@@ -106,7 +107,7 @@ QWEN3_MOE = replace(
         "norm_topk_prob": False,
         "router_aux_loss_coef": 0.001,
     },
-    hf_window="switched",
+    hf_layers=SWITCHED,
     hf_accepts={**QWEN3.hf_accepts, "decoder_sparse_step": (1,), "mlp_only_layers": ([], None)},
     hf_modules={**QWEN3.hf_modules, **HF_EXPERTS},
 )

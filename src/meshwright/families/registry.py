@@ -2,16 +2,23 @@
 
 from meshwright.families.deepseek import DEEPSEEK_V3
 from meshwright.families.family import Family
+from meshwright.families.gemma import GEMMA3
+from meshwright.families.glm import GLM4_MOE
 from meshwright.families.gpt2 import GPT2
+from meshwright.families.gpt_oss import GPT_OSS
 from meshwright.families.llama import LLAMA
+from meshwright.families.minimax import MINIMAX_M2
 from meshwright.families.mistral import MISTRAL, MIXTRAL
+from meshwright.families.olmo import OLMO3
 from meshwright.families.qwen import QWEN2, QWEN3, QWEN3_MOE
+from meshwright.families.smollm import SMOLLM3
 from meshwright.spec.errors import UserError
 from meshwright.spec.model import ModelFields, ModelSpec
 
-FAMILIES: dict[str, Family] = {
-    family.name: family for family in (GPT2, LLAMA, MISTRAL, QWEN2, QWEN3, MIXTRAL, QWEN3_MOE, DEEPSEEK_V3)
-}
+DENSE = (GPT2, LLAMA, MISTRAL, QWEN2, QWEN3, GEMMA3, OLMO3, SMOLLM3)
+OF_EXPERTS = (MIXTRAL, QWEN3_MOE, DEEPSEEK_V3, GLM4_MOE, MINIMAX_M2, GPT_OSS)
+
+FAMILIES: dict[str, Family] = {family.name: family for family in (*DENSE, *OF_EXPERTS)}
 
 PRESETS: dict[str, ModelFields] = {
     name: fields for family in FAMILIES.values() for name, fields in family.presets.items()

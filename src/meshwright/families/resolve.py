@@ -205,7 +205,7 @@ def _given(fields: ModelFields, family: Family) -> dict[str, Any]:
         raise UserError(f"model.name {fields.name!r} has family {family.name}, not {fields.family!r}; remove one")
     given = {field: getattr(fields, field) for field in SIZES if getattr(fields, field) is not None}
     for field in given:
-        if field in family.unavailable:
+        if family.lacks(field):
             raise UserError(f"model.{field} does not exist in the family {family.name}; remove it")
     return given
 

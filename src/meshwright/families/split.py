@@ -7,7 +7,7 @@ from itertools import accumulate, pairwise
 from meshwright.spec.layout import LayoutSpec
 from meshwright.spec.model import ForeignModel, ModelSpec, Parameter
 
-TP_SPLITS = frozenset({"heads", "kv_heads", "v_heads", "ffn", "shared_ffn", "vocab"})
+TP_SPLITS = frozenset({"heads", "query_heads", "kv_heads", "v_heads", "ffn", "shared_ffn", "vocab"})
 """Named dims that tensor-parallel ranks split. A weight's dims are (out, in): splitting the out dim makes it
 column-wise parallel, the in dim row-wise."""
 

@@ -7,6 +7,7 @@ from typing import Literal, assert_never
 from meshwright.families.foreign import foreign_state, foreign_table
 from meshwright.families.plugged import own_table
 from meshwright.families.registry import FAMILIES
+from meshwright.spec.layers import AttentionSpec, DenseSpec, ExpertsSpec, LatentSpec, LayerSpec
 from meshwright.spec.model import ModelSpec, Parameter
 
 Init = Literal["normal", "ones", "zeros"]
@@ -29,6 +30,8 @@ def dim_sizes(spec: ModelSpec) -> dict[str, int]:
         "v_heads": spec.num_heads * spec.v_head_dim,
         "q_rank": spec.q_rank or 0,
         "kv_rank": spec.kv_rank or 0,
+        "query_heads": spec.num_heads,
+        "bias": 1,
         "kv_latent": (spec.kv_rank or 0) + spec.rope_head_dim,
     }
 
@@ -62,9 +65,9 @@ def state_table(spec: ModelSpec) -> tuple[Parameter, ...]:
     """Every tensor that is stored and saved like a parameter, but not trained: the module's buffers, in order."""
     if spec.foreign is not None:
         return foreign_state(spec.foreign)
-    moe_layers = (i for i in range(spec.num_layers) if spec.router_bias and spec.is_moe(i))
-    rows = _Rows(spec)
-    return tuple(rows.row(f"layers.{i}.feed_forward.router.bias", "experts", init="zeros") for i in moe_layers)
+    rows, kinds = _Rows(spec), [layer.feed_forward for layer in spec.layers]
+    balanced = (i for i, kind in enumerate(kinds) if isinstance(kind, ExpertsSpec) and kind.router.balancing)
+    return tuple(rows.row(f"layers.{i}.feed_forward.router.bias", "experts", init="zeros") for i in balanced)
 
 
 def _rows(spec: ModelSpec) -> Iterator[Parameter]:
@@ -77,12 +80,8 @@ def _rows(spec: ModelSpec) -> Iterator[Parameter]:
             pass
         case _:
             assert_never(spec.positions)
-    for i in range(spec.num_layers):
-        attention, feed_forward = f"layers.{i}.attention", f"layers.{i}.feed_forward"
-        yield from rows.norm(f"{attention}_norm")
-        yield from rows.attention(attention) if spec.kv_rank is None else rows.latent_attention(attention)
-        yield from rows.norm(f"{feed_forward}_norm")
-        yield from rows.experts(feed_forward) if spec.is_moe(i) else rows.feed_forward(feed_forward)
+    for i, layer in enumerate(spec.layers):
+        yield from rows.layer(f"layers.{i}", layer)
     yield from rows.norm("norm")
     if not spec.tied_embeddings:
         yield rows.row("output.weight", "vocab", "embed")
@@ -108,27 +107,65 @@ class _Rows:
             yield self.row(f"{name}.bias", out, init="zeros")
 
     def norm(self, name: str, dim: str = "embed") -> Iterator[Parameter]:
-        yield self.row(f"{name}.weight", dim, init="ones")
         match self.spec.norm:
             case "layernorm":
+                yield self.row(f"{name}.weight", dim, init="ones")
                 yield self.row(f"{name}.bias", dim, init="zeros")
             case "rmsnorm":
-                pass
+                yield self.row(f"{name}.weight", dim, init="ones")
+            case "offset_rmsnorm":
+                yield self.row(f"{name}.weight", dim, init="zeros")
             case _:
                 assert_never(self.spec.norm)
 
-    def attention(self, name: str) -> Iterator[Parameter]:
-        spec = self.spec
-        yield from self.linear(f"{name}.wq", "heads", "embed", spec.qkv_bias)
-        yield from self.linear(f"{name}.wk", "kv_heads", "embed", spec.qkv_bias)
-        yield from self.linear(f"{name}.wv", "kv_heads", "embed", spec.qkv_bias)
-        yield from self.linear(f"{name}.wo", "embed", "heads", spec.output_bias, self.residual_std)
-        if spec.qk_norm:
-            yield from self.norm(f"{name}.q_norm", "head_dim")
-            yield from self.norm(f"{name}.k_norm", "head_dim")
+    def layer(self, name: str, layer: LayerSpec) -> Iterator[Parameter]:
+        """All rows of a layer."""
+        for part, rows in (("attention", self._mixer), ("feed_forward", self._feed_forward)):
+            if layer.norms_inputs:
+                yield from self.norm(f"{name}.{part}_norm")
+            yield from rows(f"{name}.{part}", layer)
+            if layer.norms_outputs:
+                yield from self.norm(f"{name}.{part}_post_norm")
 
-    def latent_attention(self, name: str) -> Iterator[Parameter]:
-        if self.spec.q_rank is None:
+    def _mixer(self, name: str, layer: LayerSpec) -> Iterator[Parameter]:
+        match layer.mixer:
+            case AttentionSpec() as kind:
+                return self.attention(name, kind)
+            case LatentSpec() as kind:
+                return self.latent_attention(name, kind)
+            case _:
+                assert_never(layer.mixer)
+
+    def _feed_forward(self, name: str, layer: LayerSpec) -> Iterator[Parameter]:
+        match layer.feed_forward:
+            case DenseSpec():
+                return self.feed_forward(name)
+            case ExpertsSpec() as kind:
+                return self.experts(name, kind)
+            case _:
+                assert_never(layer.feed_forward)
+
+    def attention(self, name: str, kind: AttentionSpec) -> Iterator[Parameter]:
+        yield from self.linear(f"{name}.wq", "heads", "embed", kind.qkv_bias)
+        yield from self.linear(f"{name}.wk", "kv_heads", "embed", kind.qkv_bias)
+        yield from self.linear(f"{name}.wv", "kv_heads", "embed", kind.qkv_bias)
+        yield from self.linear(f"{name}.wo", "embed", "heads", kind.output_bias, self.residual_std)
+        if kind.sinks:
+            yield self.row(f"{name}.sinks.weight", "query_heads")
+        match kind.qk_norm:
+            case "none":
+                pass
+            case "heads":
+                yield from self.norm(f"{name}.q_norm", "head_dim")
+                yield from self.norm(f"{name}.k_norm", "head_dim")
+            case "all":
+                yield from self.norm(f"{name}.q_norm", "heads")
+                yield from self.norm(f"{name}.k_norm", "kv_heads")
+            case _:
+                assert_never(kind.qk_norm)
+
+    def latent_attention(self, name: str, kind: LatentSpec) -> Iterator[Parameter]:
+        if kind.q_rank is None:
             yield from self.linear(f"{name}.wq", "heads", "embed")
         else:
             yield from self.linear(f"{name}.wq_a", "q_rank", "embed")
@@ -146,10 +183,17 @@ class _Rows:
         if self.spec.gated:
             yield from self.linear(f"{name}.w3", width, "embed", bias)
 
-    def experts(self, name: str) -> Iterator[Parameter]:
+    def experts(self, name: str, kind: ExpertsSpec) -> Iterator[Parameter]:
         yield self.row(f"{name}.router.weight", "experts", "embed")
-        yield self.row(f"{name}.experts.w1.weight", "experts", "expert_ffn", "embed")
-        yield self.row(f"{name}.experts.w2.weight", "experts", "embed", "expert_ffn", std=self.residual_std)
-        yield self.row(f"{name}.experts.w3.weight", "experts", "expert_ffn", "embed")
-        if self.spec.shared_experts:
+        if kind.bias:
+            yield self.row(f"{name}.router.logit_bias", "experts", init="zeros")
+        for part, out, into, std in (
+            ("w1", "expert_ffn", "embed", None),
+            ("w2", "embed", "expert_ffn", self.residual_std),
+            ("w3", "expert_ffn", "embed", None),
+        ):
+            yield self.row(f"{name}.experts.{part}.weight", "experts", out, into, std=std)
+            if kind.bias:
+                yield self.row(f"{name}.experts.{part}.bias", "experts", out, "bias", init="zeros")
+        if kind.shared:
             yield from self.feed_forward(f"{name}.shared", "shared_ffn")

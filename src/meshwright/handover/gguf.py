@@ -17,6 +17,7 @@ from meshwright.devices import CPU
 from meshwright.handover.gguf_tokenizer import Vocabulary, vocabulary_of
 from meshwright.models.rope import rope_frequencies
 from meshwright.spec.errors import UserError
+from meshwright.spec.layers import Rope, RopeScaling
 from meshwright.spec.model import ModelSpec
 
 ARCHITECTURES = {
@@ -80,8 +81,8 @@ def check_gguf(spec: ModelSpec) -> None:
         )
     scaling = spec.rope_scaling
     if scaling is not None and scaling.kind == "yarn":
-        plain = (scaling.beta_fast, scaling.beta_slow, scaling.mscale, scaling.attention_factor) == (32, 1, None, None)
-        if not plain:
+        given = scaling.model_dump(include={"beta_fast", "beta_slow", "mscale", "attention_factor", "truncate"})
+        if any(value != RopeScaling.model_fields[field].default for field, value in given.items()):
             raise UserError("GGUF: yarn is supported only with its published constants (beta 32 and 1, no mscale)")
 
 
@@ -142,9 +143,9 @@ class StoredModel:
                 yield name, torch.cat([waiting[name][part] for part in _FUSED])
                 del waiting[name]
         if self.spec.rope_scaling is not None and self.spec.rope_scaling.kind == "llama3":
-            plain = self.spec.model_copy(update={"rope_scaling": None})
-            cpu = CPU
-            yield "rope_freqs.weight", rope_frequencies(plain, cpu) / rope_frequencies(self.spec, cpu)
+            width, plain = self.spec.rotated_dim, Rope(theta=self.spec.rope_theta)
+            scaled = rope_frequencies(self.spec.rope, width, CPU)
+            yield "rope_freqs.weight", rope_frequencies(plain, width, CPU) / scaled
 
     def _name(self, ours: str) -> tuple[str, str | None]:
         """GGUF's name of a parameter, and its part of that tensor, if several share one."""
@@ -210,8 +211,6 @@ def write_gguf(
 
 
 def _add_sizes(writer: Any, spec: ModelSpec) -> None:
-    from gguf import RopeScalingType
-
     writer.add_block_count(spec.num_layers)
     writer.add_context_length(context_length(spec))
     writer.add_embedding_length(spec.hidden)
@@ -220,7 +219,7 @@ def _add_sizes(writer: Any, spec: ModelSpec) -> None:
     writer.add_head_count_kv(spec.num_kv_heads)
     writer.add_vocab_size(spec.vocab)
     match spec.norm:
-        case "rmsnorm":
+        case "rmsnorm" | "offset_rmsnorm":
             writer.add_layer_norm_rms_eps(spec.norm_eps)
         case "layernorm":
             writer.add_layer_norm_eps(spec.norm_eps)
@@ -235,11 +234,25 @@ def _add_sizes(writer: Any, spec: ModelSpec) -> None:
         writer.add_expert_count(spec.num_experts)
         writer.add_expert_used_count(spec.experts_per_token)
         writer.add_expert_feed_forward_length(spec.expert_ffn)
-    scaling = spec.rope_scaling
-    if scaling is not None and scaling.kind == "yarn":
-        writer.add_rope_scaling_type(RopeScalingType.YARN)
-        writer.add_rope_scaling_factor(scaling.factor)
-        writer.add_rope_scaling_orig_ctx_len(scaling.original_max_positions)
+    if spec.rope_scaling is not None:
+        _add_scaling(writer, spec.rope_scaling)
+
+
+def _add_scaling(writer: Any, scaling: RopeScaling) -> None:
+    from gguf import RopeScalingType
+
+    match scaling.kind:
+        case "yarn":
+            writer.add_rope_scaling_type(RopeScalingType.YARN)
+            writer.add_rope_scaling_factor(scaling.factor)
+            writer.add_rope_scaling_orig_ctx_len(scaling.original_max_positions)
+        case "linear":
+            writer.add_rope_scaling_type(RopeScalingType.LINEAR)
+            writer.add_rope_scaling_factor(scaling.factor)
+        case "llama3":
+            pass  # a tensor has the factors
+        case _:
+            assert_never(scaling.kind)
 
 
 def _add_vocabulary(

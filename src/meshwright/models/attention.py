@@ -7,7 +7,7 @@ head_dim.
 import contextlib
 import inspect
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, assert_never
 
 import torch
 import torch.nn.functional as F
@@ -17,10 +17,12 @@ from meshwright.devices import accelerator_is_here, on_cpu
 from meshwright.models.cache import LayerCache
 from meshwright.models.cpu_kernels import causal_attention, serves_training
 from meshwright.models.linear import Linear
-from meshwright.models.masks import Documents
+from meshwright.models.masks import Documents, Mask
 from meshwright.models.norm import build_norm
 from meshwright.models.rope import RopeTables, apply_rope
+from meshwright.models.sinks import Sinks, sink_attention
 from meshwright.models.slots import Entry
+from meshwright.spec.layers import AttentionSpec
 from meshwright.spec.model import ModelSpec
 
 varlen_attn: Any = None
@@ -29,10 +31,6 @@ if accelerator_is_here():  # skipped on CPUs: the import loads torch's compiler,
     with contextlib.suppress(ImportError):
         from torch.nn.attention.varlen import varlen_attn
 
-
-Mask = torch.Tensor | Documents | None
-"""The tokens that each token sees: a mask from `attention_mask` (None: causal order only), or the documents of packed
-rows."""
 
 VARLEN = frozenset(inspect.signature(varlen_attn).parameters) if varlen_attn else frozenset()
 """Options that this torch's kernel for packed documents accepts."""
@@ -47,8 +45,25 @@ class Core:
             return attend_documents(q_BHTK, k_BGSK, v_BGSK, mask)
         return scaled_dot_product(q_BHTK, k_BGSK, v_BGSK, mask)
 
+    def with_sinks(
+        self, q_BHTK: torch.Tensor, k_BGSK: torch.Tensor, v_BGSK: torch.Tensor, mask: Mask, sinks_H: torch.Tensor
+    ) -> torch.Tensor:
+        """The same where each head has a sink with a score."""
+        return sink_attention(q_BHTK, k_BGSK, v_BGSK, mask, sinks_H)
+
     def __repr__(self) -> str:
         return "sdpa"
+
+
+class SinkCore(Core):
+    """A core with the sinks of a layer."""
+
+    def __init__(self, core: Core, sinks_H: torch.Tensor) -> None:
+        self.core, self.sinks_H = core, sinks_H
+
+    def __call__(self, q_BHTK: torch.Tensor, k_BGSK: torch.Tensor, v_BGSK: torch.Tensor, mask: Mask) -> torch.Tensor:
+        """See `Core`."""
+        return self.core.with_sinks(q_BHTK, k_BGSK, v_BGSK, mask, self.sinks_H)
 
 
 class Attention(nn.Module):
@@ -61,16 +76,35 @@ class Attention(nn.Module):
     entry: Entry | None = None
     core: Core = Core()
 
-    def __init__(self, spec: ModelSpec):
+    window: int | None
+    """Keys that a query sees at most; the masks of the layer have it too."""
+
+    def __init__(self, spec: ModelSpec, layer: int = 0):
         super().__init__()
-        heads, kv_heads = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
-        self.head_dim = spec.head_dim
-        self.wq = Linear(spec.hidden, heads, bias=spec.qkv_bias)
-        self.wk = Linear(spec.hidden, kv_heads, bias=spec.qkv_bias)
-        self.wv = Linear(spec.hidden, kv_heads, bias=spec.qkv_bias)
-        self.wo = Linear(heads, spec.hidden, bias=spec.output_bias)
-        self.q_norm = build_norm(spec, spec.head_dim) if spec.qk_norm else None
-        self.k_norm = build_norm(spec, spec.head_dim) if spec.qk_norm else None
+        kind = spec.layer(layer).mixer
+        assert isinstance(kind, AttentionSpec)
+        heads, kv_heads = kind.heads * kind.head_dim, kind.kv_heads * kind.head_dim
+        self.head_dim, self.scale, self.window = kind.head_dim, kind.scale, kind.window
+        self.rotated = 0 if kind.rope is None else kind.rotated
+        self.norms_all_heads = kind.qk_norm == "all"
+        self.wq = Linear(spec.hidden, heads, bias=kind.qkv_bias)
+        self.wk = Linear(spec.hidden, kv_heads, bias=kind.qkv_bias)
+        self.wv = Linear(spec.hidden, kv_heads, bias=kind.qkv_bias)
+        self.wo = Linear(heads, spec.hidden, bias=kind.output_bias)
+        self.sinks = Sinks(kind.heads) if kind.sinks else None
+        self.q_norm, self.k_norm = (self._qk_norm(spec, kind, width) for width in (heads, kv_heads))
+
+    @staticmethod
+    def _qk_norm(spec: ModelSpec, kind: AttentionSpec, width: int) -> nn.Module | None:
+        match kind.qk_norm:
+            case "none":
+                return None
+            case "heads":
+                return build_norm(spec, kind.head_dim)
+            case "all":
+                return build_norm(spec, width)
+            case _:
+                assert_never(kind.qk_norm)
 
     def forward(
         self, x_BTD: torch.Tensor, rope: RopeTables | None = None, mask: Mask = None, cache: LayerCache | None = None
@@ -79,22 +113,40 @@ class Attention(nn.Module):
         x_BTD = x_BTD if self.entry is None else self.entry(x_BTD)
         # The number of heads is read from the projections, so the same code serves a rank that holds only a part of
         # them.
-        q_BTHK = self.wq(x_BTD).unflatten(-1, (-1, self.head_dim))
-        k_BTGK = self.wk(x_BTD).unflatten(-1, (-1, self.head_dim))
+        q_BTHK = self._heads(self.wq(x_BTD), self.q_norm)
+        k_BTGK = self._heads(self.wk(x_BTD), self.k_norm)
         v_BTGK = self.wv(x_BTD).unflatten(-1, (-1, self.head_dim))
-        if self.q_norm is not None and self.k_norm is not None:
-            q_BTHK, k_BTGK = self.q_norm(q_BTHK), self.k_norm(k_BTGK)
         if rope is not None:
             q_BTHK, k_BTGK = apply_rope(q_BTHK, rope), apply_rope(k_BTGK, rope)
+        # Kernels divide scores by the root of head_dim.
+        q_BTHK = q_BTHK if self.scale == 1 else q_BTHK * self.scale
         return self.wo(self.attend((q_BTHK, k_BTGK, v_BTGK), mask, cache).flatten(-2))
+
+    def _heads(self, x_BTC: torch.Tensor, norm: nn.Module | None) -> torch.Tensor:
+        """Queries or keys [B, T, H, K], normed."""
+        if norm is None:
+            return x_BTC.unflatten(-1, (-1, self.head_dim))
+        if self.norms_all_heads:
+            return norm(x_BTC).unflatten(-1, (-1, self.head_dim))
+        return norm(x_BTC.unflatten(-1, (-1, self.head_dim)))
+
+    @property
+    def plain(self) -> bool:
+        """Whether queries and keys are normed by head if at all, rotated in whole if at all, and scores neither scaled
+        nor shared with a sink."""
+        return (
+            self.sinks is None and not self.norms_all_heads and self.scale == 1 and self.rotated in (0, self.head_dim)
+        )
 
     def attend(self, qkv_BTHK: Sequence[torch.Tensor], mask: Mask, cache: LayerCache | None) -> torch.Tensor:
         """The heads' outputs [B, T, H, K] from queries, keys and values, by the core."""
         q_BHTK, k_BGSK, v_BGSK = (tensor.transpose(1, 2) for tensor in qkv_BTHK)
+        sinks_H = None if self.sinks is None else self.sinks()
+        core = self.core if sinks_H is None else SinkCore(self.core, sinks_H)
         if cache is None:
-            y_BHTK = self.core(q_BHTK, k_BGSK, v_BGSK, mask)
+            y_BHTK = core(q_BHTK, k_BGSK, v_BGSK, mask)
         else:
-            y_BHTK = cache.attend(self.core, q_BHTK, k_BGSK, v_BGSK)
+            y_BHTK = cache.attend(core, q_BHTK, k_BGSK, v_BGSK, sinks_H)
         return y_BHTK.transpose(1, 2)
 
     def extra_repr(self) -> str:

@@ -44,7 +44,7 @@ class NamedCore(Core):
     """Attention by one kernel; it fails where the kernel does not apply."""
 
     def __init__(self, name: AttentionName, window: int | None = None) -> None:
-        """`window`: the model's sliding window."""
+        """`window`: the layer's sliding window."""
         self.name: AttentionName = name
         self.window = window
 
@@ -109,8 +109,12 @@ def use_kernel(model: Decoder, name: AttentionName) -> None:
     layers = [module for module in model.modules() if isinstance(module, Attention)]
     if model.layers and not layers:
         raise UserError(f"training.attention={name}: the model does not use meshwright.models.Attention; use auto")
+    if any(layer.sinks is not None for layer in layers):
+        raise UserError(
+            f"training.attention={name}: no such kernel has the attention sinks of {model.spec.family}; use auto"
+        )
     for layer in layers:
-        layer.core = NamedCore(name, model.spec.sliding_window)
+        layer.core = NamedCore(name, layer.window)
 
 
 def check_kernel(name: AttentionName, asked: Asked) -> None:

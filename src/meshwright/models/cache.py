@@ -16,7 +16,8 @@ import torch
 import torch.nn.functional as F
 
 from meshwright.models.batch import TensorBatch
-from meshwright.models.masks import attention_mask
+from meshwright.models.masks import Masks, attention_mask
+from meshwright.models.sinks import single_queries
 from meshwright.spec.batch import Batch
 
 if TYPE_CHECKING:
@@ -39,12 +40,23 @@ class NewTokens:
     start: int
     """Number of tokens of the sequence before them."""
     stop: int
-    mask: torch.Tensor | None
+    masks: Masks
+    """Their mask by the window of a layer."""
 
     @property
     def end(self) -> int:
         """The index after their last among all new tokens."""
         return self.begin + self.stop - self.start
+
+
+@dataclass(frozen=True)
+class KeysRead:
+    """The keys that P tokens of different sequences attend to, in layers of one window."""
+
+    keys: slice
+    """The keys that are read."""
+    mask: torch.Tensor | None
+    """Added to their scores, [P, 1, 1, S]."""
 
 
 @dataclass(frozen=True)
@@ -57,10 +69,8 @@ class CacheStep:
     """Cache rows of those sequences, int64 [P]."""
     places: torch.Tensor
     """Positions of the tokens in their sequences, int64 [P]."""
-    keys: slice
-    """The keys read by these P tokens."""
-    mask: torch.Tensor | None
-    """Added to their scores, [P, 1, 1, S]."""
+    read: dict[int | None, KeysRead]
+    """The keys read by these P tokens, by the window of a layer."""
     parts: tuple[NewTokens, ...]
     """The parts of all other sequences."""
     padding: int = 0
@@ -70,8 +80,8 @@ class CacheStep:
 class LayerCache:
     """One layer's keys and values, [M, G, C, K] each; `Cache.append` describes the next forward pass."""
 
-    def __init__(self, cache: "Cache") -> None:
-        self._cache = cache
+    def __init__(self, cache: "Cache", window: int | None) -> None:
+        self._cache, self._window = cache, window
         self.both_2MGCK = torch.empty(0)
         """Keys, then values."""
 
@@ -80,8 +90,16 @@ class LayerCache:
         """The forward pass in progress."""
         return self._cache.step
 
-    def attend(self, core: "Core", q_1HNK: torch.Tensor, k_1GNK: torch.Tensor, v_1GNK: torch.Tensor) -> torch.Tensor:
-        """Store the new keys and values; return the heads' outputs [1, H, N, K] for the new tokens."""
+    def attend(
+        self,
+        core: "Core",
+        q_1HNK: torch.Tensor,
+        k_1GNK: torch.Tensor,
+        v_1GNK: torch.Tensor,
+        sinks_H: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Store the new keys and values; return the heads' outputs [1, H, N, K] for the new tokens. `core` has the
+        sinks, if there are any."""
         groups, step = k_1GNK.shape[1], self._cache.step
         q_NHK = q_1HNK[0].transpose(0, 1)
         new_N2GK = torch.cat((k_1GNK[0], v_1GNK[0])).transpose(0, 1)
@@ -89,22 +107,27 @@ class LayerCache:
         found = []
         if singles:
             q_PGRK = q_NHK[:singles].unflatten(1, (groups, -1))
-            y_PGRK = self.attend_singles(q_PGRK, new_N2GK[:singles])
+            y_PGRK = self.attend_singles(q_PGRK, new_N2GK[:singles], sinks_H)
             found = [y_PGRK.flatten(1, 2).transpose(0, 1)[None]]
         found += [self.attend_part(core, part, q_1HNK, new_N2GK) for part in step.parts]
         if step.padding:
             found.append(torch.zeros_like(q_1HNK[:, :, : step.padding]))
         return found[0] if len(found) == 1 else torch.cat(found, 2)
 
-    def attend_singles(self, q_PGRK: torch.Tensor, new_P2GK: torch.Tensor) -> torch.Tensor:
+    def attend_singles(
+        self, q_PGRK: torch.Tensor, new_P2GK: torch.Tensor, sinks_H: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """Store the keys and values of sequences that get one token; the outputs [P, G, R, K] of their queries. Heads
         that share keys take the query dim, so that no key is repeated."""
         step, (count, both, width) = self._cache.step, new_P2GK.shape
         self.make_room(both // 2, width, new_P2GK.dtype)
         places = self._cache.places(both // 2)
         self.both_2MGCK.view(-1, width).index_copy_(0, places, new_P2GK.reshape(-1, width))
-        k_PGSK, v_PGSK = self.both_2MGCK[:, :count, :, step.keys].unbind()
-        return F.scaled_dot_product_attention(q_PGRK, k_PGSK, v_PGSK, attn_mask=step.mask)
+        read = step.read[self._window]
+        k_PGSK, v_PGSK = self.both_2MGCK[:, :count, :, read.keys].unbind()
+        if sinks_H is not None:
+            return single_queries(q_PGRK, k_PGSK, v_PGSK, read.mask, sinks_H)
+        return F.scaled_dot_product_attention(q_PGRK, k_PGSK, v_PGSK, attn_mask=read.mask)
 
     def attend_part(self, core: "Core", part: NewTokens, q_1HNK: torch.Tensor, new_N2GK: torch.Tensor) -> torch.Tensor:
         """The same for one sequence of several new tokens: [1, H, T, K]."""
@@ -113,7 +136,7 @@ class LayerCache:
         new_2GTK = new_N2GK[new].transpose(0, 1).unflatten(0, (2, -1))
         self.both_2MGCK[:, part.row, :, part.start : part.stop] = new_2GTK
         k_1GSK, v_1GSK = self.both_2MGCK[:, part.row, None, :, : part.stop].unbind()
-        return core(q_1HNK[:, :, new], k_1GSK, v_1GSK, part.mask)
+        return core(q_1HNK[:, :, new], k_1GSK, v_1GSK, part.masks[self._window])
 
     def make_room(self, groups: int, width: int, dtype: torch.dtype) -> None:
         """Memory for the keys and values of every sequence of the step."""
@@ -134,8 +157,8 @@ class Cache:
     def __init__(self, model: "Decoder", multiple: int = 1) -> None:
         """`multiple`: each step's row is padded to a multiple of this many tokens, which ranks can split."""
         self._multiple = multiple
-        self._window, self._like = model.spec.sliding_window, model.like
-        self.layers = {key: LayerCache(self) for key in model.layers}
+        self._windows, self._like = model.spec.windows, model.like
+        self.layers = {key: LayerCache(self, model.spec.layer(int(key)).mixer.window) for key in model.layers}
         self.lengths: list[int] = []
         """Tokens of each sequence, including those of the step in progress."""
         self.rows = self.capacity = 0
@@ -173,8 +196,7 @@ class Cache:
             starts.append(start)
             self.lengths[row] = stop = start + len(tokens)
             if index >= singles:
-                mask = attention_mask(len(tokens), stop, window=self._window, device=self._like.device)
-                parts.append(NewTokens(row, begin, start, stop, mask))
+                parts.append(NewTokens(row, begin, start, stop, self._masks(len(tokens), stop)))
             begin += len(tokens)
         self._grow()
         self._places = {}
@@ -216,22 +238,28 @@ class Cache:
         device = self._like.device
         return Batch(torch.tensor([tokens], device=device), position_ids=torch.tensor([places], device=device))
 
+    def _masks(self, new: int, stop: int) -> Masks:
+        """The mask by window of the last `new` of `stop` tokens."""
+        return {one: attention_mask(new, stop, window=one, device=self.device) for one in self._windows}
+
     def _begin(self, places: Sequence[int], parts: tuple[NewTokens, ...], padding: int) -> CacheStep:
-        device, count = self._like.device, len(places)
-        first = 0 if self._window is None else max(0, min(places, default=0) + 1 - self._window)
+        places_P = torch.tensor(places, device=self.device, dtype=torch.int64)
+        read = {window: self._read(places, places_P, window) for window in self._windows}
+        return CacheStep(len(places), torch.arange(len(places), device=self.device), places_P, read, parts, padding)
+
+    def _read(self, places: Sequence[int], places_P: torch.Tensor, window: int | None) -> KeysRead:
+        first = 0 if window is None else max(0, min(places, default=0) + 1 - window)
         last = max(places, default=0) + 1
-        places_P = torch.tensor(places, device=device, dtype=torch.int64)
         mask_P11S = None
-        if count and (min(places) + 1 < last or (self._window is not None and last - first > self._window)):
+        if places and (min(places) + 1 < last or (window is not None and last - first > window)):
             last = min(-(-last // KEYS) * KEYS, self.capacity)
-            keys_S, places_P1 = torch.arange(first, last, device=device), places_P[:, None]
+            keys_S, places_P1 = torch.arange(first, last, device=self.device), places_P[:, None]
             seen_PS = keys_S <= places_P1
-            if self._window is not None:
-                seen_PS &= keys_S > places_P1 - self._window
+            if window is not None:
+                seen_PS &= keys_S > places_P1 - window
             mask_P11S = torch.zeros_like(seen_PS, dtype=self._like.dtype).masked_fill_(~seen_PS, -torch.inf)
             mask_P11S = mask_P11S[:, None, None]
-        rows_P = torch.arange(count, device=device)
-        return CacheStep(count, rows_P, places_P, slice(first, last), mask_P11S, parts, padding)
+        return KeysRead(slice(first, last), mask_P11S)
 
     def _grow(self) -> None:
         if len(self.lengths) > self.rows:

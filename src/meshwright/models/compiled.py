@@ -32,7 +32,8 @@ from meshwright.models.packed import COPIED_BYTES, DTYPES, all_plain, weight_byt
 from meshwright.models.rope import rope_tables
 from meshwright.models.slots import View, Viewed
 from meshwright.spec.errors import UserError
-from meshwright.spec.model import ActivationName
+from meshwright.spec.layers import ActivationName, AttentionSpec, DenseSpec
+from meshwright.spec.model import ModelSpec
 
 SOURCE = Path(__file__).with_name("decode.cpp")
 CACHE = Path.home() / ".cache" / "meshwright" / "decode"
@@ -112,7 +113,7 @@ class CompiledStep:
             groups=spec.num_kv_heads,
             width=spec.head_dim,
             ffn=spec.ffn,
-            window=spec.sliding_window or 0,
+            window=spec.layer(0).mixer.window or 0,
             is_bf16=self._dtype == torch.bfloat16,
             activation=ACTIVATIONS[spec.activation],
         )
@@ -138,8 +139,9 @@ class CompiledStep:
         size = count * (2 * spec.hidden + heads + 2 * spec.ffn) + threads * scratch
         if len(self._memory) < size:
             self._memory = torch.empty(size)
-        if spec.positions == "rope" and self._turns.shape[1] < room:
-            rope = rope_tables(spec, torch.arange(room))
+        mixer = spec.layer(0).mixer
+        if mixer.rope is not None and self._turns.shape[1] < room:
+            rope = rope_tables(mixer.rope, mixer.rotated, torch.arange(room))
             self._turns = torch.stack((rope.cos, rope.sin)).squeeze(-2)
         caches = [layer.both_2MGCK.data_ptr() for layer in cache.layers.values()]
         pointers = (ctypes.c_void_p * len(caches))(*caches)
@@ -248,6 +250,8 @@ def _why_not(model: Decoder) -> str | None:
         return "it supports only CPUs (--device cpu)"
     if like.dtype not in DTYPES:
         return f"it supports only fp32 and bf16 (--dtype), not {str(like.dtype).removeprefix('torch.')}"
+    if (feature := _unsupported(spec)) is not None:
+        return f"it does not support {feature}"
     for block in model.layers.values():
         if type(block) is not Block or block.wrappers or type(block.attention) is not Attention:
             return f"it does not support these blocks of {spec.family} (weights on disk, latent attention, plug-ins)"
@@ -257,6 +261,24 @@ def _why_not(model: Decoder) -> str | None:
         if type(block.attention.core) is not Core or views != {View}:
             return "it does not support layout.tp"
     return None
+
+
+def _unsupported(spec: ModelSpec) -> str | None:
+    """The option of a layer, or of the whole model, that the code does not have."""
+    for kind in dict.fromkeys(spec.layers):
+        mixer, dense = kind.mixer, kind.feed_forward
+        if isinstance(mixer, AttentionSpec):
+            if mixer.qk_norm == "all" or mixer.scale != 1 or mixer.sinks:
+                return "norms over all heads, scaled scores, or sinks"
+            if mixer.rope is not None and mixer.rotated != mixer.head_dim:
+                return "rotation of a part of each head"
+        if kind.norms != "before":
+            return "norms of a layer's outputs"
+        if isinstance(dense, DenseSpec) and dense.activation not in ACTIVATIONS:
+            return f"the activation {dense.activation}"
+    if len({(kind.mixer.window, kind.mixer.rope) for kind in spec.layers}) > 1:
+        return "layers with different windows or rotations"
+    return "embeddings that are scaled" if spec.embedding_scaled else None
 
 
 def _compiler() -> str | None:

@@ -4,7 +4,7 @@ Shapes: B batch, T sequence, D hidden, V vocabulary.
 """
 
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, assert_never
 
 import torch
 from torch import nn
@@ -19,32 +19,64 @@ from meshwright.models.feed_forward import FeedForward
 from meshwright.models.head import Head, HeadSplit
 from meshwright.models.latent_attention import LatentAttention
 from meshwright.models.linear import Linear
-from meshwright.models.masks import Documents, attention_mask, document_positions
+from meshwright.models.masks import Masks, document_positions, make_masks
 from meshwright.models.moe import MoE
 from meshwright.models.norm import build_norm
 from meshwright.models.rope import RopeTables, rope_tables
 from meshwright.models.slots import Wrapped
 from meshwright.spec.errors import UserError
+from meshwright.spec.layers import AttentionSpec, DenseSpec, ExpertsSpec, LatentSpec, Rope
 from meshwright.spec.model import ModelSpec
 
 
 class Block(Wrapped):
-    """One layer: attention and feed-forward, each after a norm and added to the residual stream. Strategies that
-    recompute or compile it wrap `compute`."""
+    """One layer: attention and feed-forward, each after or before a norm and added to the residual stream. Strategies
+    that recompute or compile it wrap `compute`."""
 
     def __init__(self, spec: ModelSpec, layer: int):
         super().__init__()
-        self.attention_norm = build_norm(spec, spec.hidden)
-        self.attention = Attention(spec) if spec.kv_rank is None else LatentAttention(spec)
-        self.feed_forward_norm = build_norm(spec, spec.hidden)
-        self.feed_forward = MoE(spec, layer) if spec.is_moe(layer) else FeedForward(spec, spec.ffn)
+        kind = spec.layer(layer)
+        before, after = kind.norms_inputs, kind.norms_outputs
+        self.attention_norm = _norm_if(before, spec)
+        self.attention = _mixer(spec, layer)
+        self.attention_post_norm = _norm_if(after, spec)
+        self.feed_forward_norm = _norm_if(before, spec)
+        self.feed_forward = _feed_forward(spec, layer)
+        self.feed_forward_post_norm = _norm_if(after, spec)
 
     def compute(
         self, x_BTD: torch.Tensor, rope: RopeTables | None = None, mask: Mask = None, cache: LayerCache | None = None
     ) -> torch.Tensor:
         """[B, T, D] to [B, T, D]."""
-        x_BTD = x_BTD + self.attention(self.attention_norm(x_BTD), rope, mask, cache)
-        return x_BTD + self.feed_forward(self.feed_forward_norm(x_BTD))
+        y_BTD = self.attention(self.attention_norm(x_BTD), rope, mask, cache)
+        x_BTD = x_BTD + self.attention_post_norm(y_BTD)
+        return x_BTD + self.feed_forward_post_norm(self.feed_forward(self.feed_forward_norm(x_BTD)))
+
+
+def _norm_if(normed: bool, spec: ModelSpec) -> nn.Module:
+    return build_norm(spec, spec.hidden) if normed else nn.Identity()
+
+
+def _mixer(spec: ModelSpec, layer: int) -> Attention:
+    kind = spec.layer(layer).mixer
+    match kind:
+        case AttentionSpec():
+            return Attention(spec, layer)
+        case LatentSpec():
+            return LatentAttention(spec, layer)
+        case _:
+            assert_never(kind)
+
+
+def _feed_forward(spec: ModelSpec, layer: int) -> FeedForward | MoE:
+    kind = spec.layer(layer).feed_forward
+    match kind:
+        case DenseSpec():
+            return FeedForward(spec, kind.width)
+        case ExpertsSpec():
+            return MoE(spec, layer)
+        case _:
+            assert_never(kind)
 
 
 Read = Callable[[torch.Tensor, Head, TensorBatch], Any]
@@ -129,33 +161,36 @@ class Decoder(Wrapped):
         """
         self.tell_draws(batch)
         layers = range(self.spec.num_layers) if layers is None else layers
-        length = batch.tokens.shape[1]
-        window, device, positions_BT = self.spec.sliding_window, batch.tokens.device, batch.position_ids
-        mask: Mask = None  # the cache itself determines the mask
-        if batch.document_ids is not None:
-            mask = Documents(batch.document_ids, window=window, offsets=batch.document_offsets)
-            positions_BT = document_positions(batch.document_ids) if positions_BT is None else positions_BT
-        elif cache is None:
-            mask = attention_mask(length, length, window=window, device=device)
+        length, device, positions_BT = batch.tokens.shape[1], batch.tokens.device, batch.position_ids
+        masks = make_masks(self.spec.windows, batch) if cache is None else {}  # the cache itself has the masks
+        if positions_BT is None and batch.document_ids is not None:
+            positions_BT = document_positions(batch.document_ids)
         if positions_BT is None:
             if self.spec.positions == "learned" and length > self.spec.max_positions:
                 raise UserError(f"{length} positions; this model has embeddings for {self.spec.max_positions}")
             positions_BT = torch.arange(length, device=device)
         compute = self.compute if self.run is None or cache is not None else self.run
-        y_BTD = compute(batch.tokens if x_BTD is None else x_BTD, positions_BT, mask, layers, cache)
+        y_BTD = compute(batch.tokens if x_BTD is None else x_BTD, positions_BT, masks, layers, cache)
         if layers.stop < self.spec.num_layers or read is None:
             return y_BTD
         return read(y_BTD, Head(self.head_split, self.head_weight), batch)
 
     def compute(
-        self, entering: torch.Tensor, positions_BT: torch.Tensor, mask: Mask, layers: range, cache: Cache | None
+        self, entering: torch.Tensor, positions_BT: torch.Tensor, masks: Masks, layers: range, cache: Cache | None
     ) -> torch.Tensor:
-        """The hidden states after `layers`, normed after the last one; `entering` are tokens or the residual stream."""
+        """The hidden states after `layers`, normed after the last one; `entering` are tokens or the residual stream.
+        `masks`: by the layers' windows; empty with a cache."""
         y_BTD = entering if entering.is_floating_point() else self._embed(entering, positions_BT)
-        rope = rope_tables(self.spec, positions_BT) if self.spec.positions == "rope" else None
-        for key in map(str, layers):
-            block = self.layers[key]
-            y_BTD = block(y_BTD, rope, mask) if cache is None else block(y_BTD, rope, mask, cache.layers[key])
+        ropes: dict[tuple[Rope, int], RopeTables] = {}
+        for index, kind in list(enumerate(self.spec.layers))[layers.start : layers.stop]:
+            block, mixer, rope = self.layers[str(index)], kind.mixer, None
+            if mixer.rope is not None:
+                key = mixer.rope, mixer.rotated
+                rope = ropes[key] = ropes.get(key) or rope_tables(*key, positions_BT)
+            if cache is None:
+                y_BTD = block(y_BTD, rope, masks[mixer.window])
+            else:
+                y_BTD = block(y_BTD, rope, None, cache.layers[str(index)])
         return y_BTD if layers.stop < self.spec.num_layers else self.norm(y_BTD)
 
     def extra_repr(self) -> str:
@@ -175,4 +210,6 @@ class Decoder(Wrapped):
 
     def _embed(self, tokens_BT: torch.Tensor, positions_BT: torch.Tensor) -> torch.Tensor:
         x_BTD = self.tok_embeddings(tokens_BT)
+        if self.spec.embedding_scaled:  # by a number of the weights' dtype, as Gemma was trained
+            x_BTD = x_BTD * torch.tensor(self.spec.hidden**0.5, dtype=torch.float32).to(x_BTD.dtype)
         return x_BTD if self.pos_embeddings is None else x_BTD + self.pos_embeddings(positions_BT)

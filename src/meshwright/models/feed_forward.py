@@ -4,6 +4,7 @@ Shapes: B batch, T sequence, D hidden, F feed-forward width.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import assert_never
 
 import torch
@@ -13,7 +14,8 @@ from torch import nn
 from meshwright.models.cpu_kernels import gelu_tanh, serves_training
 from meshwright.models.linear import Linear
 from meshwright.models.slots import Entry
-from meshwright.spec.model import ActivationName, ModelSpec
+from meshwright.spec.layers import ActivationName
+from meshwright.spec.model import ModelSpec
 
 Activation = Callable[[torch.Tensor], torch.Tensor]
 
@@ -25,8 +27,23 @@ def activation(name: ActivationName) -> Activation:
             return F.silu
         case "gelu_tanh":
             return _gelu_tanh
+        case "clamped_silu":
+            raise AssertionError("it takes both projections: see `gate`")
         case _:
             assert_never(name)
+
+
+def gate(name: ActivationName, spec: ModelSpec) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
+    """What a gated layer computes of its two projections."""
+    if name == "clamped_silu":
+        return partial(_clamped_silu, spec.glu_alpha, spec.glu_limit)
+    function = activation(name)
+    return lambda x, up: function(x) * up
+
+
+def _clamped_silu(alpha: float, limit: float, x: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    x = x.clamp(max=limit)
+    return (up.clamp(-limit, limit) + 1) * (x * torch.sigmoid(alpha * x))
 
 
 def _gelu_tanh(x: torch.Tensor) -> torch.Tensor:

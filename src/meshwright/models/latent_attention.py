@@ -12,6 +12,7 @@ from meshwright.models.cache import LayerCache
 from meshwright.models.linear import Linear
 from meshwright.models.norm import RMSNorm
 from meshwright.models.rope import RopeTables, apply_rope, attention_scale
+from meshwright.spec.layers import LatentSpec
 from meshwright.spec.model import ModelSpec
 
 LATENT_NORM_EPS = 1e-6
@@ -22,22 +23,24 @@ class LatentAttention(Attention):
     """Multi-head latent attention (DeepSeek-AI, "DeepSeek-V2", 2024, section 2.1): each head's keys and values are
     expanded from one latent, except a rotated part of the key that all heads share."""
 
-    def __init__(self, spec: ModelSpec):
+    def __init__(self, spec: ModelSpec, layer: int = 0):
         nn.Module.__init__(self)
-        assert spec.kv_rank is not None
-        heads = spec.num_heads
-        self.widths_PR, self.widths_PV = (spec.nope_head_dim, spec.rope_head_dim), (spec.nope_head_dim, spec.v_head_dim)
-        self.widths_latent = (spec.kv_rank, spec.rope_head_dim)
-        self.scale = attention_scale(spec)
-        self.wq = Linear(spec.hidden, heads * spec.head_dim, bias=False) if spec.q_rank is None else None
-        if spec.q_rank is not None:
-            self.wq_a = Linear(spec.hidden, spec.q_rank, bias=False)
-            self.q_norm = RMSNorm(spec.q_rank, eps=LATENT_NORM_EPS)
-            self.wq_b = Linear(spec.q_rank, heads * spec.head_dim, bias=False)
+        latent = spec.layer(layer).mixer
+        assert isinstance(latent, LatentSpec)
+        heads = latent.heads
+        self.window, self.sinks = None, None
+        self.widths_PR, self.widths_PV = (latent.nope, latent.rotated), (latent.nope, latent.value_dim)
+        self.widths_latent = (latent.kv_rank, latent.rotated)
+        self.scale = attention_scale(latent.rope)
+        self.wq = Linear(spec.hidden, heads * latent.head_dim, bias=False) if latent.q_rank is None else None
+        if latent.q_rank is not None:
+            self.wq_a = Linear(spec.hidden, latent.q_rank, bias=False)
+            self.q_norm = RMSNorm(latent.q_rank, eps=LATENT_NORM_EPS)
+            self.wq_b = Linear(latent.q_rank, heads * latent.head_dim, bias=False)
         self.wkv_a = Linear(spec.hidden, sum(self.widths_latent), bias=False)
-        self.kv_norm = RMSNorm(spec.kv_rank, eps=LATENT_NORM_EPS)
-        self.wkv_b = Linear(spec.kv_rank, heads * sum(self.widths_PV), bias=False)
-        self.wo = Linear(heads * spec.v_head_dim, spec.hidden, bias=False)
+        self.kv_norm = RMSNorm(latent.kv_rank, eps=LATENT_NORM_EPS)
+        self.wkv_b = Linear(latent.kv_rank, heads * sum(self.widths_PV), bias=False)
+        self.wo = Linear(heads * latent.value_dim, spec.hidden, bias=False)
 
     def forward(
         self, x_BTD: torch.Tensor, rope: RopeTables | None = None, mask: Mask = None, cache: LayerCache | None = None

@@ -4,9 +4,11 @@ Shapes: B batch, T sequence, S keys (cached and new), N = B * T tokens, D docume
 """
 
 import functools
+from collections.abc import Iterable
 
 import torch
 
+from meshwright.models.batch import TensorBatch
 from meshwright.torch_internals import size_varies
 
 MERGED = 128
@@ -27,6 +29,19 @@ def attention_mask(num_queries: int, num_keys: int, *, window: int | None, devic
     if window is None and num_queries in (1, num_keys):
         return None
     return _order(num_queries, num_keys, window, device)
+
+
+def make_masks(windows: Iterable[int | None], batch: TensorBatch) -> "Masks":
+    """The mask of a whole batch for each window."""
+    length, device, offsets = batch.tokens.shape[1], batch.tokens.device, batch.document_offsets
+    masks: Masks = {}
+    for window in windows:
+        if batch.document_ids is None:
+            masks[window] = attention_mask(length, length, window=window, device=device)
+        else:
+            masks[window] = documents = Documents(batch.document_ids, window=window, offsets=offsets)
+            offsets = documents.offsets
+    return masks
 
 
 def document_positions(documents_BT: torch.Tensor) -> torch.Tensor:
@@ -77,6 +92,14 @@ class Documents:
             return attention_mask(lengths[0], lengths[0], window=self.window, device=device)
         orders = (_order(length, length, self.window, device).int() for length in lengths)
         return torch.block_diag(*orders).bool()
+
+
+Mask = torch.Tensor | Documents | None
+"""The tokens that each token sees: a mask from `attention_mask` (None: causal order only), or the documents of packed
+rows."""
+
+Masks = dict[int | None, Mask]
+"""The mask of each window of a model's layers; None: of full attention."""
 
 
 def _order(num_queries: int, num_keys: int, window: int | None, device: torch.device) -> torch.Tensor:

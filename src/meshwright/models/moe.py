@@ -13,8 +13,9 @@ from torch import nn
 
 from meshwright.devices import on_cpu
 from meshwright.models.dropout import Draws
-from meshwright.models.feed_forward import FeedForward, activation
+from meshwright.models.feed_forward import FeedForward, gate
 from meshwright.models.slots import Viewed, Wrapped, unreduced
+from meshwright.spec.layers import ExpertsSpec
 from meshwright.spec.model import ModelSpec
 
 
@@ -26,10 +27,13 @@ class Router(Viewed):
 
     def __init__(self, spec: ModelSpec, layer: int):
         super().__init__()
-        self.spec = spec
+        experts = spec.layer(layer).feed_forward
+        assert isinstance(experts, ExpertsSpec)
+        self.spec, self.experts, self.kind = spec, experts, experts.router
         self.layer = layer
-        self.weight = nn.Parameter(torch.empty(spec.num_experts, spec.hidden))
-        self.register_buffer("bias", torch.empty(spec.num_experts) if spec.router_bias else None)
+        self.weight = nn.Parameter(torch.empty(experts.count, spec.hidden))
+        self.logit_bias = nn.Parameter(torch.empty(experts.count)) if experts.bias else None
+        self.register_buffer("bias", torch.empty(experts.count) if self.kind.balancing else None)
         self.over_sequence: Callable[[torch.Tensor], torch.Tensor] = unreduced
         """A slot: reduces the counts [B, E] of this rank's tokens to counts of whole sequences."""
         self.sequence_weight = 0.0
@@ -46,39 +50,41 @@ class Router(Viewed):
             sequence go to each expert [B, E], int64.
         """
         wide = torch.promote_types(x_BTD.dtype, torch.float32)
-        logits_BTE = F.linear(x_BTD.to(wide), self.view.read(self)["weight"].to(wide))
+        weights = self.view.read(self)
+        bias_E = None if self.logit_bias is None else weights["logit_bias"].to(wide)
+        logits_BTE = F.linear(x_BTD.to(wide), weights["weight"].to(wide), bias_E)
         scores_BTE = self._scores(logits_BTE)
         experts_BTK = self._choose(scores_BTE.detach())
         weights_BTK = scores_BTE.gather(-1, experts_BTK)
-        if self.spec.router_normalised:
+        if self.kind.normalised:
             weights_BTK = weights_BTK / (weights_BTK.sum(-1, keepdim=True) + 1e-20)  # sigmoids may all be zero
-        weights_BTK = weights_BTK * self.spec.router_scale
+        weights_BTK = weights_BTK * self.kind.scale
         chosen_BM = experts_BTK.flatten(1)
-        counts_BE = chosen_BM.new_zeros(len(x_BTD), self.spec.num_experts)
+        counts_BE = chosen_BM.new_zeros(len(x_BTD), self.experts.count)
         counts_BE.scatter_add_(1, chosen_BM, torch.ones_like(chosen_BM))
         weights_BTK = _JoinBackward.apply(weights_BTK, self._balance_loss(scores_BTE, counts_BE), self, counts_BE)
         return weights_BTK, experts_BTK, counts_BE
 
     def _scores(self, logits_BTE: torch.Tensor) -> torch.Tensor:
-        match self.spec.router_scores:
+        match self.kind.scores:
             case "softmax":
                 return logits_BTE.softmax(-1)
             case "sigmoid":
                 return logits_BTE.sigmoid()
             case _:
-                assert_never(self.spec.router_scores)
+                assert_never(self.kind.scores)
 
     def _choose(self, scores_BTE: torch.Tensor) -> torch.Tensor:
         """The experts [B, T, K] with the best scores, after adding the bias if there is one. Only the best groups are
         considered, ranked by the sum of their two best scores (DeepSeek-AI, "DeepSeek-V3", 2024, section 2.1.2)."""
         if self.bias is not None:
             scores_BTE = scores_BTE + self.bias.to(scores_BTE)
-        if self.spec.router_groups > 1:
-            grouped = scores_BTE.unflatten(-1, (self.spec.router_groups, -1))
-            best = grouped.topk(2, dim=-1).values.sum(-1).topk(self.spec.router_top_groups, dim=-1).indices
+        if self.kind.groups > 1:
+            grouped = scores_BTE.unflatten(-1, (self.kind.groups, -1))
+            best = grouped.topk(2, dim=-1).values.sum(-1).topk(self.kind.top_groups, dim=-1).indices
             taking_part = torch.zeros(grouped.shape[:-1], dtype=torch.bool, device=best.device).scatter_(-1, best, True)
             scores_BTE = grouped.masked_fill(~taking_part.unsqueeze(-1), -torch.inf).flatten(-2)
-        return scores_BTE.topk(self.spec.experts_per_token, dim=-1).indices
+        return scores_BTE.topk(self.experts.chosen, dim=-1).indices
 
     def move_bias(self, load_E: torch.Tensor) -> None:
         """Lower the bias of experts with more load than the mean by `balance_rate` and raise it for experts with less
@@ -105,18 +111,18 @@ class Router(Viewed):
         if self.sequence_weight * self.spec.balance_loss == 0 or not torch.is_grad_enabled():
             return None
         counts_BE = self.over_sequence(counts_BE)
-        length_B1 = counts_BE.sum(-1, keepdim=True) / self.spec.experts_per_token
+        length_B1 = counts_BE.sum(-1, keepdim=True) / self.experts.chosen
         probabilities_BTE = scores_BTE
-        if self.spec.router_scores == "sigmoid":
+        if self.kind.scores == "sigmoid":
             probabilities_BTE = scores_BTE / scores_BTE.sum(-1, keepdim=True)
         shares_BE = (counts_BE / length_B1).to(scores_BTE.dtype)
         means_BE = probabilities_BTE.sum(1) / length_B1
-        return self.spec.num_experts * (shares_BE * means_BE).sum()
+        return self.experts.count * (shares_BE * means_BE).sum()
 
     def take_load(self) -> torch.Tensor:
         """Tokens sent to each expert [E], int64, in the backward passes since this was last called."""
         load_E, self.load_E = self.load_E, None
-        return torch.zeros(self.spec.num_experts, dtype=torch.int64) if load_E is None else load_E
+        return torch.zeros(self.experts.count, dtype=torch.int64) if load_E is None else load_E
 
 
 class _JoinBackward(torch.autograd.Function):
@@ -168,16 +174,22 @@ class ExpertLinear(Viewed):
     product: GroupedProduct | None = None
     """A slot: the product; None: `grouped_matmul`."""
 
-    def __init__(self, num_experts: int, into: int, out: int):
+    def __init__(self, num_experts: int, into: int, out: int, *, bias: bool = False):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(num_experts, out, into))
+        self.bias = nn.Parameter(torch.empty(num_experts, out, 1)) if bias else None
 
     def forward(self, x_MI: torch.Tensor, rows: Rows) -> torch.Tensor:
         """[M, I] to [M, O]: each expert's rows by its matrix."""
-        weight_EOI = self.view.read(self)["weight"]
+        weights = self.view.read(self)
         if self.product is not None:
-            return self.product(x_MI, weight_EOI, rows, self.read_counts)
-        return grouped_matmul(x_MI, weight_EOI, rows.counts.sum(1), self.read_counts)
+            y_MO = self.product(x_MI, weights["weight"], rows, self.read_counts)
+        else:
+            y_MO = grouped_matmul(x_MI, weights["weight"], rows.counts.sum(1), self.read_counts)
+        if self.bias is None:
+            return y_MO
+        bias_EO = weights["bias"][..., 0]
+        return y_MO + bias_EO.repeat_interleave(rows.counts.sum(1), 0, output_size=len(y_MO))
 
     def extra_repr(self) -> str:
         """The shape, and the contents of the slot."""
@@ -214,12 +226,14 @@ def matmul_by_expert(
 class Experts(nn.Module):
     """All experts of a layer, each `w2(activation(w1 x) * w3 x)`."""
 
-    def __init__(self, spec: ModelSpec):
+    def __init__(self, spec: ModelSpec, layer: int = -1):
         super().__init__()
-        self.w1 = ExpertLinear(spec.num_experts, spec.hidden, spec.expert_ffn)
-        self.w2 = ExpertLinear(spec.num_experts, spec.expert_ffn, spec.hidden)
-        self.w3 = ExpertLinear(spec.num_experts, spec.hidden, spec.expert_ffn)
-        self.activation = activation(spec.activation)
+        kind = spec.layer(layer).feed_forward
+        assert isinstance(kind, ExpertsSpec)
+        self.w1 = ExpertLinear(kind.count, spec.hidden, kind.width, bias=kind.bias)
+        self.w2 = ExpertLinear(kind.count, kind.width, spec.hidden, bias=kind.bias)
+        self.w3 = ExpertLinear(kind.count, spec.hidden, kind.width, bias=kind.bias)
+        self.gate = gate(kind.activation, spec)
 
     @property
     def matrices(self) -> tuple[ExpertLinear, ...]:
@@ -228,7 +242,7 @@ class Experts(nn.Module):
 
     def forward(self, x_MD: torch.Tensor, rows: Rows) -> torch.Tensor:
         """[M, D] to [M, D]."""
-        return self.w2(self.activation(self.w1(x_MD, rows)) * self.w3(x_MD, rows), rows)
+        return self.w2(self.gate(self.w1(x_MD, rows), self.w3(x_MD, rows)), rows)
 
 
 class Dispatch:
@@ -257,10 +271,10 @@ class MoE(Wrapped):
 
     def __init__(self, spec: ModelSpec, layer: int):
         super().__init__()
-        self.experts_per_token = spec.experts_per_token
         self.router = Router(spec, layer)
-        self.experts = Experts(spec)
-        shared = spec.shared_experts * spec.expert_ffn
+        self.experts_per_token = self.router.experts.chosen
+        self.experts = Experts(spec, layer)
+        shared = self.router.experts.shared
         self.shared = FeedForward(spec, shared) if shared else None
 
     def compute(self, x_BTD: torch.Tensor) -> torch.Tensor:

@@ -192,6 +192,7 @@ class PackedBlock:
     ) -> None:
         self._enter, self._leave = enter, leave
         self._norms = [_norm(block.attention_norm), _norm(block.feed_forward_norm)]
+        self._post_norms = [_norm(block.attention_post_norm), _norm(block.feed_forward_post_norm)]
         attention, feed_forward = block.attention, block.feed_forward
         self.copied: list[nn.Module] = []
         """The modules whose weights have copies here."""
@@ -214,15 +215,15 @@ class PackedBlock:
             if cache is None:
                 return compute(x, rope, mask, cache)
             x = x if self._enter is None else self._enter(x)
-            before, between = self._norms
+            (before, between), (after, last) = self._norms, self._post_norms
             h = before(x)
             attended = (
                 self._module(h, rope, mask, cache)
                 if self._attention is None
                 else self._attention(h, rope, cache, cache.step)
             )
-            x = x + attended
-            y = x + self._feed_forward(between(x))
+            x = x + after(attended)
+            y = x + last(self._feed_forward(between(x)))
             return y if self._leave is None else self._leave(y)
 
         return run
@@ -294,6 +295,8 @@ def weight_bytes(model: nn.Module) -> int:
 
 def _norm(norm: nn.Module, order: torch.Tensor | None = None) -> Callable[[torch.Tensor], torch.Tensor]:
     """The norm without the overhead of a module's call; `order`: of its input's numbers."""
+    if type(norm) is nn.Identity:
+        return unchanged
     if type(norm) is RMSNorm and _is_known(norm):
         return PackedRMSNorm(norm, order)
     if type(norm) is LayerNorm and _is_known(norm):
@@ -306,6 +309,11 @@ def _norm(norm: nn.Module, order: torch.Tensor | None = None) -> Callable[[torch
     return norm
 
 
+def unchanged(x: torch.Tensor) -> torch.Tensor:
+    """`x`, where a block has no norm."""
+    return x
+
+
 def _may_pack(block: Block, total: Total) -> bool:
     return _may_pack_attention(block.attention, total) and _may_pack_feed_forward(block.feed_forward, total)
 
@@ -316,6 +324,8 @@ def _may_pack_attention(attention: nn.Module, total: Total | None) -> bool:
     if attention.entry is not None and total is None:
         return False
     if not all(norm is None or _is_known(norm) for norm in (attention.q_norm, attention.k_norm)):
+        return False
+    if not attention.plain:
         return False
     return all_plain(attention.wq, attention.wk, attention.wv, attention.wo)
 

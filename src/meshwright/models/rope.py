@@ -9,7 +9,7 @@ from typing import assert_never
 
 import torch
 
-from meshwright.spec.model import ModelSpec, RopeScaling
+from meshwright.spec.layers import Rope, RopeScaling
 
 
 class RopeTables:
@@ -30,36 +30,40 @@ class RopeTables:
         return torch.complex(self.cos, self.sin)
 
 
-def rope_frequencies(spec: ModelSpec, device: torch.device) -> torch.Tensor:
-    """Angle per position of each rotated pair, fp32 [R]; computed in transformers' order of operations, so that models
-    agree to the last bit of fp32."""
-    exponents_R = torch.arange(0, spec.rotated_dim, 2, dtype=torch.float32, device=device) / spec.rotated_dim
-    powers_R = spec.rope_theta**exponents_R
-    if spec.rope_scaling is None:
+def rope_frequencies(rope: Rope, width: int, device: torch.device) -> torch.Tensor:
+    """Angle per position of each rotated pair of `width` numbers, fp32 [R]; computed in transformers' order of
+    operations, so that models agree to the last bit of fp32."""
+    exponents_R = torch.arange(0, width, 2, dtype=torch.float32, device=device) / width
+    powers_R = rope.theta**exponents_R
+    if rope.scaling is None:
         return 1.0 / powers_R
-    match spec.rope_scaling.kind:
+    match rope.scaling.kind:
         case "yarn":
-            return _yarn(powers_R, spec.rope_scaling, spec.rope_theta)
+            return _yarn(powers_R, rope.scaling, rope.theta)
         case "llama3":
-            return _llama3(1.0 / powers_R, spec.rope_scaling)
+            return _llama3(1.0 / powers_R, rope.scaling)
+        case "linear":
+            return 1.0 / powers_R / rope.scaling.factor
         case _:
-            assert_never(spec.rope_scaling.kind)
+            assert_never(rope.scaling.kind)
 
 
 def _yarn(powers_R: torch.Tensor, scaling: RopeScaling, theta: float) -> torch.Tensor:
     """Low frequencies divided by `factor`, high ones unchanged, those between interpolated linearly in the pair's index
-    (Peng et al., "YaRN", 2023, section 3.2; whole pairs, as in its code)."""
+    (Peng et al., "YaRN", 2023, section 3.2; between whole pairs, as in its code, unless `truncate` is off)."""
     pairs = len(powers_R)
 
     def pair_that_turns(times: float) -> float:
         """The (fractional) pair that turns this many times in the original context."""
         return pairs * math.log(scaling.original_max_positions / (times * 2 * math.pi)) / math.log(theta)
 
-    low = max(math.floor(pair_that_turns(scaling.beta_fast)), 0)
-    high = min(math.ceil(pair_that_turns(scaling.beta_slow)), 2 * pairs - 1)
+    low, high = pair_that_turns(scaling.beta_fast), pair_that_turns(scaling.beta_slow)
+    if scaling.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, 2 * pairs - 1)
     steps_R = torch.arange(pairs, dtype=torch.float32, device=powers_R.device) - low
-    scaled_R = (steps_R / (high - low if high != low else 0.001)).clamp(0, 1)
-    return 1.0 / (scaling.factor * powers_R) * scaled_R + 1.0 / powers_R * (1 - scaled_R)
+    kept_R = 1 - (steps_R / (high - low if high != low else 0.001)).clamp(0, 1)
+    return 1.0 / (scaling.factor * powers_R) * (1 - kept_R) + 1.0 / powers_R * kept_R
 
 
 def _growth(scaling: RopeScaling, mscale: float = 1.0) -> float:
@@ -77,9 +81,9 @@ def _turn_factor(scaling: RopeScaling | None) -> float:
     return _growth(scaling)
 
 
-def attention_scale(spec: ModelSpec) -> float:
+def attention_scale(rope: Rope | None) -> float:
     """The factor of latent attention's scores, besides one over the root of head_dim."""
-    scaling = spec.rope_scaling
+    scaling = None if rope is None else rope.scaling
     if scaling is None or scaling.kind != "yarn" or not scaling.mscale_all_dim:
         return 1.0
     return _growth(scaling, scaling.mscale_all_dim) ** 2
@@ -96,19 +100,22 @@ def _llama3(frequencies_R: torch.Tensor, scaling: RopeScaling) -> torch.Tensor:
     return torch.where(wavelengths_R < original / high, frequencies_R, scaled_R)
 
 
-def rope_tables(spec: ModelSpec, positions_BT: torch.Tensor) -> RopeTables:
-    """Tables for integer positions [B, T] or [T] (shared by the whole batch). Nothing is cached or stored as a buffer,
-    so a model built on the meta device has nothing left to initialise."""
-    frequencies_R = rope_frequencies(spec, positions_BT.device)
+def rope_tables(rope: Rope, width: int, positions_BT: torch.Tensor) -> RopeTables:
+    """Tables for integer positions [B, T] or [T] (shared by the whole batch), and heads of which `width` numbers are
+    rotated. Nothing is cached or stored as a buffer, so a model built on the meta device has nothing left to
+    initialise."""
+    frequencies_R = rope_frequencies(rope, width, positions_BT.device)
     angles_BT1R = (positions_BT[..., None].float() * frequencies_R).unsqueeze(-2)
-    factor = _turn_factor(spec.rope_scaling)
+    factor = _turn_factor(rope.scaling)
     return RopeTables(angles_BT1R.cos() * factor, angles_BT1R.sin() * factor)
 
 
 def apply_rope(x_BTHK: torch.Tensor, rope: RopeTables) -> torch.Tensor:
-    """Rotate pairs (i, i + K/2) of each head by its position's angles; fp32 inside (fp64 for fp64), rounded
-    once."""
-    left_BTHR, right_BTHR = x_BTHK.chunk(2, dim=-1)
+    """Rotate pairs (i, i + R) of the first 2 R numbers of each head by its position's angles; fp32 inside (fp64 for
+    fp64), rounded once."""
     cos, sin = rope.cos, rope.sin
+    pairs = cos.shape[-1]
+    left_BTHR, right_BTHR = x_BTHK[..., :pairs], x_BTHK[..., pairs : 2 * pairs]
     rotated = torch.cat((left_BTHR * cos - right_BTHR * sin, right_BTHR * cos + left_BTHR * sin), dim=-1)
-    return rotated.to(x_BTHK.dtype)
+    rotated = rotated.to(x_BTHK.dtype)
+    return rotated if x_BTHK.shape[-1] == 2 * pairs else torch.cat((rotated, x_BTHK[..., 2 * pairs :]), dim=-1)

@@ -123,7 +123,7 @@ def decayed_groups(spec: OptimizerSpec, rows: Rows, parameters: Mapping[str, tor
     """Parameter groups by learning rate and weight decay; only tensors with two dims decay, never norms and biases."""
     groups: dict[tuple[float, float], list[torch.Tensor]] = {}
     for row in rows:
-        decay = spec.weight_decay if len(row.dims) >= 2 else 0.0
+        decay = spec.weight_decay if len(row.dims) >= 2 and row.dims[-1] != "bias" else 0.0
         groups.setdefault((spec.lr * row.lr_ratio, decay), []).append(parameters[row.name])
     return [{"params": tensors, "lr": lr, "weight_decay": decay} for (lr, decay), tensors in groups.items()]
 

@@ -25,23 +25,24 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from meshwright.comm import collectives
 from meshwright.models import Decoder
-from meshwright.models.attention import Attention, Core, Mask
-from meshwright.models.masks import Documents, attention_mask
+from meshwright.models.attention import Attention, Core, SinkCore
+from meshwright.models.masks import Documents, Mask, attention_mask
 from meshwright.models.partial_attention import PartMask, Queries, add_part_, attend_part, attend_part_backward
+from meshwright.models.sinks import add_sinks_, sinks_gradient
 from meshwright.spec.layout import ContextMethod
 
 
 def apply_context_parallel(model: Decoder, mesh: DeviceMesh, method: ContextMethod) -> None:
     """Make the attention of every block see whole sequences, while each rank of `mesh` holds `sequence_places`."""
-    group, window = mesh.get_group(), model.spec.sliding_window
+    group = mesh.get_group()
     model.head_split.sequence = _SequenceShare(group, mesh.get_local_rank())
     for module in model.modules():
         if isinstance(module, Attention):
             match method:
                 case "ulysses":
-                    module.core = Ulysses(group, module.core, window)
+                    module.core = Ulysses(group, module.core, module.window)
                 case "ring" | "all_gather":
-                    module.core = ByParts(group, method, window)
+                    module.core = ByParts(group, method, module.window)
                 case _:
                     assert_never(method)
 
@@ -80,7 +81,19 @@ class _NotCompiled(Core):
     def __call__(self, q_BHTK: torch.Tensor, k_BGTK: torch.Tensor, v_BGTK: torch.Tensor, mask: Mask) -> torch.Tensor:
         return self._attend(q_BHTK, k_BGTK, v_BGTK, mask)
 
-    def attend(self, q_BHTK: torch.Tensor, k_BGTK: torch.Tensor, v_BGTK: torch.Tensor, mask: Mask) -> torch.Tensor:
+    def with_sinks(
+        self, q_BHTK: torch.Tensor, k_BGSK: torch.Tensor, v_BGSK: torch.Tensor, mask: Mask, sinks_H: torch.Tensor
+    ) -> torch.Tensor:
+        return self._attend(q_BHTK, k_BGSK, v_BGSK, mask, sinks_H)
+
+    def attend(
+        self,
+        q_BHTK: torch.Tensor,
+        k_BGTK: torch.Tensor,
+        v_BGTK: torch.Tensor,
+        mask: Mask,
+        sinks_H: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         """See `Core`; documents cover whole rows. Collective."""
         raise NotImplementedError
 
@@ -93,7 +106,14 @@ class Ulysses(_NotCompiled):
         self.group, self.core, self.window = group, core, window
         self.degree = group.size()
 
-    def attend(self, q_BHTK: torch.Tensor, k_BGTK: torch.Tensor, v_BGTK: torch.Tensor, mask: Mask) -> torch.Tensor:
+    def attend(
+        self,
+        q_BHTK: torch.Tensor,
+        k_BGTK: torch.Tensor,
+        v_BGTK: torch.Tensor,
+        mask: Mask,
+        sinks_H: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         """See `Core`. Collective."""
         if not isinstance(mask, Documents):  # then it was made for this rank's tokens alone
             length = q_BHTK.shape[2] * self.degree
@@ -105,7 +125,8 @@ class Ulysses(_NotCompiled):
         if repeats > 1:
             k_BGTK, v_BGTK = k_BGTK.repeat_interleave(repeats, 1), v_BGTK.repeat_interleave(repeats, 1)
         q_BhSK, k_BgSK, v_BgSK = (self._to_heads(x) for x in (q_BHTK, k_BGTK, v_BGTK))
-        return self._to_tokens(self.core(q_BhSK, k_BgSK, v_BgSK, mask))
+        core = self.core if sinks_H is None else SinkCore(self.core, sinks_H.chunk(self.degree)[self.group.rank()])
+        return self._to_tokens(core(q_BhSK, k_BgSK, v_BgSK, mask))
 
     def __repr__(self) -> str:
         return f"ulysses over cp {self.degree} of {self.core}"
@@ -127,7 +148,14 @@ class ByParts(_NotCompiled):
         super().__init__()
         self.group, self.method, self.window = group, method, window
 
-    def attend(self, q_BHTK: torch.Tensor, k_BGTK: torch.Tensor, v_BGTK: torch.Tensor, mask: Mask) -> torch.Tensor:
+    def attend(
+        self,
+        q_BHTK: torch.Tensor,
+        k_BGTK: torch.Tensor,
+        v_BGTK: torch.Tensor,
+        mask: Mask,
+        sinks_H: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         """See `Core`. Collective."""
         zigzag = _Zigzag(
             rank=self.group.rank(),
@@ -138,7 +166,7 @@ class ByParts(_NotCompiled):
             device=q_BHTK.device,
         )
         function = _Ring if self.method == "ring" else _AllGather
-        return function.apply(q_BHTK, k_BGTK, v_BGTK, zigzag, self.group)
+        return function.apply(q_BHTK, k_BGTK, v_BGTK, zigzag, self.group, sinks_H)
 
     def __repr__(self) -> str:
         return f"{self.method} over cp {self.group.size()}"
@@ -226,6 +254,12 @@ class _Sum:
             part = attend_part(self.q_BHTK[:, :, queries], k_BGSK[:, :, keys], v_BGSK[:, :, keys], mask)
             add_part_(self.y_BHTK[:, :, queries], self.logsumexp_BHT[:, :, queries], *part)
 
+    def finished(self, sinks_H: torch.Tensor | None) -> torch.Tensor:
+        """The result in the queries' dtype, the sinks added."""
+        if sinks_H is not None:
+            add_sinks_(self.y_BHTK, self.logsumexp_BHT, sinks_H)
+        return self.y_BHTK.to(self.q_BHTK.dtype)
+
 
 class _Backward:
     """The gradients of this rank's queries and, from the same products, of the available keys and values."""
@@ -233,6 +267,14 @@ class _Backward:
     def __init__(self, all_queries: Queries) -> None:
         self.all_queries = all_queries
         self.grad_q_BHTK = torch.zeros_like(all_queries.q, dtype=all_queries.logsumexp.dtype)
+
+    def of_sinks(self, sinks_H: torch.Tensor | None) -> torch.Tensor | None:
+        """The gradient of the sinks, if there are any."""
+        return None if sinks_H is None else sinks_gradient(self.all_queries, sinks_H)
+
+    def finished(self, grad_k: torch.Tensor, grad_v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """The gradients of queries, keys and values."""
+        return self.grad_q_BHTK.to(self.all_queries.q.dtype), grad_k, grad_v
 
     def of_keys(self, parts: list[_Part], k_BGSK: torch.Tensor, v_BGSK: torch.Tensor) -> torch.Tensor:
         """Gradients of the keys and values, joined as by `_join`; the queries' gradient is accumulated."""
@@ -262,7 +304,7 @@ class _Ring(torch.autograd.Function):
     pass their gradients travel with them and return to their rank after N hops."""
 
     @staticmethod
-    def forward(ctx, q_BHTK, k_BGTK, v_BGTK, zigzag, group):
+    def forward(ctx, q_BHTK, k_BGTK, v_BGTK, zigzag, group, sinks_H):
         coming = collectives.hop(_join(k_BGTK, v_BGTK), group)
         total = _Sum(q_BHTK, k_BGTK, v_BGTK, zigzag)
         for step in range(1, zigzag.degree):
@@ -270,14 +312,14 @@ class _Ring(torch.autograd.Function):
             if step < zigzag.degree - 1:
                 coming = collectives.hop(held, group)
             total.add(zigzag.of_rank((zigzag.rank - step) % zigzag.degree), *_separate(held, k_BGTK))
-        y_BHTK = total.y_BHTK.to(q_BHTK.dtype)
-        ctx.save_for_backward(q_BHTK, k_BGTK, v_BGTK, y_BHTK, total.logsumexp_BHT)
+        y_BHTK = total.finished(sinks_H)
+        ctx.save_for_backward(q_BHTK, k_BGTK, v_BGTK, y_BHTK, total.logsumexp_BHT, sinks_H)
         ctx.zigzag, ctx.group = zigzag, group
         return y_BHTK
 
     @staticmethod
     def backward(ctx, *grad_outputs):
-        q_BHTK, k_BGTK, v_BGTK, y_BHTK, logsumexp_BHT = ctx.saved_tensors
+        q_BHTK, k_BGTK, v_BGTK, y_BHTK, logsumexp_BHT, sinks_H = ctx.saved_tensors
         zigzag, group = ctx.zigzag, ctx.group
         backward = _Backward(Queries(grad_outputs[0], q_BHTK, y_BHTK, logsumexp_BHT))
         held, grads = _join(k_BGTK, v_BGTK), None
@@ -288,7 +330,7 @@ class _Ring(torch.autograd.Function):
             grads = collectives.hop(ours if grads is None else ours.add_(grads.wait()), group)
             held = held if coming is None else coming.wait()
         assert grads is not None
-        return backward.grad_q_BHTK.to(q_BHTK.dtype), *_separate(grads.wait(), k_BGTK), None, None
+        return *backward.finished(*_separate(grads.wait(), k_BGTK)), None, None, backward.of_sinks(sinks_H)
 
 
 class _AllGather(torch.autograd.Function):
@@ -296,22 +338,22 @@ class _AllGather(torch.autograd.Function):
     gradients."""
 
     @staticmethod
-    def forward(ctx, q_BHTK, k_BGTK, v_BGTK, zigzag, group):
+    def forward(ctx, q_BHTK, k_BGTK, v_BGTK, zigzag, group, sinks_H):
         total = _Sum(q_BHTK, k_BGTK, v_BGTK, zigzag)
         total.add(zigzag.of_all(), *_gather(k_BGTK, v_BGTK, group))
-        y_BHTK = total.y_BHTK.to(q_BHTK.dtype)
-        ctx.save_for_backward(q_BHTK, k_BGTK, v_BGTK, y_BHTK, total.logsumexp_BHT)
+        y_BHTK = total.finished(sinks_H)
+        ctx.save_for_backward(q_BHTK, k_BGTK, v_BGTK, y_BHTK, total.logsumexp_BHT, sinks_H)
         ctx.zigzag, ctx.group = zigzag, group
         return y_BHTK
 
     @staticmethod
     def backward(ctx, *grad_outputs):
-        q_BHTK, k_BGTK, v_BGTK, y_BHTK, logsumexp_BHT = ctx.saved_tensors
+        q_BHTK, k_BGTK, v_BGTK, y_BHTK, logsumexp_BHT, sinks_H = ctx.saved_tensors
         backward = _Backward(Queries(grad_outputs[0], q_BHTK, y_BHTK, logsumexp_BHT))
         of_all = backward.of_keys(ctx.zigzag.of_all(), *_gather(k_BGTK, v_BGTK, ctx.group))
         own = backward.of_keys(ctx.zigzag.own(), k_BGTK, v_BGTK)
         grads = own.add_(_reduce_scatter(of_all, ctx.group))
-        return backward.grad_q_BHTK.to(q_BHTK.dtype), *_separate(grads, k_BGTK), None, None
+        return *backward.finished(*_separate(grads, k_BGTK)), None, None, backward.of_sinks(sinks_H)
 
 
 def _gather(k_BGTK: torch.Tensor, v_BGTK: torch.Tensor, group: dist.ProcessGroup) -> tuple[torch.Tensor, torch.Tensor]:

@@ -59,11 +59,13 @@ class SumOverRanks:
 
 
 def _keep_own_experts(linear: ExpertLinear, ep: DeviceMesh) -> None:
-    experts, *matrix = linear.weight.shape
-    own = linear.weight.new_empty(experts // ep.size(), *matrix)
-    weight = DTensor.from_local(own, ep, [Shard(0)], run_check=False)
-    linear.weight = nn.Parameter(weight, requires_grad=linear.weight.requires_grad)
-    linear.view = LocalView({"weight": 0}, {}, f"ep {ep.size()}")
+    whole = {name: one for name, one in linear._parameters.items() if one is not None}
+    for name, parameter in whole.items():
+        experts, *matrix = parameter.shape
+        own = parameter.new_empty(experts // ep.size(), *matrix)
+        part = DTensor.from_local(own, ep, [Shard(0)], run_check=False)
+        linear.register_parameter(name, nn.Parameter(part, requires_grad=parameter.requires_grad))
+    linear.view = LocalView(dict.fromkeys(whole, 0), {}, f"ep {ep.size()}")
 
 
 class Exchange(Dispatch):

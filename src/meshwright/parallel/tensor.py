@@ -28,6 +28,7 @@ from meshwright.models import Decoder
 from meshwright.models.adapters import Lora
 from meshwright.models.embedding import Embedding
 from meshwright.models.linear import Linear
+from meshwright.models.norm import RMSNorm
 from meshwright.models.slots import Op, OpPosition, Viewed, Weights
 from meshwright.parallel.view import LocalView
 from meshwright.spec.errors import UserError
@@ -53,6 +54,9 @@ def apply_tensor_parallel(model: Decoder, mesh: DeviceMesh) -> None:
                 "tensor parallelism cannot split or sum; use meshwright.models.Linear, or layout.tp=1"
             )
         _split_parameters(module, own, model.spec, mesh)
+        if isinstance(module, RMSNorm) and own["weight"].dims[0] in TP_SPLITS:
+            parts = module.view.read(module)["weight"].shape[0] * mesh.size()
+            module.mean_square = SpreadSquares(sequence, parts)
         if isinstance(module, Embedding):
             split = own["weight"].dims[0] in TP_SPLITS
             module.put(VocabularyParallel(own["weight"].shape[0], sequence) if split else OwnPositions(sequence))
@@ -97,6 +101,21 @@ def _split_parameters(module: Viewed, own: dict[str, Parameter], spec: ModelSpec
 def _is_row_wise(own: dict[str, Parameter]) -> bool:
     matrix = own.get("weight") or own.get("codes")  # a quantized matrix is stored as codes
     return matrix is not None and not TP_SPLITS.isdisjoint(matrix.dims[1:])
+
+
+class SpreadSquares:
+    """The mean of squares over all heads, of which each rank has some."""
+
+    def __init__(self, sequence: "_Sequence", parts: int) -> None:
+        """`parts`: width of all ranks' parts together; if several ranks have the same head, each counts."""
+        self.sequence, self.factor = sequence, 1 / parts
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """[..., this rank's part of D] to [..., 1]."""
+        return self.sequence.share_sum(x.square().sum(-1, keepdim=True) * self.factor)
+
+    def __repr__(self) -> str:
+        return f"over tp {self.sequence.size}"
 
 
 class RowParallel(Op):
@@ -187,6 +206,10 @@ class _Sequence:
     def scatter_sum(self, x_BTD: torch.Tensor) -> torch.Tensor:
         """This rank's part [B, t, D] of the sum over ranks; backward, the whole gradient."""
         return collectives.reduce_scatter(x_BTD, self.group, dim=1)
+
+    def share_sum(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The sum over ranks, of which each uses its own part; backward, the sum over ranks too."""
+        return collectives.entered(collectives.all_reduce(tensor, self.group), self.group)
 
     def sum_over_ranks(self, tensor: torch.Tensor) -> torch.Tensor:
         """The sum over ranks."""

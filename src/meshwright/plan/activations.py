@@ -77,7 +77,7 @@ def block_activations(job: Job, block: LayerParameters, policy: Policy) -> float
             return kept + _beside(job, block, policy)
         case "selective":
             if job.stack.attention == "unfused":  # as Korthikanti et al. mean it: all but the scores
-                return _saved_everything(job, block) - _score_bytes(job)
+                return _saved_everything(job, block) - _score_bytes(job, block)
             return _saved_selectively(job, block) + _beside(job, block, policy)
         case _:
             assert_never(policy)
@@ -131,7 +131,7 @@ def _saved_everything(job: Job, block: LayerParameters) -> float:
         saved += 2 * job.stream_tokens * job.model.hidden
     saved += tokens * (_projected(job, block) + _attended(job))
     if job.stack.attention == "unfused":
-        saved += _score_bytes(job)
+        saved += _score_bytes(job, block)
     for inner, per_token, routed in _inner_widths(job, block):
         saved += tokens * per_token * inner * (width * _inner_steps(job) - _less_in_codes(job, "inner", "all"))
         if routed:
@@ -227,9 +227,9 @@ def _attended(job: Job) -> float:
     return job.width * copies * model.num_heads * model.head_dim + 4 * model.num_heads
 
 
-def _score_bytes(job: Job) -> float:
+def _score_bytes(job: Job, block: LayerParameters) -> float:
     """Softmax, its dropout mask and result: 5 bytes per score."""
-    span = min(job.sequence, job.model.window or job.sequence)
+    span = min(job.sequence, block.window or job.sequence)
     return 5 * job.tokens / job.layout.tp * span * job.model.num_heads
 
 
@@ -239,7 +239,7 @@ def _inner_widths(job: Job, block: LayerParameters) -> list[tuple[int, float, bo
     return [
         (matrix.into, model.top_k if matrix.experts else 1, bool(matrix.experts))
         for matrix in block.feed_forward
-        if matrix.out == model.hidden
+        if matrix.out == model.hidden and matrix.into > 1
     ]
 
 

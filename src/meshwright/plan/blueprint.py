@@ -1,8 +1,9 @@
 """A parameter table condensed to the inputs of the cost model: matrices, attention and experts."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 from meshwright.families import parameter_table
 from meshwright.families.split import TP_SPLITS
@@ -38,6 +39,8 @@ class LayerParameters:
     """Parameters of norms and biases, which nothing splits."""
     head_norms: bool = False
     """Whether queries and keys are normed."""
+    window: int | None = None
+    """Keys that a query sees at most."""
 
     @cached_property
     def dense(self) -> int:
@@ -97,7 +100,6 @@ class Blueprint:
     """Rows of a learned position embedding."""
     final: int = 0
     """Parameters of the last norm."""
-    window: int | None = None
     top_k: int = 0
     """Experts per token."""
     kinds: tuple[LayerParameters, ...]
@@ -140,21 +142,26 @@ class Blueprint:
                 total += matrix.out * matrix.into * (self.top_k if matrix.experts else 1)
         return total
 
-    def attention_flops(self, sequence: int, *, causal: bool) -> float:
-        """Forward operations of scores and values of one token in one layer."""
-        span = min(sequence, self.window or sequence)
+    def attention_flops(self, block: LayerParameters, sequence: int, *, causal: bool) -> float:
+        """Forward operations of scores and values of one token in a block."""
+        span = min(sequence, block.window or sequence)
         whole = 4.0 * self.num_heads * self.head_dim * span
         return whole / 2 if causal and span == sequence else whole
 
     def model_flops(self, sequence: int) -> float:
         """Training operations of one token, PaLM's convention: 6 per active parameter, attention in full."""
-        return 6.0 * self.active_parameters + 3 * self.num_layers * self.attention_flops(sequence, causal=False)
+        attention = sum(
+            count * self.attention_flops(block, sequence, causal=False)
+            for block, count in zip(self.kinds, self.kind_counts, strict=True)
+        )
+        return 6.0 * self.active_parameters + 3 * attention
 
 
 def blueprint(spec: ModelSpec) -> Blueprint:
     """The blueprint of a model that meshwright can build."""
     return condense(
         _named_as_ours(spec),
+        [layer.mixer.window for layer in spec.layers],
         hidden=spec.hidden,
         num_heads=spec.num_heads,
         num_kv_heads=spec.num_kv_heads,
@@ -163,7 +170,6 @@ def blueprint(spec: ModelSpec) -> Blueprint:
         gated=spec.gated,
         tied=spec.tied_embeddings,
         positions=spec.max_positions if spec.positions == "learned" else 0,
-        window=spec.sliding_window,
         top_k=spec.experts_per_token,
         name=spec.family,
     )
@@ -180,8 +186,9 @@ def _named_as_ours(spec: ModelSpec) -> Iterable[Parameter]:
     ]
 
 
-def condense(table: Iterable[Parameter], **sizes) -> Blueprint:
-    """A blueprint from parameter rows; rows of blocks are named `layers.N.`; `sizes` as in `Blueprint`."""
+def condense(table: Iterable[Parameter], windows: Sequence[int | None] = (), **sizes) -> Blueprint:
+    """A blueprint from parameter rows; rows of blocks are named `layers.N.`; `windows`: of the layers, if they have
+    any; `sizes` as in `Blueprint`."""
     layers: dict[str, list[Parameter]] = {}
     final = 0
     for row in table:
@@ -191,16 +198,17 @@ def condense(table: Iterable[Parameter], **sizes) -> Blueprint:
             layers.setdefault(row.name.split(".", 2)[1], []).append(row)
     kinds: dict[LayerParameters, int] = {}
     pattern = []
-    seen: dict[tuple[tuple[int, ...], ...], LayerParameters] = {}
-    for rows in layers.values():
-        key = tuple(row.shape for row in rows)
+    seen: dict[Any, LayerParameters] = {}
+    for index, rows in enumerate(layers.values()):
+        window = windows[index] if windows else None
+        key = window, tuple(row.shape for row in rows)
         if key not in seen:
-            seen[key] = _block(rows)
+            seen[key] = _block(rows, window)
         pattern.append(kinds.setdefault(seen[key], len(kinds)))
     return Blueprint(kinds=tuple(kinds), pattern=tuple(pattern), final=final, **sizes)
 
 
-def _block(rows: list[Parameter]) -> LayerParameters:
+def _block(rows: list[Parameter], window: int | None) -> LayerParameters:
     matrices, vectors = [], 0
     for row in rows:
         if len(row.shape) == 1 or ("experts" in row.dims and len(row.shape) == 2 and row.dims[0] == "experts"):
@@ -211,4 +219,5 @@ def _block(rows: list[Parameter]) -> LayerParameters:
         name = row.name.split(".", 2)[2].removesuffix(".weight")
         split, keys = bool(TP_SPLITS & set(dims)), "kv_heads" in dims
         matrices.append(Matrix(name, shape[0], shape[1], split, experts, keys))
-    return LayerParameters(tuple(matrices), vectors, any(row.name.endswith("attention.q_norm.weight") for row in rows))
+    head_norms = any(row.name.endswith("attention.q_norm.weight") for row in rows)
+    return LayerParameters(tuple(matrices), vectors, head_norms, window)

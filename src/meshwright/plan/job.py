@@ -308,8 +308,9 @@ def has_adapter(matrix: Matrix, adapts: Adapts) -> bool:
 
 def block_flops(model: Blueprint, kind: int, sequence: int) -> float:
     """Forward operations of one token in a block of a kind, for balancing stages."""
-    active = (m.out * m.into * (model.top_k if m.experts else 1) for m in model.kinds[kind].matrices)
-    return 2.0 * sum(active) + model.attention_flops(sequence, causal=False)
+    block = model.kinds[kind]
+    active = (m.out * m.into * (model.top_k if m.experts else 1) for m in block.matrices)
+    return 2.0 * sum(active) + model.attention_flops(block, sequence, causal=False)
 
 
 _balanced = functools.lru_cache(maxsize=256)(balanced_stages)

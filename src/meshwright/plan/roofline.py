@@ -94,7 +94,7 @@ class Device:
         gemm = PassTime(0.0, 0.0)
         for matrix in block.matrices:
             gemm += self._experts(matrix, tokens) if matrix.experts else self._matrix(matrix, tokens)
-        attention = self.attention(tokens)
+        attention = self.attention(block, tokens)
         traffic = self._elementwise_bytes(block, tokens) / self.bandwidth
         return gemm + attention + PassTime(traffic, 2 * traffic)
 
@@ -121,7 +121,7 @@ class Device:
     def cheap_part(self, block: LayerParameters) -> float:
         """Seconds of a block's forward pass that selective recomputation repeats."""
         if self.job.stack.attention == "unfused":
-            return self.attention(self.job.tokens).forward
+            return self.attention(block, self.job.tokens).forward
         return self._elementwise_bytes(block, self.job.tokens) / self.bandwidth
 
     def update(self, parameters: float) -> float:
@@ -174,15 +174,15 @@ class Device:
         unpacked = out * into * (packed + 2 * width) / self.bandwidth if packed else 0.0
         return PassTime(forward + unpacked, backward + unpacked)
 
-    def attention(self, tokens: float) -> PassTime:
-        """Scores and weighted values of one layer."""
+    def attention(self, block: LayerParameters, tokens: float) -> PassTime:
+        """Scores and weighted values of one block."""
         job, model, constants = self.job, self.job.model, self.constants
         unfused = job.stack.attention == "unfused"
         context = min(job.sequence, job.document or job.sequence)
-        flops = tokens * model.attention_flops(context, causal=not unfused) / job.layout.tp
+        flops = tokens * model.attention_flops(block, context, causal=not unfused) / job.layout.tp
         forward, backward = flops / self.attention_rate, constants.attention_backward * flops / self.attention_rate
         if unfused:
-            span = min(job.sequence, model.window or job.sequence)
+            span = min(job.sequence, block.window or job.sequence)
             scores = tokens * span * model.num_heads / job.layout.tp
             traffic = scores * constants.score_bytes / self.bandwidth
             forward, backward = forward + traffic, 2 * flops / self.attention_rate + 1.5 * traffic

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from itertools import accumulate, pairwise
 from pathlib import Path
 
-from meshwright.families.flops import attention_flops_per_token
+from meshwright.families.flops import mixer_flops_per_token
 from meshwright.families.table import active_numel, parameter_table
 from meshwright.spec.errors import UserError
 from meshwright.spec.model import ModelSpec
@@ -19,8 +19,7 @@ def layer_costs(spec: ModelSpec, sequence_length: int) -> tuple[float, ...]:
 
     The embedding's look-up does no arithmetic and costs nothing.
     """
-    attention = attention_flops_per_token(spec, sequence_length) / spec.num_layers
-    costs = [attention] * spec.num_layers
+    costs = [float(mixer_flops_per_token(layer.mixer, sequence_length)) for layer in spec.layers]
     for row in parameter_table(spec):
         if row.name.startswith("layers.") and len(row.shape) >= 2:
             costs[int(row.name.split(".")[1])] += 2 * active_numel(spec, row)

@@ -73,9 +73,10 @@ class BlockParts:
     again: dict[Policy, float]
     """Seconds of recomputation, by policy."""
     tensor: PassTime
+    context: PassTime
     expert: PassTime
     whole: PassTime
-    """All but recomputation, with the exchange of context parallelism."""
+    """All but recomputation."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +84,6 @@ class Parts:
     """The costs of one microbatch in each kind of block and in the head; many layouts share them."""
 
     blocks: tuple[BlockParts, ...]
-    context: PassTime
     head: PassTime
 
 
@@ -124,21 +124,18 @@ class StepModel:
             cache[key] = self.parts
 
     def _parts(self) -> Parts:
-        layout = self.job.layout
-        context = self._context(axis_group(self.cluster, layout.cp, layout.tp))
-        return Parts(
-            tuple(self._of_block(block, context) for block in self.job.model.kinds), context, self.device.head()
-        )
+        return Parts(tuple(self._of_block(block) for block in self.job.model.kinds), self.device.head())
 
-    def _of_block(self, block: LayerParameters, context: PassTime) -> BlockParts:
+    def _of_block(self, block: LayerParameters) -> BlockParts:
         layout, busy = self.job.layout, self.device.busy(block)
         tensor = self._tensor(block, axis_group(self.cluster, layout.tp, 1))
+        context = self._context(block, axis_group(self.cluster, layout.cp, layout.tp))
         expert = self._expert(block, axis_group(self.cluster, layout.ep, 1), busy)
         waiting = self.device.waiting(block, busy + (tensor + expert))
         compute = busy + waiting
         forward = compute.forward + tensor.forward
         again: dict[Policy, float] = {policy: self._recompute(policy, block, forward) for policy in POLICIES}
-        return BlockParts(compute, waiting.both, again, tensor, expert, compute + tensor + context + expert)
+        return BlockParts(compute, waiting.both, again, tensor, context, expert, compute + tensor + context + expert)
 
     def microbatch(self) -> float:
         """Seconds of one microbatch through the whole model, both passes, as on one stage and unsharded; where only
@@ -191,7 +188,7 @@ class StepModel:
             recompute=count * repeated,
             tensor=count * sum(number * block.tensor.both for number, block in blocks),
             expert=count * sum(number * block.expert.both for number, block in blocks),
-            context=count * job.stage_layers[stage] * parts.context.both,
+            context=count * sum(number * block.context.both for number, block in blocks),
             data=count * gathering.both + self.gradients(backward),
             pipeline=timeline.messages,
             bubble=timeline.bubble - timeline.messages,
@@ -244,7 +241,7 @@ class StepModel:
         shown = 1 - self.constants.tensor_hidden if job.stack.overlap_tensor else 1.0
         return PassTime(shown * both, shown * both * (1.25 if job.sequence_parallel else 1.0))
 
-    def _context(self, group: CommGroup) -> PassTime:
+    def _context(self, block: LayerParameters, group: CommGroup) -> PassTime:
         """Keys and values travel around the ring, overlapped with attention to the previous part."""
         job, model = self.job, self.job.model
         if job.layout.cp == 1:
@@ -252,7 +249,7 @@ class StepModel:
         pairs = 2 * job.micro_batch * job.sequence * model.num_kv_heads * model.head_dim
         payload = pairs / job.layout.tp * self.device.width
         ring = self.wires.all_gather(group, payload) + (job.layout.cp - 2) * self.wires.link_s
-        behind = self.device.attention(job.tokens).scaled(self.constants.overlap)
+        behind = self.device.attention(block, job.tokens).scaled(self.constants.overlap)
         return PassTime(self._exposed(ring, behind.forward), self._exposed(2 * ring, behind.backward))
 
     def _exposed(self, wire: float, time: float) -> float:

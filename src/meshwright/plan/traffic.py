@@ -20,6 +20,7 @@ from meshwright.families.split import is_experts, kept_shape, rows_of_layers, sp
 from meshwright.spec.actions import Transfer, with_transfers
 from meshwright.spec.errors import UserError
 from meshwright.spec.fit import context_method
+from meshwright.spec.layers import AttentionSpec
 from meshwright.spec.model import Parameter
 from meshwright.spec.precision import DTYPES
 from meshwright.spec.quantized import sent_bytes
@@ -194,10 +195,12 @@ def _tensor(rank: _Rank) -> Traffic:
 
     silent, alive = _silent_halves(rank)
     again, whole_again = ([n for n in layers if n not in silent[1::2]] for layers in (rank.again, rank.whole_again))
-    # Recomputing a block stops before its last result, so its last scatter is not repeated; selective recomputation
-    # keeps what scatters have added up.
+    # Recomputing a block stops before its last result, so its last scatter is not repeated unless a norm reads it;
+    # selective recomputation keeps what scatters have added up.
+    normed = [layer for layer in whole_again if model.layer(layer).norms_outputs]
     gathers = 2 * halves(rank.layers) + rank.first + rank.last + halves(again)
     scatters = 2 * halves(rank.layers) + rank.first + rank.last + len(whole_again)
+    scatters += halves(normed) - len(normed)
     if rank.frozen:  # nor has the embedding a gradient, nor what comes into the first half that trains
         gathers -= 1 + len(silent)
         scatters -= alive + len(silent)
@@ -215,9 +218,21 @@ def _tensor(rank: _Rank) -> Traffic:
             ("all-reduce", "tp"): rank.rounds * rank.last * rank.tokens * 3 * rank.wide
             + sum(row.numel for row in kept) * summed
             + _balance(rank)
-            + _row_norms(rank, again),
+            + _row_norms(rank, again)
+            + _head_norms(rank, silent),
         }
     )
+
+
+def _head_norms(rank: _Rank, silent: Sequence[int]) -> int:
+    """The sums of squares of queries and of keys, one for each token, where norms span all heads; their gradients."""
+
+    def spread(layers: Iterable[int]) -> int:
+        mixers = (rank.model.layer(layer).mixer for layer in layers)
+        return sum(isinstance(mixer, AttentionSpec) and mixer.qk_norm == "all" for mixer in mixers)
+
+    passes = 2 * spread(rank.layers) + spread(rank.again) - spread(set(silent))
+    return rank.rounds * passes * 2 * rank.tokens * rank.wide
 
 
 def _silent_halves(rank: _Rank) -> tuple[list[int], bool]:

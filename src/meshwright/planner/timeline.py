@@ -97,7 +97,7 @@ def _parts(model: StepModel, rank: int) -> _Parts:
     wire = [passes.exposed]
     for kind, count in job.stage_kinds[rank]:
         block = model.parts.blocks[kind]
-        wire.append((block.tensor + block.expert + model.parts.context).scaled(count))
+        wire.append((block.tensor + block.expert + block.context).scaled(count))
     return _Parts(
         passes.whole.forward,
         passes.whole.backward,

@@ -36,7 +36,8 @@ def shrink(resolved: ResolvedRun) -> ResolvedRun:
     if resolved.model.foreign is not None:
         raise UserError(f"{run.model.name} is computed by transformers and cannot be shrunk; use --no-shrink")
     stages = _stage_layers(resolved.stage_layers)
-    layers = sum(stages) if stages else min(2, resolved.model.num_layers)
+    kinds = len(_pattern(resolved.model)["window_layers"])
+    layers = sum(stages) if stages else min(max(2, kinds), resolved.model.num_layers)
     for model, length in _candidates(resolved, layers):
         training = _kept_layers(run.training, model)
         misfits = low_precision_misfits(training, parameter_table(model), model, run.finetune, layout, length)
@@ -141,6 +142,7 @@ def _candidates(resolved: ResolvedRun, layers: int) -> Iterator[tuple[ModelSpec,
     if model.sliding_window is not None:
         whole = resolved.run.data.sequence_length
         sizes["sliding_window"] = max(1, model.sliding_window * length // max(whole, 2 * model.sliding_window))
+    sizes |= _pattern(model)
     if model.num_experts:
         chosen, groups = model.experts_per_token, model.router_groups
         # Twice as many as are chosen; half of them get most tokens, so that the others sometimes get none.
@@ -151,12 +153,24 @@ def _candidates(resolved: ResolvedRun, layers: int) -> Iterator[tuple[ModelSpec,
     if model.kv_rank is not None:
         sizes |= {"kv_rank": 2 * HEAD_DIM, "q_rank": model.q_rank and HEAD_DIM + 4}
         sizes |= {"nope_head_dim": HEAD_DIM - 4, "rope_head_dim": 4, "v_head_dim": HEAD_DIM - 2, "head_dim": HEAD_DIM}
+    elif model.rope_head_dim:
+        sizes["rope_head_dim"] = max(2, model.rope_head_dim * sizes["head_dim"] // model.head_dim // 2 * 2)
+    if model.query_scalar is not None:
+        sizes["query_scalar"] = max(1, model.query_scalar * sizes["head_dim"] // model.head_dim)
     common = gcd(model.num_heads, model.num_kv_heads)
     # At least two key and value heads, if the model has two: a single one cannot be misplaced.
     divisors = (n for n in range(1, common + 1) if common % n == 0 and (n == 1 or model.num_kv_heads // n > 1))
     for divisor in sorted(divisors, reverse=True):
         heads = {"num_heads": model.num_heads // divisor, "num_kv_heads": model.num_kv_heads // divisor}
         yield model.model_copy(update=sizes | heads), length
+
+
+def _pattern(model: ModelSpec) -> dict[str, tuple[bool, ...]]:
+    """Patterns in which each combination of window and rotation, of those that the layers have, comes once."""
+    windows, ropes = model.window_layers, model.rope_layers
+    places = ((windows[i % len(windows)], ropes[i % len(ropes)]) for i in range(model.num_layers))
+    few = tuple(dict.fromkeys(places))
+    return {"window_layers": tuple(one for one, _ in few), "rope_layers": tuple(one for _, one in few)}
 
 
 def _like(size: int, small: int, unit: int) -> int:

@@ -2,41 +2,27 @@
 
 from dataclasses import dataclass
 from math import prod
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
 from meshwright.spec.base import Spec
+from meshwright.spec.layers import (
+    ActivationName,
+    ExpertsSpec,
+    LayerSpec,
+    NormsName,
+    QkNormName,
+    Rope,
+    RopeScaling,
+    RouterScores,
+    layers_of,
+)
 from meshwright.spec.plugins import Pluggable
 
 WIDEST, DEEPEST, LONGEST = 10**7, 10**4, 10**12
 """Limits: the largest width, number of heads or vocabulary; the largest number of layers or experts; the most
 positions. No model exceeds them; larger sizes are refused before any computation."""
-
-
-class RopeScaling(Spec):
-    """Scaling of the rotary embeddings' frequencies for a longer context (`rope_type` in Hugging Face's config)."""
-
-    kind: Literal["llama3", "yarn"] = "llama3"
-    """llama3 (Dubey et al., 2024) or yarn (Peng et al., 2023)."""
-    factor: float = Field(gt=0)
-    """Scaled context length relative to the original one, for low frequencies."""
-    original_max_positions: int = Field(default=8192, ge=1)
-    """Context length of the pretraining before scaling."""
-    low_freq_factor: float = Field(default=1.0, gt=0)
-    """llama3: wavelengths above original_max_positions / low_freq_factor are scaled fully."""
-    high_freq_factor: float = Field(default=4.0, gt=0)
-    """llama3: wavelengths below original_max_positions / high_freq_factor are not scaled."""
-    beta_fast: float = Field(default=32.0, gt=0)
-    """yarn: frequencies with more rotations than this in the original context are not scaled."""
-    beta_slow: float = Field(default=1.0, gt=0)
-    """yarn: frequencies with fewer rotations than this in the original context are scaled fully."""
-    mscale: float | None = None
-    """yarn: growth of the rotated dims with log(factor), with mscale_all_dim; default as published."""
-    mscale_all_dim: float | None = None
-    """yarn: growth of all dims of queries and keys with log(factor) (deepseek_v3)."""
-    attention_factor: float | None = None
-    """yarn: factor of cosines and sines; default from factor and mscale."""
 
 
 class ModelFields(Spec):
@@ -50,9 +36,9 @@ class ModelFields(Spec):
     """Initial weights: randomly initialized, or the Hugging Face directory's. auto: pretrained if `name` is a Hugging
     Face directory with weights, else random. Adapters need pretrained weights unless the recipe sets random."""
     family: str | None = None
-    """Architecture if no name is given: gpt2, llama, mistral, qwen2, qwen3, mixtral, qwen3_moe or deepseek_v3; or your
-    own model, an entry point of the group meshwright.models. With the name of a Hugging Face directory, transformers:
-    that library computes the model."""
+    """Architecture if no name is given: gpt2, llama, mistral, qwen2, qwen3, gemma3, olmo3, smollm3, mixtral, qwen3_moe,
+    deepseek_v3, glm4_moe, minimax_m2 or gpt_oss; or your own model, an entry point of the group meshwright.models. With
+    the name of a Hugging Face directory, transformers: that library computes the model."""
     hidden: int | None = Field(default=None, ge=1, le=WIDEST)
     """Width of the residual stream."""
     num_layers: int | None = Field(default=None, ge=1, le=DEEPEST)
@@ -77,12 +63,18 @@ class ModelFields(Spec):
     """Scaling of the rotary embedding's frequencies for a longer context."""
     sliding_window: int | None = Field(default=None, ge=1, le=LONGEST)
     """Attention to at most this many previous positions."""
+    window_theta: float | None = Field(default=None, gt=0)
+    """gemma3: base of the rotary embedding in layers with the sliding window."""
+    query_scalar: int | None = Field(default=None, ge=1)
+    """gemma3: attention scores are divided by its root; default head_dim."""
+    qk_norm: QkNormName | None = None
+    """glm4_moe: RMSNorm of queries and keys, over each head (heads) or none."""
     tied_embeddings: bool | None = None
     """Use the embedding matrix as the output head as well."""
     init_std: float | None = Field(default=None, gt=0)
     """Standard deviation of randomly initialized matrices."""
     num_experts: int | None = Field(default=None, ge=1, le=DEEPEST)
-    """Experts that the router chooses from (mixtral, qwen3_moe, deepseek_v3)."""
+    """Experts that the router chooses from (mixtral, qwen3_moe, deepseek_v3, glm4_moe, minimax_m2)."""
     experts_per_token: int | None = Field(default=None, ge=1, le=DEEPEST)
     """Experts that each token is sent to."""
     expert_ffn: int | None = Field(default=None, ge=1, le=WIDEST)
@@ -91,17 +83,18 @@ class ModelFields(Spec):
     """Coefficient of the load-balancing loss, which is part of the gradient but not of the reported loss; 0 disables
     it."""
     balance_rate: float | None = Field(default=None, ge=0)
-    """deepseek_v3: change per step of the bias of experts with more or less load than the mean."""
+    """deepseek_v3, glm4_moe, minimax_m2: change per step of the bias of experts with more or less load than the
+    mean."""
     shared_experts: int | None = Field(default=None, ge=0, le=DEEPEST)
-    """deepseek_v3: experts that process every token, in addition to the routed ones."""
+    """deepseek_v3, glm4_moe: experts that process every token, in addition to the routed ones."""
     dense_layers: int | None = Field(default=None, ge=0)
-    """deepseek_v3: number of first layers that are dense, of width ffn."""
+    """deepseek_v3, glm4_moe: number of first layers that are dense, of width ffn."""
     router_groups: int | None = Field(default=None, ge=1)
-    """deepseek_v3: groups of experts, of which a token uses only the best router_top_groups."""
+    """deepseek_v3, glm4_moe: groups of experts, of which a token uses only the best router_top_groups."""
     router_top_groups: int | None = Field(default=None, ge=1)
-    """deepseek_v3: number of groups that each token uses."""
+    """deepseek_v3, glm4_moe: number of groups that each token uses."""
     router_scale: float | None = Field(default=None, gt=0)
-    """deepseek_v3: factor of the routed experts' output."""
+    """deepseek_v3, glm4_moe: factor of the routed experts' output."""
     q_rank: int | None = Field(default=None, ge=1, le=WIDEST)
     """deepseek_v3: width of the latent that queries are computed from; default none, computed from the residual
     stream."""
@@ -110,7 +103,7 @@ class ModelFields(Spec):
     nope_head_dim: int | None = Field(default=None, ge=1, le=WIDEST)
     """deepseek_v3: width of a head's part without positions."""
     rope_head_dim: int | None = Field(default=None, ge=2, le=WIDEST)
-    """deepseek_v3: width of a head's rotated part, whose key all heads share."""
+    """Width of a head's rotated part; in deepseek_v3 all heads share its key (deepseek_v3, glm4_moe, minimax_m2)."""
     v_head_dim: int | None = Field(default=None, ge=1, le=WIDEST)
     """deepseek_v3: width of a head's values."""
 
@@ -222,12 +215,28 @@ class Fp8Files(Spec):
 
 
 FamilyName = Literal[
-    "gpt2", "llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe", "deepseek_v3", "transformers"
+    "gpt2",
+    "llama",
+    "mistral",
+    "qwen2",
+    "qwen3",
+    "gemma3",
+    "olmo3",
+    "smollm3",
+    "mixtral",
+    "qwen3_moe",
+    "deepseek_v3",
+    "glm4_moe",
+    "minimax_m2",
+    "gpt_oss",
+    "transformers",
 ]
 """Our families, and the name for any other architecture in a Hugging Face directory."""
 
-ActivationName = Literal["silu", "gelu_tanh"]
-"""Activation functions of feed-forward layers and experts; gelu_tanh is GELU with the tanh approximation."""
+
+def _qk_norm(value: Any) -> Any:
+    """Files of older versions say whether each head is normed."""
+    return {True: "heads", False: "none"}[value] if isinstance(value, bool) else value
 
 
 class ModelSpec(Spec):
@@ -242,30 +251,49 @@ class ModelSpec(Spec):
     ffn: int = Field(ge=1, le=WIDEST)
     vocab: int = Field(ge=1, le=WIDEST)
     max_positions: int = Field(ge=1, le=LONGEST)
-    norm: Literal["rmsnorm", "layernorm"]
+    norm: Literal["rmsnorm", "layernorm", "offset_rmsnorm"]
+    """offset_rmsnorm (gemma3): RMSNorm that adds one to its weight."""
     norm_eps: float = Field(ge=0, allow_inf_nan=False)
+    norms: NormsName = "before"
     activation: ActivationName
     gated: bool
     """Whether feed-forward layers multiply the activation with a second projection (SwiGLU, GeGLU: Shazeer, 2020)."""
     positions: Literal["rope", "learned"]
     rope_theta: float = Field(default=10000.0, gt=0)
     rope_scaling: RopeScaling | None = None
-    qk_norm: bool = False
-    """RMSNorm over head_dim on queries and keys, before rope (qwen3)."""
+    rope_layers: tuple[bool, ...] = Field(default=(True,), min_length=1)
+    """The layers that rotate queries and keys, from the first on; the pattern repeats."""
+    qk_norm: Annotated[QkNormName, BeforeValidator(_qk_norm)] = "none"
+    query_scalar: int | None = Field(default=None, ge=1)
+    """Scores are divided by its root; default head_dim."""
+    sinks: bool = False
+    """Whether each head has a learned score of a key without value (gpt_oss)."""
     qkv_bias: bool = False
     output_bias: bool = False
     """Bias of the attention's output projection."""
     ffn_bias: bool = False
     sliding_window: int | None = Field(default=None, ge=1, le=LONGEST)
+    window_layers: tuple[bool, ...] = Field(default=(True,), min_length=1)
+    """The layers that have the sliding window, from the first on; the pattern repeats."""
+    window_theta: float | None = Field(default=None, gt=0)
+    """Base of the rotary embedding in layers with the window; default rope_theta."""
+    window_scaled: bool = True
+    """Whether rope_scaling applies to layers with the window."""
     tied_embeddings: bool = False
+    embedding_scaled: bool = False
+    """Whether embeddings are multiplied by the root of hidden (gemma3)."""
     init_std: float = Field(default=0.02, gt=0)
     num_experts: int = Field(default=0, ge=0, le=DEEPEST)
     """Experts that the router chooses from; 0: every layer is dense."""
     experts_per_token: int = Field(default=0, ge=0, le=DEEPEST)
     expert_ffn: int = Field(default=0, ge=0, le=WIDEST)
     """Width of one expert."""
-    router_scores: Literal["softmax", "sigmoid"] = "softmax"
-    """Scores from the router's logits: probabilities over all experts, or an independent score for each."""
+    expert_bias: bool = False
+    """Whether experts and router have biases, which are trained (gpt_oss)."""
+    glu_alpha: float = 1.702
+    glu_limit: float = Field(default=7.0, gt=0)
+    """Factor and bound of the activation clamped_silu."""
+    router_scores: RouterScores = "softmax"
     router_normalised: bool = False
     """Whether the chosen experts' scores are divided by their sum."""
     router_scale: float = Field(default=1.0, gt=0)
@@ -282,7 +310,8 @@ class ModelSpec(Spec):
     q_rank: int | None = Field(default=None, ge=1, le=WIDEST)
     nope_head_dim: int = Field(default=0, ge=0, le=WIDEST)
     rope_head_dim: int = Field(default=0, ge=0, le=WIDEST)
-    """With latent attention head_dim = nope_head_dim + rope_head_dim; otherwise the whole head is rotated."""
+    """Width of a head's rotated part; with latent attention head_dim = nope_head_dim + rope_head_dim, otherwise 0 for
+    the whole head."""
     v_head_dim: int = Field(default=0, ge=0, le=WIDEST)
     """With latent attention; otherwise values are as wide as keys."""
     foreign: ForeignModel | None = None
@@ -292,9 +321,38 @@ class ModelSpec(Spec):
     fp8: Fp8Files | None = None
     """If the Hugging Face directory stores matrices in fp8: in which form."""
 
+    @property
+    def layers(self) -> tuple[LayerSpec, ...]:
+        """Every layer, first to last."""
+        bare = self
+        if self.foreign is not None or self.wrapper is not None:  # large, and without effect here
+            bare = self.model_copy(update={"foreign": None, "wrapper": None})
+        return layers_of(bare)  # pyright: ignore[reportArgumentType]
+
+    def layer(self, index: int) -> LayerSpec:
+        """One layer."""
+        return self.layers[index]
+
     def is_moe(self, layer: int) -> bool:
         """Whether the feed-forward of layer `layer` consists of experts."""
-        return self.num_experts > 0 and layer >= self.dense_layers
+        return isinstance(self.layer(layer).feed_forward, ExpertsSpec)
+
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        """The different windows of its layers, None for full attention."""
+        return tuple(dict.fromkeys(layer.mixer.window for layer in self.layers))
+
+    @property
+    def rope(self) -> Rope:
+        """The rotary table of layers with full attention."""
+        return Rope(theta=self.rope_theta, scaling=self.rope_scaling)
+
+    @property
+    def window_rope(self) -> Rope:
+        """The rotary table of layers with the window."""
+        return Rope(
+            theta=self.window_theta or self.rope_theta, scaling=self.rope_scaling if self.window_scaled else None
+        )
 
     @property
     def rotated_dim(self) -> int:
@@ -312,8 +370,9 @@ class Parameter:
     name: str
     """Name in `named_parameters()`, e.g. `layers.0.attention.wq.weight`."""
     dims: tuple[str, ...]
-    """Named dims: vocab, embed, heads (num_heads * head_dim), kv_heads, head_dim, ffn, positions, experts, expert_ffn,
-    shared_ffn; of latent attention v_heads, q_rank, kv_rank, kv_latent; of adapters rank."""
+    """Named dims: vocab, embed, heads (num_heads * head_dim), kv_heads, query_heads (num_heads), head_dim, ffn,
+    positions, experts, expert_ffn, shared_ffn, bias (1, of experts' biases); of latent attention v_heads, q_rank,
+    kv_rank, kv_latent; of adapters rank."""
     shape: tuple[int, ...]
     """Global shape."""
     init: Literal["normal", "uniform", "ones", "zeros", "row_norms", "quantized"]

@@ -71,11 +71,14 @@ def _memory(resolved: ResolvedRun) -> str:
 
 def _attention(trainer: Trainer) -> str:
     """The attention kernel; empty if a strategy or the model computes attention in another way."""
-    run, request = trainer.resolved.run, asked_attention(trainer.resolved, trainer.device)
+    run, requests = trainer.resolved.run, asked_attention(trainer.resolved, trainer.device)
     parts = run.layout.cp > 1 and context_method(run.layout, trainer.resolved.model, run.data.sequence_length)[0]
     if trainer.resolved.model.foreign is not None or parts in ("ring", "all_gather"):
         return ""
-    return describe_kernel(run.training.attention, request)
+    kernels = {one.window: describe_kernel(run.training.attention, one) for one in requests}
+    if len(set(kernels.values())) == 1:
+        return kernels[requests[0].window]
+    return "; ".join(f"{kernel} for a window of {window or 'all tokens'}" for window, kernel in kernels.items())
 
 
 def _products(trainer: Trainer) -> str:

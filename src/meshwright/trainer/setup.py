@@ -174,7 +174,8 @@ def build_trainer(resolved: ResolvedRun, place: RankContext, weights: RowSource 
     """Build this rank's part of a run; every rank of the layout must call it. `weights`: default the run's."""
     if resolved.run.training.deterministic:
         use_deterministic_kernels()
-    check_kernel(resolved.run.training.attention, asked_attention(resolved, place.device))
+    for request in asked_attention(resolved, place.device):
+        check_kernel(resolved.run.training.attention, request)
     passes = build_parallel_model(resolved, place.meshes)
     trainer = give_state(passes, resolved, place, weights or run_weights(resolved))
     if isinstance(passes.model, ForeignDecoder):
@@ -186,11 +187,12 @@ def build_trainer(resolved: ResolvedRun, place: RankContext, weights: RowSource 
     return trainer
 
 
-def asked_attention(resolved: ResolvedRun, device: torch.device) -> Asked:
-    """The run's requirements on its attention kernel on a device."""
+def asked_attention(resolved: ResolvedRun, device: torch.device) -> tuple[Asked, ...]:
+    """The run's requirements on its attention kernel on a device, for each window of its layers."""
     training, model = resolved.run.training, resolved.model
     documents = resolved.run.data.separate_documents or training.preference is not None
-    return Asked(device, torch_dtype(training.dtypes.compute), model.head_dim, documents, model.sliding_window)
+    dtype = torch_dtype(training.dtypes.compute)
+    return tuple(Asked(device, dtype, model.head_dim, documents, window) for window in model.windows)
 
 
 def build_parallel_model(resolved: ResolvedRun, meshes: Meshes | None, objective: Objective | None = None) -> Passes:

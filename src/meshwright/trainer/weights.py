@@ -87,6 +87,11 @@ def base_of(resolved: ResolvedRun) -> dict[str, str] | None:
     return {"path": str(directory), "fingerprint": fingerprint_of(directory)}
 
 
+LATER_FIELDS = ("wrapper", "fp8", "norms", "rope_layers", "query_scalar", "window_layers", "window_theta")
+LATER_FIELDS += ("window_scaled", "embedding_scaled", "sinks", "expert_bias", "glu_alpha", "glu_limit")
+"""Fields of a model that the first version did not have."""
+
+
 def _fields_of_drawn(model: ModelSpec) -> dict[str, Any]:
     """The fields in a fingerprint of random weights, in the form of the first version, whose adapters continue."""
     fields = model.model_dump(mode="json")
@@ -95,9 +100,13 @@ def _fields_of_drawn(model: ModelSpec) -> dict[str, Any]:
     elif fields["activation"] == "silu":
         del fields["gated"]
         fields["activation"] = "swiglu"
-    for later in ("wrapper", "fp8"):
-        if fields[later] is None:
+    fields["qk_norm"] = {"none": False, "heads": True}.get(fields["qk_norm"], fields["qk_norm"])
+    plain = ModelSpec.model_construct().model_dump(mode="json", warnings=False)
+    for later in LATER_FIELDS:
+        if fields[later] == plain[later]:
             del fields[later]
+    if fields["rope_scaling"] is not None and fields["rope_scaling"]["truncate"]:
+        del fields["rope_scaling"]["truncate"]
     if fields["foreign"] is not None and not fields["foreign"]["transposed"]:
         del fields["foreign"]["transposed"]
     return fields
