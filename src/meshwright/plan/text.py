@@ -4,6 +4,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from meshwright.plan.candidate import TIGHT
+from meshwright.spec.text import billions
 
 GB = 1e9
 DEGREES = ("pp=", "dp_", "cp=", "tp=", "ep=", "zero=")
@@ -18,8 +19,8 @@ def plan_lines(facts: dict[str, Any]) -> Iterator[str]:
     searched = facts["searched"]
     count = f"{cluster['devices']} x "
     name = cluster["name"] if cluster["name"].startswith(count) else f"{cluster['name']}: {count}{cluster['device']}"
-    size, sequences = facts["parameters"] / 1e9, facts["sequences_per_step"]
-    yield f"{facts['model']}: {size:.3g}B parameters; {sequences} x {facts['sequence_length']} tokens a step"
+    size, sequences = billions(facts["parameters"]), facts["sequences_per_step"]
+    yield f"{facts['model']}: {size} parameters; {sequences} x {facts['sequence_length']} tokens a step"
     yield (
         f"{name}, {cluster['memory_gb']:.1f} GB each; {searched['legal']} layouts, "
         f"{searched['predicted']} predicted; ranges cover {facts['interval']:.0%}"

@@ -12,6 +12,7 @@ from meshwright.planner.pictures import machines, timeline
 from meshwright.planner.query import Planned
 from meshwright.planner.sensitivity import Progress, sensitivity
 from meshwright.planner.tables import frontier, layouts, methods, strategies
+from meshwright.spec.text import billions
 from meshwright.version import __version__
 
 PARTS = ("plan.css", "plan.js")
@@ -36,7 +37,7 @@ def planned_about(planned: Sequence[Planned]) -> str:
     """The line below the title, in HTML."""
     facts = planned[0].facts
     words = [
-        f"{facts['parameters'] / 1e9:.3g}B parameters",
+        f"{billions(facts['parameters'])} parameters",
         f"{facts['sequences_per_step']:,} x {facts['sequence_length']:,} tokens a step",
         f"{facts['steps']:,} steps",
     ]
