@@ -5,12 +5,15 @@ import json
 import re
 import shutil
 import sys
+from pathlib import Path
 
 import pytest
 
+import meshwright
 from launched import run_program
 from meshwright.cli import demo
 from meshwright.cli.main import main
+from meshwright.trainer.run import train
 
 RECIPE = """\
 model: {family: llama, hidden: 16, num_layers: 1, num_heads: 2, max_positions: 32}
@@ -49,6 +52,15 @@ def test_training_for_machines_prints_json_alone_and_progress_beside_it(trained)
     assert result["checkpoint"] == "runs/small/checkpoints/step-00000003"
     assert (folder / result["checkpoint"]).is_dir()
     assert "step 3/3  loss" in errors
+
+
+def test_python_trains_the_recipe_in_a_file_from_any_folder(trained, tmp_path, monkeypatch):
+    """Its relative paths are of its own folder, the run's directory of the working one, as for `meshwright train`."""
+    monkeypatch.chdir(tmp_path)
+    result = train(trained[0] / "recipes/run.yaml")
+    assert result.checkpoint == Path("runs/small/checkpoints/step-00000003")
+    assert result.loss == json.loads(trained[1])["loss"]
+    assert "train" in dir(meshwright)
 
 
 @pytest.mark.slow

@@ -64,6 +64,10 @@ _HOMES = {
 }
 
 
+def __dir__() -> list[str]:
+    return sorted({*__all__, "__version__"})
+
+
 def __getattr__(name: str) -> Any:
     """Import a public name when it is first used, so that `import meshwright` costs nothing."""
     if name not in _HOMES:

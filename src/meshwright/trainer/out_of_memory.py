@@ -241,20 +241,18 @@ def read_page(run_dir: Path) -> tuple[str, Sequence[Sequence[str]]]:
         return "", []
 
 
-def check_retry(retry: bool, *, alone: bool) -> None:
-    """Raise `UserError` if this process cannot restart a run, because another launcher started it."""
-    if retry and not alone:
-        raise UserError(
-            "--retry-oom: another launcher started this process, and only that launcher can restart all processes; "
-            "start meshwright train once on each machine"
-        )
-
-
 class Attempts:
     """The attempts of a run, each a recipe and what to resume from: one; with `retry`, after each that runs out of
     memory, one with a remedy. A remedy never changes the global batch or the order of samples."""
 
-    def __init__(self, run: Run, resume: str | None, *, retry: bool) -> None:
+    def __init__(self, run: Run, resume: str | None, *, retry: bool, alone: bool = True) -> None:
+        """Raises `UserError` if this process cannot restart a run, because another launcher started it (`alone` is
+        false)."""
+        if retry and not alone:
+            raise UserError(
+                "--retry-oom: another launcher started this process, and only that launcher can restart all processes; "
+                "start meshwright train once on each machine"
+            )
         self._run, self._resume, self._retry = run, resume, retry
         self.status = 0
         """The last attempt's exit status; set it before the next one."""

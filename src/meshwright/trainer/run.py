@@ -23,6 +23,7 @@ from meshwright.objectives import Objective
 from meshwright.pages.view import RunsPage
 from meshwright.spec.errors import UserError
 from meshwright.spec.plugins import plugged_in
+from meshwright.spec.recipe import load_recipe
 from meshwright.spec.run import ResolvedRun, Run
 from meshwright.storage.lock import Lock
 from meshwright.storage.scratch import scratch_folder
@@ -37,7 +38,6 @@ from meshwright.trainer.metrics import History, read_journal, stepped_since
 from meshwright.trainer.origin import command_line
 from meshwright.trainer.out_of_memory import (
     Attempts,
-    check_retry,
     page_of_killed,
     print_error,
     shortage,
@@ -71,10 +71,10 @@ class TrainResult:
 
 
 def train(
-    run: Run,
+    run: Run | Path | str,
     *,
     resume: bool | str = False,
-    base_dir: Path | str = ".",
+    base_dir: Path | str | None = None,
     wait_for_lock: float = 0.0,
     callbacks: Sequence[Callback] = (),
     lr_schedule: Callable[[int, int], float] | None = None,
@@ -84,13 +84,13 @@ def train(
     model: type[Model] | None = None,
     retry_oom: bool = False,
 ) -> TrainResult:
-    """Train `run` to its last step, on the processes of its layout.
+    """Train `run`, or the recipe in a file, to its last step, on the processes of its layout.
 
     Under torchrun, Slurm or Kubeflow this process is already one of them; otherwise it starts them. Paths in the recipe
-    are relative to `base_dir`. `resume` continues from the newest checkpoint in `run.run_dir` (True), from a named one,
-    or (`auto`) from the newest good one if there is any. Only one run may use a run directory: if another run does,
-    this one waits `wait_for_lock` seconds for its end, then raises an error. With `retry_oom`, a run that runs out of
-    memory restarts from its newest checkpoint, with the first change that would fit.
+    are relative to `base_dir`, by default the file's folder. `resume` continues from the newest checkpoint in
+    `run.run_dir` (True), from a named one, or (`auto`) from the newest good one if there is any. If another run uses
+    the run directory, this one waits `wait_for_lock` seconds for its end, then raises an error. With `retry_oom`, a run
+    that runs out of memory restarts from its newest checkpoint, with the first change that would fit.
 
     Plug-ins (docs/plugins.md) replace the recipe's settings. `callbacks` are called in order, after the recipe's.
     `lr_schedule(step, steps)` returns the factor of the peak learning rate at a step from 1 to `steps`. `optimizer` is
@@ -102,19 +102,19 @@ def train(
     `TrainingStopped`, a `KeyboardInterrupt`, if a signal ended the run.
     """
     plugins = Plugins(tuple(callbacks), lr_schedule, optimizer, objective, model, dataset)
-    run, worker = plugins.named_in(run), find_worker()
+    folder = Path(base_dir or (Path() if isinstance(run, Run) else Path(run).parent)).resolve()
+    run, worker = plugins.named_in(run if isinstance(run, Run) else load_recipe(run)), find_worker()
     end_with(worker.parent if worker else 0)
     again = worker is not None and worker.attempt > 0  # torchrun starts the same command again
     which = AUTO if again else NEWEST if resume is True else resume or None
-    check_retry(retry_oom, alone=worker is None)
-    attempts = Attempts(run, which, retry=retry_oom)
+    attempts = Attempts(run, which, retry=retry_oom, alone=worker is None)
     with StopRequest(raises=worker is None) as stop, plugged_in(plugins.objects()):
         try:
             with run_lock(Path(run.run_dir), wait_for_lock) if _writes(worker) else nullcontext() as lock:
                 for run, which in attempts:
                     if lock:
                         _check_run_dir(Path(run.run_dir), which)
-                    resolved = _resolve(run, Path(base_dir).resolve(), None if worker else which)
+                    resolved = _resolve(run, folder, None if worker else which)
                     try:
                         if worker is None and _needs_workers(resolved, plugins):
                             launch = Launch(stop, lock, restarts_killed=not retry_oom)
