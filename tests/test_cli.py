@@ -173,6 +173,22 @@ def test_a_check_warns_of_a_recipe_without_data(folder, capsys):
     assert warning.startswith("the recipe names no data, so it would train on the standard library of Python")
 
 
+def test_a_check_warns_of_adapters_that_leave_the_experts_frozen(folder, capsys):
+    """Most of such a model's parameters."""
+    model = "model={family: qwen3_moe, hidden: 32, num_layers: 2, num_heads: 2, num_experts: 8, experts_per_token: 2}"
+    words = ["check", "run.yaml", model, "model.weights=random", "layout={dp_shard: 1}", "--json"]
+    expected = {
+        "finetune={method: lora}": ["finetune: experts have no adapters, so 92% of the model's parameters stay as they "
+                                    "are; finetune.train=[experts] trains them in full"],
+        "finetune={method: lora, train: [experts]}": [],
+        "finetune={method: full}": [],
+    }  # fmt: skip
+    for finetune, warnings in expected.items():
+        main([*words, finetune])
+        facts = json.loads(capsys.readouterr().out)
+        assert (facts["problems"], facts["warnings"]) == ([], warnings), finetune
+
+
 @pytest.mark.parametrize("verb", ["check", "train", "plan"])
 def test_a_file_of_another_system_is_named_with_what_to_do(folder, capsys, verb):
     (folder / "ds.json").write_text('{"train_batch_size": 8, "zero_optimization": {"stage": 2}}')

@@ -29,6 +29,7 @@ from meshwright.data.sources import SourceFile, find_files, names_of
 from meshwright.data.token_file import file_in_memory
 from meshwright.data.tokenizer import train_tokenizer
 from meshwright.families import active_parameters, count_trained, parameter_table, pretrained_directory, resolve_model
+from meshwright.families.adapters import frozen_experts
 from meshwright.families.described import describe_split, describe_table
 from meshwright.families.wrapped import describe_files
 from meshwright.machine import find_machine
@@ -161,6 +162,11 @@ def examine(recipe: Run, base_dir: Path, findings: Findings) -> dict[str, Any]:
             machine = find_machine(resolved.run.device)
             facts["warnings"] = findings.attempt(lambda: warnings(resolved, forecast(resolved, machine))) or []
             facts["warnings"] += [machine.note] * bool(machine.note)
+            if share := frozen_experts(model, recipe.finetune):
+                facts["warnings"].append(
+                    f"finetune: experts have no adapters, so {share:.0%} of the model's parameters stay as they are; "
+                    "finetune.train=[experts] trains them in full"
+                )
             if "sources" not in recipe.data.model_fields_set:
                 facts["warnings"].append(f"{NO_DATA}; set data.sources (data.sources=stdlib if it is meant)")
             if resolved.stage_layers:

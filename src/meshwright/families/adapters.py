@@ -78,6 +78,18 @@ class Adapter:
                 yield row("magnitude", (out,), (rows,), init="row_norms", segments=by_rows)
 
 
+def frozen_experts(model: ModelSpec, finetune: FinetuneSpec | None) -> float:
+    """The share of a model's parameters that are in experts which fine-tuning leaves as they are; 0 if it changes them,
+    or nothing is fine-tuned by adapters."""
+    if finetune is None or isinstance(finetune, FullSpec):
+        return 0.0
+    table = finetuned_table(model, finetune)
+    experts = [row for row in table if ".experts." in row.name]
+    if any(row.trained for row in experts):
+        return 0.0
+    return sum(row.numel for row in experts) / sum(row.numel for row in table)
+
+
 def finetuned_table(model: ModelSpec, finetune: FinetuneSpec | None) -> tuple[Parameter, ...]:
     """Every parameter of the fine-tuned model in the order of `named_parameters()`, adapters included.
 
