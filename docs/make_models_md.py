@@ -84,6 +84,8 @@ OLMO3 = replace(
         "window_scaled": False,      # yarn applies only to layers without the window
     },
     defaults={"max_positions": 8192, "norm_eps": 1e-6, "rope_theta": 500000.0, "sliding_window": 4096},
+    # ... and what follows
+)
 ```
 
 The rest are its published sizes (`presets`), and Hugging Face's names: `hf_fields` maps our options to keys of

@@ -140,6 +140,8 @@ ELSEWHERE = ("layout.cp_method", "training.optimizer.rounding", "training.low_pr
 """Settings that count only where another has another value than in these recipes."""
 ELSEWHERE += ("layout.offload", "finetune.method")
 """Names of whole sections, which engines read instead."""
+ELSEWHERE += ("model.qk_norm",)
+"""Of the resolved model, which is compared whole with the one that a file describes."""
 
 
 def words_of(annotation: Any) -> Iterator[Any]:

@@ -178,7 +178,7 @@ def examine(recipe: Run, base_dir: Path, findings: Findings) -> dict[str, Any]:
     written = None
     if findings.attempt(lambda: (require_plugins(recipe), True)):
         written = findings.attempt(lambda: with_datasets(recipe, base_dir, most=SAMPLE_RECORDS))
-    recipe = written or recipe
+    plugged, recipe = has_datasets(recipe.data), written or recipe
     given = findings.attempt(lambda: _starting_model(recipe, base_dir, model)) or NO_MODEL
     files = None
     if written or not has_datasets(recipe.data):
@@ -187,6 +187,7 @@ def examine(recipe: Run, base_dir: Path, findings: Findings) -> dict[str, Any]:
         formats = {file.name: file.format for file in files if file.is_records}
         facts["data"] = {"files": len(files), "bytes": sum(file.path.stat().st_size for file in files)}
         facts["data"] |= {"formats": formats} if formats else {}
+        facts["data"] |= {"plugged": True} if plugged else {}
         findings.attempt(lambda: _check_objective(recipe, files))
         if resolved is not None:
             tokenizer = findings.attempt(lambda: find_tokenizer(recipe.data, base_dir=base_dir, model=given))
@@ -335,6 +336,7 @@ def _report(facts: dict[str, Any]) -> Iterator[str]:
         origin = "to be trained on this text" if tokenizer["trained"] else "found"
         yield f"tokenizer  {tokenizer['vocab']} tokens, {origin}"
     yield from (f"note       {note}" for note in facts.get("notes", []))
-    if (sample := facts.get("sample")) and "formats" in facts.get("data", {}):  # records: parts are not trained
+    # Of records and datasets of one's own; a corpus of text would only push the rest off the screen.
+    if (sample := facts.get("sample")) and {"formats", "plugged"} & facts.get("data", {}).keys():
         yield "sample     the first; trained text after |, context after ."
         yield from (f"  {line}" for line in sample)

@@ -71,10 +71,15 @@ def _table(rope: Mapping[str, Any], theta: Any, reader: HfReader) -> dict[str, A
 def _rotated(rope: Mapping[str, Any], reader: HfReader, values: Mapping[str, Any]) -> dict[str, Any]:
     """`rope_head_dim`, if only a part of each head is rotated."""
     config, default = reader.config, reader.family.hf_rotated
-    head_dim = values.get("head_dim") or values["hidden"] // values["num_heads"]
-    if reader.family.hf_rotary_dim and isinstance(config.get("rotary_dim"), int):
+    sizes = [values.get("head_dim") or 1, values["hidden"], values["num_heads"]]
+    if not all(type(size) is int and size > 0 for size in sizes):
+        return {}  # refused when the sizes are checked
+    head_dim = values.get("head_dim") or max(1, values["hidden"] // values["num_heads"])
+    if reader.family.hf_rotary_dim and type(config.get("rotary_dim")) is int:
         default = config["rotary_dim"] / head_dim
     factor = rope.get("partial_rotary_factor", config.get("partial_rotary_factor", default or 1.0))
+    if type(factor) not in (int, float) or not 0 < factor <= 1:
+        raise UnsupportedError(f"{reader.where}: partial rotation of {factor!r} of a head: must be above 0, at most 1")
     if default is None and factor == 1:
         return {}
     if default is None:
