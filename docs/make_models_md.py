@@ -78,10 +78,10 @@ OLMO3 = replace(
     name="olmo3",
     switches={
         **LLAMA.switches,
-        "norms": "after",            # outputs of attention and feed-forward are normed, not their inputs
-        "qk_norm": "all",            # queries and keys are normed over all heads
-        "window_layers": every(4),   # three layers with the window, then one without; the pattern repeats
-        "window_scaled": False,      # yarn applies only to layers without the window
+        "norms": "after",  # outputs of attention and feed-forward are normed, not their inputs
+        "qk_norm": "all",  # queries and keys are normed over all heads
+        "window_layers": every(4),  # three layers with the window, then one without; the pattern repeats
+        "window_scaled": False,  # yarn applies only to layers without the window
     },
     defaults={"max_positions": 8192, "norm_eps": 1e-6, "rope_theta": 500000.0, "sliding_window": 4096},
     # ... and what follows
