@@ -73,11 +73,18 @@ def page() -> str:
 def _sizes() -> Iterator[str]:
     yield from ("| part | rooms | files | lines |", "|---|---|---|---|")
     for part, rooms in PARTS.items():
-        files = [path for room in rooms for path in _files(room)]
-        lines = sum(len(path.read_text(encoding="utf-8").splitlines()) for path in files)
         names = ", ".join(f"{room}/" for room in rooms if room != ".")
-        yield f"| {part} | {names} | {len(files)} | {lines:,} |"
+        yield f"| {part} | {names} | {len(_part_files(part))} | {part_lines(part):,} |"
     yield ""
+
+
+def part_lines(part: str) -> int:
+    """Lines of Python in a part of the house."""
+    return sum(len(path.read_text(encoding="utf-8").splitlines()) for path in _part_files(part))
+
+
+def _part_files(part: str) -> list[Path]:
+    return [path for room in PARTS[part] for path in _files(room)]
 
 
 def _files(room: str) -> Iterator[Path]:

@@ -104,6 +104,15 @@ def test_a_printed_preset_is_the_same_run_with_its_settings_explained(name, opti
     assert not list(schema.iter_errors(yaml.safe_load(given)))
 
 
+@pytest.mark.parametrize("words", [["--schema", "demo"], ["--schema", "--full"], ["--schema", "--json"], ["--full"]])
+def test_options_of_init_that_do_not_go_together_are_refused(words, capsys):
+    assert main(["init", *words]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(
+        "error: --schema describes every recipe" if "--schema" in words else "error: --full needs a"
+    )
+
+
 def test_the_schema_takes_every_short_form_and_refuses_mistakes(capsys):
     assert main(["init", "--schema"]) == 0
     schema = json.loads(capsys.readouterr().out)
@@ -207,6 +216,8 @@ def test_a_file_of_another_system_is_named_with_what_to_do(folder, capsys, verb)
     )
     assert main(["import", "fit.py"]) == 2
     assert "a program of Lightning, which is configured in code, and no code is run" in capsys.readouterr().err
+    assert main(["import", "run.yaml"]) == 2
+    assert capsys.readouterr().err == "error: run.yaml: a recipe already; check it: meshwright check run.yaml\n"
     (folder / "mine.yaml").write_text("model: gpt2\nlayout: {dp_shrd: 2}\n")
     main([verb, "mine.yaml", *more])
     assert "mine.yaml:2: layout.dp_shrd: unknown key" in capsys.readouterr().err, "a recipe with mistakes is a recipe"

@@ -1,5 +1,6 @@
 """The core and its satellites: what each may use of the other."""
 
+import re
 import sys
 from pathlib import Path
 
@@ -7,8 +8,9 @@ import pytest
 
 from test_house import FILES, imports, modules, rooms, trees_are_dropped  # noqa: F401
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "docs"))
-from make_files_md import PARTS, ROOMS
+DOCS = Path(__file__).resolve().parents[1] / "docs"
+sys.path.insert(0, str(DOCS))
+from make_files_md import PARTS, ROOMS, part_lines
 
 CORE = set(PARTS["the core"])
 SATELLITES = {room for part, names in PARTS.items() for room in names if part not in ("the core", "tools of tests")}
@@ -82,6 +84,16 @@ def test_every_room_is_in_one_part_and_on_the_page_of_files() -> None:
     here = {room_of(file) for file in FILES}
     assert sorted(named) == sorted(here)
     assert set(ROOMS) == here
+
+
+def test_the_picture_of_the_house_has_today_s_sizes() -> None:
+    """To 3 %; docs/files.md has the exact ones."""
+    picture = (DOCS.parent / "ARCHITECTURE.md").read_text().split("```")[1]
+    drawn = [int(number.replace(",", "")) for number in re.findall(r"([\d,]+) lines", picture)]
+    parts = ["the planner", "other systems", "a model in use", "inspection", "the core"]
+    assert drawn == pytest.approx([part_lines(part) for part in parts], rel=0.03)
+    named = set(re.findall(r"(\w+)/", picture))
+    assert named == {room for part, rooms in PARTS.items() if part != "tools of tests" for room in rooms} - {"."}
 
 
 def test_the_core_asks_satellites_in_few_files() -> None:

@@ -43,7 +43,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """List the presets, or print one, or the schema."""
+    """List the presets, or print one, or the schema.
+
+    Raises UserError for options that do not go together.
+    """
+    if arguments.schema and (arguments.preset or arguments.full or arguments.json):
+        raise UserError("--schema describes every recipe and is JSON already; give it alone")
+    if arguments.full and arguments.preset is None:
+        raise UserError("--full needs a preset, as in meshwright init demo --full")
     if arguments.schema:
         print(json.dumps(recipe_schema(), indent=2))
         return 0
@@ -53,7 +60,7 @@ def run(arguments: argparse.Namespace) -> int:
         return 0
     path = find_preset(arguments.preset)
     recipe = load_recipe(path, arguments.overrides)
-    lines = (commented_recipe if arguments.full else short_recipe)(recipe, title=_title(path))
+    lines = (commented_recipe if arguments.full else short_recipe)(recipe, path)
     print_result(arguments, recipe.model_dump(mode="json"), lines)
     return 0
 
@@ -71,14 +78,14 @@ def find_preset(name: str) -> Path:
     raise UserError(f"unknown preset '{name}'{hint}")
 
 
-def short_recipe(recipe: Run, *, title: str) -> Iterator[str]:
-    """The settings that the recipe gives, as lines of YAML, each with the first sentence of its meaning.
+def short_recipe(recipe: Run, preset: Path) -> Iterator[str]:
+    """The settings that a preset's recipe gives, as lines of YAML, each with the first sentence of its meaning.
 
     Raises UserError if the model does not exist.
     """
     resolve_model(recipe.model, base_dir=Path(), vocab=recipe.data.tokenizer_vocab)
-    yield f"# {title}"
-    yield "# Every other setting has its default: `meshwright init PRESET --full` prints and explains them all."
+    yield f"# {_title(preset)}"
+    yield f"# Every other setting has its default; `meshwright init {preset.stem} --full` explains all of them."
     yield from _given(recipe, "")
 
 
@@ -102,8 +109,8 @@ def _given(section: Spec, indent: str) -> Iterator[str]:
             yield from _beside(indent + _entry(name, value), meaning)
 
 
-def commented_recipe(recipe: Run, *, title: str) -> Iterator[str]:
-    """The recipe as lines of YAML with every setting, given or default, and its meaning in a comment.
+def commented_recipe(recipe: Run, preset: Path) -> Iterator[str]:
+    """A preset's recipe as lines of YAML with every setting, given or default, and its meaning in a comment.
 
     Sizes of the model that follow from its name or family are commented out, with their values.
 
@@ -113,7 +120,7 @@ def commented_recipe(recipe: Run, *, title: str) -> Iterator[str]:
     sizes = {
         name: value.model_dump(exclude_defaults=True) if isinstance(value, Spec) else value for name, value in model
     }
-    yield f"# {title}"
+    yield f"# {_title(preset)}"
     for name, field in Run.model_fields.items():
         value = getattr(recipe, name)
         yield ""

@@ -265,8 +265,11 @@ def _whole(proof: Any) -> list[str]:
             name, difference = comparison.wrong
             return f"differs in {name}, by {_amount(difference)}"
         both = comparison.numbers | comparison.tensors
+        equal = f"{len(both)} of {len(both)} equal"
+        if comparison.is_scaled:
+            return equal
         worst = max(both, key=lambda name: both[name].share)
-        return f"{len(both)} of {len(both)} equal; largest difference in {worst}: {_amount(both[worst])}"
+        return f"{equal}; largest difference in {worst}: {_amount(both[worst])}"
 
     lines = [f"  {comparison.name:<17}  {summary(comparison)}" for comparison in proof.whole]
     return ["whole steps, as in training", *lines] if lines else []

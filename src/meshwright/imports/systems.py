@@ -111,7 +111,8 @@ def describe_foreign(path: Path) -> str:
         if isinstance(values, Mapping) and values.keys() <= Run.model_fields.keys():
             return ""
         if path.suffix == ".py" and (name := _configured_in_code(read_text(path))):
-            return f"{path}: not a recipe, but a program of {name}; see what can be done: meshwright import {path}"
+            command = f"meshwright import {shlex.quote(str(path))}"
+            return f"{path}: not a recipe, but a program of {name}; see what can be done: {command}"
         return (
             f"{path}: not a recipe, but a file of {_opened(path)[0].name}; convert it first: "
             f"meshwright import {shlex.quote(str(path))} --write run.yaml"
@@ -160,6 +161,8 @@ def _opened(path: Path) -> tuple[System, Any, str]:
     for system in SYSTEMS:
         if system.recognises(values):
             return system, values, name
+    if values and values.keys() <= Run.model_fields.keys():
+        raise UserError(f"{path}: a recipe already; check it: meshwright check {shlex.quote(str(path))}")
     nearest = _nearest(list(flat(values)))
     likely = nearest.share(list(flat(values))) > 1 / 2
     hint = f", but most of its keys are {nearest.name}'s: import a whole file of it" if likely else ""

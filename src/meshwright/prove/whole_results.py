@@ -62,6 +62,11 @@ class WholeComparison:
     """Weights, buffers and moments, if they are compared; of a skipped step, those that it changed."""
 
     @property
+    def is_scaled(self) -> bool:
+        """Whether its loss is near the largest number of the dtype, so that only relative differences mean anything."""
+        return self.name == SKIPPED
+
+    @property
     def wrong(self) -> tuple[str, Difference] | None:
         """The first figure or tensor that differs."""
         both = [*self.numbers.items(), *self.tensors.items()]
