@@ -2,11 +2,16 @@
 
 import re
 import sys
+import traceback
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from test_house import FILES, imports, modules, rooms, trees_are_dropped  # noqa: F401
+from meshwright.trainer.run import train
+from test_house import FILES, SOURCE, imports, modules, rooms, trees_are_dropped  # noqa: F401
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "docs"))
 from make_files_md import PAGE, PARTS, ROOMS, part_lines
@@ -93,6 +98,36 @@ def test_the_picture_of_the_house_has_today_s_sizes() -> None:
     assert drawn == pytest.approx([part_lines(part) for part in parts], rel=0.03)
     named = set(re.findall(r"(\w+)/", picture))
     assert named == {room for part, rooms in PARTS.items() if part != "tools of tests" for room in rooms} - {"."}
+
+
+class FirstProduct(TorchDispatchMode):
+    """Finds the project's own functions around the first matrix product of a training step, from the outside in."""
+
+    frames: tuple[str, ...] = ()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not self.frames and func.overloadpacket is torch.ops.aten.mm:
+            frames = [frame for frame in traceback.extract_stack() if f"{SOURCE}/" in frame.filename]
+            names = tuple(frame.name for frame in frames)
+            self.frames = names if "train_loop" in names else ()
+        return func(*args, **(kwargs or {}))
+
+
+def test_from_train_to_a_matrix_product_there_are_few_frames(tmp_path: Path) -> None:
+    """As many as ARCHITECTURE.md lists."""
+    (tmp_path / "a.txt").write_text("fish swim in the sea\n" * 99)
+    recipe = tmp_path / "run.yaml"
+    recipe.write_text(
+        "model: {family: llama, hidden: 64, num_layers: 1, num_heads: 2}\n"
+        f"data: {{sources: a.txt, sequence_length: 64, tokenizer_vocab: 280, cache_dir: {tmp_path}/cache}}\n"
+        f"training: {{steps: 1, global_batch: 4}}\ndevice: cpu\nrun_dir: {tmp_path}/run\n"
+    )
+    with FirstProduct() as first:
+        train(recipe)
+    text = (PAGE.parents[1] / "ARCHITECTURE.md").read_text()
+    (listed,) = re.findall(r"there are (\d+) frames of this project", text)
+    assert first.frames[:3] == ("train", "train_rank", "train_loop")
+    assert len(first.frames) == int(listed)
 
 
 def test_the_core_asks_satellites_in_few_files() -> None:
