@@ -1,7 +1,7 @@
 """Tiny models to serve: fresh weights large enough for clear preferences, a tokenizer, a chat template."""
 
 import dataclasses
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,23 +34,34 @@ PLAIN = """\
 """
 
 
-def spec_of(family: str, vocab: int = VOCAB, **more: Any) -> ModelSpec:
-    """A tiny model's spec, with shared key heads and a sliding window if the family has them."""
+def spec_of(family: str, vocab: int = VOCAB, *, switches: Mapping[str, Any] | None = None, **more: Any) -> ModelSpec:
+    """A tiny model's spec, with shared key heads and a sliding window if the family has them.
+    `switches`: fields of the spec that the family does not have."""
     sizes = SIZES | {"family": family, "vocab": vocab}
     if family not in ("gpt2", "deepseek_v3"):
         sizes["num_kv_heads"] = 2
-    if family == "mistral":
+    if family in ("mistral", "gemma3", "olmo3", "smollm3", "gpt_oss"):
         sizes["sliding_window"] = 9
+    if family in ("gemma3", "olmo3", "smollm3"):
+        sizes["num_layers"] = 6 if family == "gemma3" else 4  # one of each kind
+    if family in ("glm4_moe", "minimax_m2", "gpt_oss"):
+        sizes |= {"num_experts": 4, "experts_per_token": 2, "ffn": 48}
     if family == "deepseek_v3":
         sizes |= {"kv_rank": 12, "nope_head_dim": 6, "rope_head_dim": 4, "v_head_dim": 8, "num_experts": 16}
-    return resolve_model(ModelFields(**sizes | more), base_dir=Path())
+    spec = resolve_model(ModelFields(**sizes | more), base_dir=Path())
+    return ModelSpec.model_validate(spec.model_dump() | dict(switches or {}))
 
 
 def model_of(family: str, *, dtype: torch.dtype = torch.float64, seed: int = 1, **more: Any) -> Decoder:
-    """A tiny model with weights."""
+    """A tiny model with weights; norms and biases differ from their initial values too."""
     spec = spec_of(family, **more)
     model = build_model(spec, device="cpu", dtype=dtype)
     initialize(model, parameter_table(spec), seed=seed)
+    with torch.no_grad():
+        for row in parameter_table(spec):
+            if row.init in ("ones", "zeros"):
+                noise = draw_rows(dataclasses.replace(row, init="normal", init_std=0.2), seed, 0, row.shape[0])
+                model.get_parameter(row.name).add_(noise)
     return model.eval()
 
 

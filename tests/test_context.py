@@ -25,6 +25,7 @@ from tiny import tiny_run
 
 METHODS = ("ring", "all_gather", "ulysses")
 FAMILIES = ("gpt2", "llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe", "gemma3", "olmo3", "smollm3")
+FAMILIES += ("gpt_oss",)
 LAYOUTS = {name.removesuffix("-every-method"): layout for name, layout in CONTEXT_PARALLEL.items()}
 T, K = 32, 8
 

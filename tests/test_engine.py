@@ -247,9 +247,13 @@ def test_a_users_own_model_is_cached_only_where_that_changes_nothing(mixes: bool
         assert answer.ids == whole[len(prompt) - 1 : -1].tolist()
 
 
+PACKED = ("llama", "gpt2", "mistral", "qwen2", "qwen3", "mixtral", "deepseek_v3")
+PACKED += ("gemma3", "olmo3", "smollm3", "glm4_moe", "minimax_m2", "gpt_oss")
+
+
 @torch.inference_mode()
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("family", ["llama", "gpt2", "mistral", "qwen2", "qwen3", "mixtral", "deepseek_v3"])
+@pytest.mark.parametrize("family", PACKED)
 def test_packed_models_compute_the_same(family: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every weight in oneDNN's order, at any size."""
     if not onednn_multiplies(dtype):
@@ -271,6 +275,43 @@ def test_packed_models_compute_the_same(family: str, dtype: torch.dtype, monkeyp
         found, expected = ours.read(tokens, len(PROMPTS)).double(), theirs.read(tokens, len(PROMPTS)).double()
         error, size = (found - expected).norm() / expected.norm(), torch.finfo(dtype).eps
         assert error <= 20 * size, error
+
+
+SWITCHES: dict[str, dict[str, Any]] = {
+    "offset norms": {"norm": "offset_rmsnorm"},
+    "norms of outputs": {"norms": "after"},
+    "norms of inputs and outputs": {"norms": "both"},
+    "norms over all heads": {"qk_norm": "all"},
+    "scaled scores": {"query_scalar": 3},
+    "sinks": {"sinks": True},
+    "partial rotation": {"rope_head_dim": 4},
+    "layers without rotation": {"rope_layers": (True, False)},
+    "no rotation": {"rope_layers": (False,)},
+    "windows": {"sliding_window": 5},
+    "layers with windows": {"sliding_window": 5, "window_layers": (True, False)},
+    "layers with another rotation": {"sliding_window": 5, "window_layers": (True, False), "window_theta": 7.0},
+    "scaled embeddings": {"embedding_scaled": True},
+}
+"""Switches of layers and models, each alone in a Llama."""
+
+
+@torch.inference_mode()
+@pytest.mark.usefixtures("compiler")
+@pytest.mark.parametrize("switch", SWITCHES)
+def test_fast_generation_has_each_switch_or_leaves_it_to_the_modules(
+    switch: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Compiled steps and packed blocks as in `generate`, with prompts longer than the window."""
+    monkeypatch.setattr(packed_module, "SMALL", 0)
+    plain, fast = (model_of("llama", dtype=torch.float32, switches=SWITCHES[switch]) for _ in range(2))
+    assert plain.spec != model_of("llama").spec
+    compile_where_possible(fast, lambda _: None)
+    pack(fast)
+    ours, theirs = CachedReader(fast), CachedReader(plain)
+    singles = [(row, [row + 9]) for row in range(len(PROMPTS))]
+    for tokens in (list(enumerate(PROMPTS)), singles, singles):
+        found, expected = ours.read(tokens, len(PROMPTS)).double(), theirs.read(tokens, len(PROMPTS)).double()
+        assert (found - expected).norm() <= 20 * torch.finfo(torch.float32).eps * expected.norm()
 
 
 @torch.inference_mode()

@@ -17,7 +17,7 @@ EOS = 0
 PROMPTS = [[5, 6, 7, 8, 9], [3], [11, 4, 11]]
 GREEDY = Sampling(temperature=0)
 FAMILIES = ["llama", "gpt2", "mistral", "mixtral", "qwen3_moe", "deepseek_v3", "gemma3", "olmo3", "smollm3"]
-FAMILIES += ["glm4_moe", "minimax_m2"]
+FAMILIES += ["glm4_moe", "minimax_m2", "gpt_oss"]
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
@@ -30,6 +30,8 @@ def model(request, tmp_path_factory):
         fields = fields.model_copy(update=latent)
     if request.param == "mistral":
         fields = fields.model_copy(update={"sliding_window": 3, "num_kv_heads": 2})
+    if request.param == "gpt_oss":
+        fields = fields.model_copy(update={"sliding_window": 3, "num_kv_heads": 2, "num_experts": 4, "ffn": 32})
     if request.param in ("gemma3", "olmo3", "smollm3"):
         layers = 6 if request.param == "gemma3" else 4
         fields = fields.model_copy(update={"sliding_window": 3, "num_kv_heads": 2, "num_layers": layers})

@@ -16,7 +16,7 @@ from meshwright.parallel.compile import apply_compile
 from meshwright.spec.model import ModelFields
 
 FAMILIES = ["gpt2", "llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe", "deepseek_v3"]
-FAMILIES += ["gemma3", "olmo3", "smollm3", "glm4_moe", "minimax_m2"]
+FAMILIES += ["gemma3", "olmo3", "smollm3", "glm4_moe", "minimax_m2", "gpt_oss"]
 BALANCED = ("deepseek_v3", "glm4_moe", "minimax_m2")
 """Families whose experts are balanced by a bias."""
 PATTERN = {"gemma3": {"num_layers": 6}, "olmo3": {"num_layers": 4}, "smollm3": {"num_layers": 4}}

@@ -19,7 +19,7 @@ from meshwright.parallel.materialize import materialize
 from meshwright.parallel.recompute import apply_recompute
 from meshwright.spec.model import ModelFields
 
-FAMILIES = ("gpt2", "llama", "mistral", "qwen3", "gemma3", "olmo3", "smollm3")
+FAMILIES = ("gpt2", "llama", "mistral", "qwen3", "gemma3", "olmo3", "smollm3", "gpt_oss")
 ROWS = ((200, 3, 1, 40, 12), (5, 70, 80, 90, 11))
 """Lengths of the documents of two rows: alone, merged with neighbours, and merged across rows."""
 T = sum(ROWS[0])
@@ -29,7 +29,7 @@ def build(family):
     sizes = {"hidden": 24, "num_layers": 2, "num_heads": 4, "vocab": 50, "max_positions": T}
     if family != "gpt2":
         sizes |= {"num_kv_heads": 2, "ffn": 40}
-    if family in ("mistral", "gemma3", "olmo3"):
+    if family in ("mistral", "gemma3", "olmo3", "gpt_oss"):
         sizes["sliding_window"] = 20
     if family in ("gemma3", "olmo3", "smollm3"):
         sizes["num_layers"] = 6 if family == "gemma3" else 4  # one of each kind

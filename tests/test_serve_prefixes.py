@@ -32,7 +32,7 @@ def talk(engine: InferenceEngine, turns: int = 3) -> list[tuple[list[int], list[
     return found
 
 
-@pytest.mark.parametrize("family", ["llama", "mistral", "gpt2", "deepseek_v3"])
+@pytest.mark.parametrize("family", ["llama", "mistral", "gpt2", "deepseek_v3", "gemma3", "gpt_oss"])
 def test_a_conversation_is_answered_as_without_reuse(family: str) -> None:
     model, prefixes = model_of(family), Prefixes(MIB)
     found = talk(InferenceEngine(model, prefixes=prefixes))

@@ -113,7 +113,7 @@ def everything_of(opened: Any, text: Path) -> dict[str, Any]:
 
 
 @pytest.mark.every(3)
-@pytest.mark.parametrize("family", ["llama", "gpt2", "mixtral", "deepseek_v3"])
+@pytest.mark.parametrize("family", ["llama", "gpt2", "mixtral", "deepseek_v3", "gemma3", "olmo3", "smollm3", "gpt_oss"])
 def test_two_ranks_answer_as_one_process(family: str, ranks: RankPool, tmp_path: Path) -> None:
     model = model_of(family, vocab=301, init_std=0.2)
     folder = hf_directory(tmp_path / "hf", model, tokenizer_of(CHATML))
@@ -131,7 +131,7 @@ def test_two_ranks_answer_as_one_process(family: str, ranks: RankPool, tmp_path:
         assert found["kept"] == 0.5
         parts, is_packed = found["packed"]
         assert (parts - logits).norm() <= 20 * torch.finfo(torch.float32).eps * logits.norm()
-        assert is_packed == (family in ("llama", "gpt2"))
+        assert is_packed == (family in ("llama", "gpt2", "smollm3"))
         if rank == 0:
             assert found["led"] == expected["answers"]
             assert found["again"] == expected["answers"][2:3]

@@ -265,6 +265,8 @@ def _why_not(model: Decoder) -> str | None:
 
 def _unsupported(spec: ModelSpec) -> str | None:
     """The option of a layer, or of the whole model, that the code does not have."""
+    if spec.norm == "offset_rmsnorm":
+        return "norms that add one to their weights"
     for kind in dict.fromkeys(spec.layers):
         mixer, dense = kind.mixer, kind.feed_forward
         if isinstance(mixer, AttentionSpec):
