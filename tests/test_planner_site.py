@@ -110,6 +110,26 @@ def test_files_are_dropped_onto_the_page(tmp_path: Path, capsys: pytest.CaptureF
         (SMALL | {"files": {str(n): "" for n in range(9)}}, "9 files"),
         (SMALL | {"evil": 1}, "a request is an object with model, words"),
         (SMALL | {"words": "a"}, "words: 'a' is of another kind"),
+        (SMALL | {"margin": 10**400}, "--margin inf is not allowed"),
+        (SMALL | {"model": "\ud800"}, "the request is not JSON"),
+        (SMALL | {"model": ""}, "no model; name one"),
+        (SMALL | {"model": ".."}, "the page reads no file of this machine"),
+        (SMALL | {"model": "a" * 5000}, "more than 200 bytes"),
+        (SMALL | {"files": {"..": "x"}}, "'..' is no name of a file"),
+        (SMALL | {"files": {"": "x"}}, "'' is no name of a file"),
+        (SMALL | {"files": {"a\0.yaml": "x"}}, "is no name of a file"),
+        (SMALL | {"files": {"a" * 300 + ".yaml": "x"}}, "is no name of a file"),
+        (SMALL | {"files": {"a/x.yaml": "", "b/x.yaml": ""}}, "two of the files have the same name"),
+        (SMALL | {"files": {"config.json": json.dumps({"model_type": "a\0" * 200})}}, "is not supported"),
+        (SMALL | {"words": ["layout=" + "[" * 100_000]}, "more than 10,000 characters"),
+        (SMALL | {"words": ["model.name=/etc"]}, "the page reads no file of this machine"),
+        (SMALL | {"words": ["cluster=/etc/x.yaml"], "clusters": []}, "the page reads no file of this machine"),
+        (SMALL | {"words": ["layout.schedule=/etc/x.csv"]}, "the page reads no file of this machine"),
+        (SMALL | {"words": ["training.global_batch=1" + "0" * 30]}, "plan supports 16,777,216"),
+        (SMALL | {"clusters": ["1" + "0" * 20 + "xa100"]}, "plan supports 1,048,576"),
+        (SMALL | {"clusters": ["1" + "0" * 5000 + "xa100"]}, "more than 200 bytes"),
+        (SMALL | {"clusters": ["16xa100@0Gb/s"]}, "the rate must be above 0"),
+        (SMALL | {"clusters": ["4xa100"] * 17}, "17 clusters; compare at most 16"),
     ],
 )  # fmt: skip
 def test_a_bad_request_is_one_problem(request_: dict[str, Any], problem: str) -> None:
@@ -120,6 +140,7 @@ def test_a_bad_request_is_one_problem(request_: dict[str, Any], problem: str) ->
 
 def test_no_json_is_a_problem() -> None:
     assert json.loads(respond("{"))["problems"] == ["the request is not JSON"]
+    assert json.loads(respond("[" * 100_000))["problems"] == ["the request is nested too deeply"]
 
 
 def test_every_device_of_the_form_is_the_one_it_says() -> None:
