@@ -278,9 +278,28 @@ def test_no_other_page_can_drive_the_server(
     assert not planned
 
 
+@pytest.mark.slow
+def test_the_browser_runs_nothing_that_a_plan_holds(browser: Any, server: ThreadingHTTPServer) -> None:
+    """Should a text ever reach the page unescaped, its policy refuses it: scripts, handlers and other hosts."""
+    context = browser.new_context()
+    page, refused = context.new_page(), list[str]()
+    page.on("console", lambda message: refused.append(message.text))
+    page.goto(f"http://127.0.0.1:{server.server_port}/#model=gpt2&cluster=4xa100")
+    settled(page, "64 x 1,024 tokens")
+    assert not [line for line in refused if "favicon" not in line and "404" not in line]
+    page.evaluate("plan.innerHTML = '<img src=/x onerror=\"window.hurt = 1\">'")
+    page.evaluate("document.body.append(Object.assign(document.createElement('script'), {text: 'window.hurt = 1'}))")
+    page.evaluate("fetch('http://127.0.0.2:1/').catch(() => 0)")
+    page.wait_for_selector("#plan img", state="attached")
+    for what in ("event handler", "inline script", "127.0.0.2"):
+        assert any(what in line and "Content Security Policy" in line for line in refused), (what, refused)
+    assert page.evaluate("window.hurt") is None
+    context.close()
+
+
 def settled(page: Any, text: str) -> None:
     """Wait until the newest plan is drawn."""
-    page.wait_for_function("!document.querySelector('#plan').classList.contains('old')")
+    page.wait_for_selector("#plan:not(.old)")
     page.wait_for_selector(f"#about:has-text('{text}')")
 
 
