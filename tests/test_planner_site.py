@@ -3,8 +3,10 @@
 In a browser: needs `playwright` and a Chromium, skipped without. In Pyodide (`make test-site`): needs node too.
 """
 
+import contextlib
 import http.client
 import json
+import socket
 import subprocess
 import sys
 import threading
@@ -18,6 +20,7 @@ from typing import Any
 import pytest
 
 from meshwright.cli.main import main
+from meshwright.pages.live import LocalHandler
 from meshwright.plan.hardware import find_device
 from meshwright.planner.answer import respond
 from meshwright.planner.app import device_names
@@ -216,15 +219,23 @@ def test_options_of_the_page_are_checked(tmp_path: Path, capsys: pytest.CaptureF
     assert [line.split()[1] for line in errors] == ["plan", "--serve", str(tmp_path)]
 
 
+@contextlib.contextmanager
+def running_server() -> Iterator[ThreadingHTTPServer]:
+    server = serve_planner(0)
+    thread = threading.Thread(target=server.serve_forever, args=(0.02,))
+    thread.start()
+    try:
+        yield server
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
 @pytest.fixture
 def server() -> Iterator[ThreadingHTTPServer]:
-    found = serve_planner(0)
-    thread = threading.Thread(target=found.serve_forever, args=(0.02,))
-    thread.start()
-    yield found
-    found.shutdown()
-    thread.join()
-    found.server_close()
+    with running_server() as server:
+        yield server
 
 
 def sent(server: ThreadingHTTPServer, method: str, path: str, body: str = "", **headers: str) -> tuple[int, str]:
@@ -267,6 +278,8 @@ def test_the_server_answers_its_own_page(server: ThreadingHTTPServer) -> None:
         ({"Content_Type": JSON, "Host": "evil.example"}, 403),
         ({"Content_Type": JSON, "Host": "evil.example:80", "Origin": "http://evil.example:80"}, 403),
         ({"Content_Type": JSON, "Content_Length": str(2**40)}, 413),
+        ({"Content_Type": JSON, "Content_Length": "-1"}, 413),
+        ({"Content_Type": JSON, "Content_Length": "\xb2"}, 413),
     ],
 )
 def test_no_other_page_can_drive_the_server(
@@ -276,6 +289,17 @@ def test_no_other_page_can_drive_the_server(
     monkeypatch.setattr("meshwright.planner.server.respond", lambda body: planned.append(body) or "{}")
     assert sent(server, "POST", "/plan", json.dumps(SMALL), **headers)[0] == status
     assert not planned
+
+
+def test_a_body_that_never_comes_ends_its_connection(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And holds up nobody else before."""
+    monkeypatch.setattr(LocalHandler, "timeout", 1.0)
+    with running_server() as server, socket.create_connection(server.server_address[:2], timeout=30) as slow:
+        head = f"POST /plan HTTP/1.1\r\nHost: localhost\r\nContent-Type: {JSON}\r\nContent-Length: 9\r\n\r\n"
+        slow.sendall(head.encode() + b"{")
+        assert sent(server, "GET", "/")[0] == 200
+        assert "problems" in json.loads(sent(server, "POST", "/plan", "[]", Content_Type=JSON)[1])
+        assert slow.recv(1) == b""
 
 
 @pytest.mark.slow
