@@ -215,8 +215,40 @@ def test_options_of_the_page_are_checked(tmp_path: Path, capsys: pytest.CaptureF
     assert main(["plan"]) == 2
     assert main(["plan", "gpt2", "--serve"]) == 2
     assert main(["plan", "--site", str(tmp_path / "site"), "--pyodide", str(tmp_path)]) == 2
+    assert main(["plan", "--site", "x", "--serve"]) == 2
+    assert main(["plan", "--serve", "--json"]) == 2
     errors = capsys.readouterr().err.splitlines()
-    assert [line.split()[1] for line in errors] == ["plan", "--serve", str(tmp_path)]
+    expected = ["plan needs", "the page of --serve asks", f"{tmp_path} lacks", "--site writes", "--json is for"]
+    assert all(line.startswith(f"error: {words}") for line, words in zip(errors, expected, strict=True)), errors
+
+
+def test_a_site_overwrites_no_other_file(tmp_path: Path) -> None:
+    (tmp_path / "index.html").write_text("mine")
+    for folder in (tmp_path, tmp_path / "index.html"):
+        with pytest.raises(UserError, match=f"--site {folder} has other files, or is one"):
+            write_site(folder, tmp_path)
+    assert (tmp_path / "index.html").read_text() == "mine"
+
+
+@pytest.mark.parametrize(
+    ("option", "problem"),
+    [
+        (["--html", "no/plan.html"], "--html no/plan.html: there is no folder no"),
+        (["--html", "."], "--html . is a folder"),
+        (["--html", "mine.yaml"], "--html mine.yaml exists and is not a page"),
+        (["--write", "no/plan.yaml"], "--write no/plan.yaml: there is no folder no"),
+    ],
+)
+def test_a_file_that_cannot_be_written_is_said_before_the_search(
+    option: list[str], problem: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("mine.yaml").write_text("mine")
+    assert main(["plan", "gpt2", "--cluster", "1xa100", *option]) == 2
+    captured = capsys.readouterr()
+    assert captured.err.startswith(f"error: {problem}")
+    assert not captured.out
+    assert Path("mine.yaml").read_text() == "mine"
 
 
 @contextlib.contextmanager

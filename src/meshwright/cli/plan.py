@@ -7,7 +7,13 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from meshwright.cli.common import PORTS, foreign_files_named, serve_until_interrupted
+from meshwright.cli.common import (
+    PORTS,
+    check_folder_of,
+    check_page_name,
+    foreign_files_named,
+    serve_until_interrupted,
+)
 from meshwright.cli.output import add_json_argument, print_result
 from meshwright.pages.live import ADDRESS
 from meshwright.plan.account import explain_field
@@ -125,8 +131,13 @@ def _show(arguments: argparse.Namespace) -> int:
     """Write or serve the planner's page."""
     if arguments.what:
         raise UserError(
-            f"--{'site' if arguments.site else 'serve'} plans what its page is asked; leave {arguments.what} out"
+            f"the page of --{'site' if arguments.site else 'serve'} asks for the model; leave {arguments.what} out"
         )
+    if arguments.site and arguments.serve:
+        raise UserError("--site writes the page and --serve serves it; give one of them")
+    others = [name for name in ("cluster", "explain", "consider", "write", "html", "json") if getattr(arguments, name)]
+    if others:
+        raise UserError(f"--{others[0]} is for a plan of RECIPE; leave it out: the page asks for the rest")
     if arguments.site:
         write_site(arguments.site, arguments.pyodide)
         print(f"{arguments.site} written; open it with: python -m http.server --directory {arguments.site}")
@@ -161,6 +172,10 @@ def _plan(arguments: argparse.Namespace) -> int:
     query.check()
     if arguments.write and arguments.write.exists():
         raise UserError(f"{arguments.write} already exists; give another --write, or remove it")
+    if arguments.write:
+        check_folder_of("--write", arguments.write)
+    if arguments.html:
+        check_page_name(arguments.html)
     for option in ("explain", "write"):
         if len(query.clusters) > 1 and getattr(arguments, option):
             raise UserError(f"--{option} is for one cluster; give one --cluster")
