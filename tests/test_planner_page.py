@@ -225,6 +225,17 @@ def test_several_clusters_are_side_by_side(tmp_path: Path, capsys: pytest.Captur
         assert main(["plan", "gpt2", "--cluster", "8xa100", "--cluster", "2xt4", option, str(tmp_path / "x")]) == 2
 
 
+def test_clusters_side_by_side_fit_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    clusters = [word for name in ("8xmi300x", "2xt4", "64xa100@400Gb/s") for word in ("--cluster", name)]
+    assert main(["plan", "gpt2", *SMALL, *clusters]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert max(len(line) for line in lines if "zero=" not in line) <= 80
+    assert lines[-1] == "cost of the run in US dollars at list price"
+    with pytest.raises(SystemExit):
+        main(["plan", "--help"])
+    assert max(map(len, capsys.readouterr().out.splitlines())) <= 80
+
+
 def test_a_plan_where_nothing_fits_has_a_page_with_the_reasons() -> None:
     plan = planned("llama-3-70b", "training.global_batch=8", cluster="2xt4")
     assert plan.facts["chosen"] is None

@@ -3,8 +3,10 @@
 In a browser: needs `playwright` and a Chromium, skipped without. In Pyodide (`make test-site`): needs node too.
 """
 
+import contextlib
 import http.client
 import json
+import socket
 import subprocess
 import sys
 import threading
@@ -18,6 +20,7 @@ from typing import Any
 import pytest
 
 from meshwright.cli.main import main
+from meshwright.pages.live import LocalHandler
 from meshwright.plan.hardware import find_device
 from meshwright.planner.answer import respond
 from meshwright.planner.app import device_names
@@ -110,6 +113,26 @@ def test_files_are_dropped_onto_the_page(tmp_path: Path, capsys: pytest.CaptureF
         (SMALL | {"files": {str(n): "" for n in range(9)}}, "9 files"),
         (SMALL | {"evil": 1}, "a request is an object with model, words"),
         (SMALL | {"words": "a"}, "words: 'a' is of another kind"),
+        (SMALL | {"margin": 10**400}, "--margin inf is not allowed"),
+        (SMALL | {"model": "\ud800"}, "the request is not JSON"),
+        (SMALL | {"model": ""}, "no model; name one"),
+        (SMALL | {"model": ".."}, "the page reads no file of this machine"),
+        (SMALL | {"model": "a" * 5000}, "more than 200 bytes"),
+        (SMALL | {"files": {"..": "x"}}, "'..' is no name of a file"),
+        (SMALL | {"files": {"": "x"}}, "'' is no name of a file"),
+        (SMALL | {"files": {"a\0.yaml": "x"}}, "is no name of a file"),
+        (SMALL | {"files": {"a" * 300 + ".yaml": "x"}}, "is no name of a file"),
+        (SMALL | {"files": {"a/x.yaml": "", "b/x.yaml": ""}}, "two of the files have the same name"),
+        (SMALL | {"files": {"config.json": json.dumps({"model_type": "a\0" * 200})}}, "is not supported"),
+        (SMALL | {"words": ["layout=" + "[" * 100_000]}, "more than 10,000 characters"),
+        (SMALL | {"words": ["model.name=/etc"]}, "the page reads no file of this machine"),
+        (SMALL | {"words": ["cluster=/etc/x.yaml"], "clusters": []}, "the page reads no file of this machine"),
+        (SMALL | {"words": ["layout.schedule=/etc/x.csv"]}, "the page reads no file of this machine"),
+        (SMALL | {"words": ["training.global_batch=1" + "0" * 30]}, "plan supports 16,777,216"),
+        (SMALL | {"clusters": ["1" + "0" * 20 + "xa100"]}, "plan supports 1,048,576"),
+        (SMALL | {"clusters": ["1" + "0" * 5000 + "xa100"]}, "more than 200 bytes"),
+        (SMALL | {"clusters": ["16xa100@0Gb/s"]}, "the rate must be above 0"),
+        (SMALL | {"clusters": ["4xa100"] * 17}, "17 clusters; compare at most 16"),
     ],
 )  # fmt: skip
 def test_a_bad_request_is_one_problem(request_: dict[str, Any], problem: str) -> None:
@@ -120,6 +143,7 @@ def test_a_bad_request_is_one_problem(request_: dict[str, Any], problem: str) ->
 
 def test_no_json_is_a_problem() -> None:
     assert json.loads(respond("{"))["problems"] == ["the request is not JSON"]
+    assert json.loads(respond("[" * 100_000))["problems"] == ["the request is nested too deeply"]
 
 
 def test_every_device_of_the_form_is_the_one_it_says() -> None:
@@ -191,19 +215,59 @@ def test_options_of_the_page_are_checked(tmp_path: Path, capsys: pytest.CaptureF
     assert main(["plan"]) == 2
     assert main(["plan", "gpt2", "--serve"]) == 2
     assert main(["plan", "--site", str(tmp_path / "site"), "--pyodide", str(tmp_path)]) == 2
+    assert main(["plan", "--site", "x", "--serve"]) == 2
+    assert main(["plan", "--serve", "--json"]) == 2
     errors = capsys.readouterr().err.splitlines()
-    assert [line.split()[1] for line in errors] == ["plan", "--serve", str(tmp_path)]
+    expected = ["plan needs", "the page of --serve asks", f"{tmp_path} lacks", "--site writes", "--json is for"]
+    assert all(line.startswith(f"error: {words}") for line, words in zip(errors, expected, strict=True)), errors
+
+
+def test_a_site_overwrites_no_other_file(tmp_path: Path) -> None:
+    (tmp_path / "index.html").write_text("mine")
+    for folder in (tmp_path, tmp_path / "index.html"):
+        with pytest.raises(UserError, match=f"--site {folder} has other files, or is one"):
+            write_site(folder, tmp_path)
+    assert (tmp_path / "index.html").read_text() == "mine"
+
+
+@pytest.mark.parametrize(
+    ("option", "problem"),
+    [
+        (["--html", "no/plan.html"], "--html no/plan.html: there is no folder no"),
+        (["--html", "."], "--html . is a folder"),
+        (["--html", "mine.yaml"], "--html mine.yaml exists and is not a page"),
+        (["--write", "no/plan.yaml"], "--write no/plan.yaml: there is no folder no"),
+    ],
+)
+def test_a_file_that_cannot_be_written_is_said_before_the_search(
+    option: list[str], problem: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("mine.yaml").write_text("mine")
+    assert main(["plan", "gpt2", "--cluster", "1xa100", *option]) == 2
+    captured = capsys.readouterr()
+    assert captured.err.startswith(f"error: {problem}")
+    assert not captured.out
+    assert Path("mine.yaml").read_text() == "mine"
+
+
+@contextlib.contextmanager
+def running_server() -> Iterator[ThreadingHTTPServer]:
+    server = serve_planner(0)
+    thread = threading.Thread(target=server.serve_forever, args=(0.02,))
+    thread.start()
+    try:
+        yield server
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
 
 
 @pytest.fixture
 def server() -> Iterator[ThreadingHTTPServer]:
-    found = serve_planner(0)
-    thread = threading.Thread(target=found.serve_forever, args=(0.02,))
-    thread.start()
-    yield found
-    found.shutdown()
-    thread.join()
-    found.server_close()
+    with running_server() as server:
+        yield server
 
 
 def sent(server: ThreadingHTTPServer, method: str, path: str, body: str = "", **headers: str) -> tuple[int, str]:
@@ -246,6 +310,8 @@ def test_the_server_answers_its_own_page(server: ThreadingHTTPServer) -> None:
         ({"Content_Type": JSON, "Host": "evil.example"}, 403),
         ({"Content_Type": JSON, "Host": "evil.example:80", "Origin": "http://evil.example:80"}, 403),
         ({"Content_Type": JSON, "Content_Length": str(2**40)}, 413),
+        ({"Content_Type": JSON, "Content_Length": "-1"}, 413),
+        ({"Content_Type": JSON, "Content_Length": "\xb2"}, 413),
     ],
 )
 def test_no_other_page_can_drive_the_server(
@@ -257,9 +323,39 @@ def test_no_other_page_can_drive_the_server(
     assert not planned
 
 
+def test_a_body_that_never_comes_ends_its_connection(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And holds up nobody else before."""
+    monkeypatch.setattr(LocalHandler, "timeout", 1.0)
+    with running_server() as server, socket.create_connection(server.server_address[:2], timeout=30) as slow:
+        head = f"POST /plan HTTP/1.1\r\nHost: localhost\r\nContent-Type: {JSON}\r\nContent-Length: 9\r\n\r\n"
+        slow.sendall(head.encode() + b"{")
+        assert sent(server, "GET", "/")[0] == 200
+        assert "problems" in json.loads(sent(server, "POST", "/plan", "[]", Content_Type=JSON)[1])
+        assert slow.recv(1) == b""
+
+
+@pytest.mark.slow
+def test_the_browser_runs_nothing_that_a_plan_holds(browser: Any, server: ThreadingHTTPServer) -> None:
+    """Should a text ever reach the page unescaped, its policy refuses it: scripts, handlers and other hosts."""
+    context = browser.new_context()
+    page, refused = context.new_page(), list[str]()
+    page.on("console", lambda message: refused.append(message.text))
+    page.goto(f"http://127.0.0.1:{server.server_port}/#model=gpt2&cluster=4xa100")
+    settled(page, "64 x 1,024 tokens")
+    assert not [line for line in refused if "favicon" not in line and "404" not in line]
+    page.evaluate("plan.innerHTML = '<img src=/x onerror=\"window.hurt = 1\">'")
+    page.evaluate("document.body.append(Object.assign(document.createElement('script'), {text: 'window.hurt = 1'}))")
+    page.evaluate("fetch('http://127.0.0.2:1/').catch(() => 0)")
+    page.wait_for_selector("#plan img", state="attached")
+    for what in ("event handler", "inline script", "127.0.0.2"):
+        assert any(what in line and "Content Security Policy" in line for line in refused), (what, refused)
+    assert page.evaluate("window.hurt") is None
+    context.close()
+
+
 def settled(page: Any, text: str) -> None:
     """Wait until the newest plan is drawn."""
-    page.wait_for_function("!document.querySelector('#plan').classList.contains('old')")
+    page.wait_for_selector("#plan:not(.old)")
     page.wait_for_selector(f"#about:has-text('{text}')")
 
 

@@ -206,7 +206,7 @@ def test_a_live_page_draws_new_steps(page: Any, tmp_path: Path) -> None:
         assert page.locator(".chart:visible").count() == 7
         with (run_dir / "metrics.jsonl").open("a") as journal:
             journal.writelines(json.dumps(record) + "\n" for record in run_of_all_kinds()[10:] if record["step"] > 3)
-        page.wait_for_function("board.charts.length > 7")
+        page.wait_for_selector(".chart:visible >> nth=7")
         assert plot(page, "Learning rate", "data[0]")[-1] == 12
     finally:
         server.shutdown()

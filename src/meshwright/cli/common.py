@@ -69,6 +69,21 @@ def serve_until_interrupted(server: ThreadingHTTPServer) -> None:
         server.server_close()
 
 
+def check_page_name(path: Path) -> None:
+    """Raise `UserError` if the page's file would be a folder or in none, or is a file of another kind that exists."""
+    if path.is_dir():
+        raise UserError(f"--html {path} is a folder; give the name of a file, as in {path / 'page.html'}")
+    if path.exists() and path.suffix.lower() not in (".html", ".htm"):
+        raise UserError(f"--html {path} exists and is not a page; give a name that ends with .html")
+    check_folder_of("--html", path)
+
+
+def check_folder_of(option: str, path: Path) -> None:
+    """Raise `UserError` if there is no folder for an option's file."""
+    if not path.parent.is_dir():
+        raise UserError(f"{option} {path}: there is no folder {path.parent}; make it first: mkdir -p {path.parent}")
+
+
 @contextlib.contextmanager
 def stoppable(work: str) -> Iterator[None]:
     """Raise `TrainingStopped` on a signal inside the block, so that the block ends the processes it has started; print

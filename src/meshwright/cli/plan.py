@@ -7,7 +7,13 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from meshwright.cli.common import PORTS, foreign_files_named, serve_until_interrupted
+from meshwright.cli.common import (
+    PORTS,
+    check_folder_of,
+    check_page_name,
+    foreign_files_named,
+    serve_until_interrupted,
+)
 from meshwright.cli.output import add_json_argument, print_result
 from meshwright.pages.live import ADDRESS
 from meshwright.plan.account import explain_field
@@ -30,22 +36,23 @@ MOST_DOUBTS = 10
 """Largest number of kinds of unclear cells to print."""
 EPILOG = """\
 forms:
-  meshwright plan RECIPE [a.b=c ...]    rank the layouts of a recipe on a cluster
-  meshwright plan MODEL [a.b=c ...]     the same without a recipe, for a model's name or Hugging Face directory
-  meshwright plan calibrate FILE.yaml   measure this machine in about a minute and write a cluster file
-  meshwright plan validate FILE.csv     predict every row of a table of published runs, and report the errors
-  meshwright plan --serve               a page where model, cluster and settings are chosen, from this machine
-  meshwright plan --site DIR            the same page as files: it plans in a browser tab, without a server
+  meshwright plan RECIPE [a.b=c ...]   rank the layouts of a recipe on a cluster
+  meshwright plan MODEL [a.b=c ...]    the same for a model without a recipe
+  meshwright plan calibrate FILE.yaml  measure this machine into a cluster file
+  meshwright plan validate FILE.csv    predict published runs, report the errors
+  meshwright plan --serve              serve a page that plans what it asks for
+  meshwright plan --site DIR           write that page as files, without a server
 
-exit status: 0 a layout fits or is tight (the plan says which), 1 none does, 2 invalid command line
+exit status: 0 a layout fits or is tight, as the plan says; 1 none does;
+  2 invalid command line
 
 examples:
   meshwright plan run.yaml --cluster 8xh100
-  meshwright plan llama-3.1-70b data.sequence_length=8192 --cluster 64xh100
-  meshwright plan run.yaml --cluster 8xh100 --cluster 16xa100 --cluster 8xmi300x
-  meshwright plan run.yaml --cluster 64xa100-80g@400Gb/s --top 20 --write plan.yaml
+  meshwright plan llama-3.1-8b training.steps=500 --cluster 64xa100-80g@400Gb/s
+  meshwright plan run.yaml --cluster 8xh100 --cluster 16xa100 --html plan.html
+  meshwright plan run.yaml --cluster 8xh100 --top 20 --write plan.yaml
   meshwright plan run.yaml --explain memory
-  meshwright plan run.yaml --consider offload,fp8,fp8+8bit_states --explain search
+  meshwright plan run.yaml --consider offload,fp8 --explain search
   meshwright plan validate published_runs.csv --json
 """
 
@@ -125,8 +132,13 @@ def _show(arguments: argparse.Namespace) -> int:
     """Write or serve the planner's page."""
     if arguments.what:
         raise UserError(
-            f"--{'site' if arguments.site else 'serve'} plans what its page is asked; leave {arguments.what} out"
+            f"the page of --{'site' if arguments.site else 'serve'} asks for the model; leave {arguments.what} out"
         )
+    if arguments.site and arguments.serve:
+        raise UserError("--site writes the page and --serve serves it; give one of them")
+    others = [name for name in ("cluster", "explain", "consider", "write", "html", "json") if getattr(arguments, name)]
+    if others:
+        raise UserError(f"--{others[0]} is for a plan of RECIPE; leave it out: the page asks for the rest")
     if arguments.site:
         write_site(arguments.site, arguments.pyodide)
         print(f"{arguments.site} written; open it with: python -m http.server --directory {arguments.site}")
@@ -161,6 +173,10 @@ def _plan(arguments: argparse.Namespace) -> int:
     query.check()
     if arguments.write and arguments.write.exists():
         raise UserError(f"{arguments.write} already exists; give another --write, or remove it")
+    if arguments.write:
+        check_folder_of("--write", arguments.write)
+    if arguments.html:
+        check_page_name(arguments.html)
     for option in ("explain", "write"):
         if len(query.clusters) > 1 and getattr(arguments, option):
             raise UserError(f"--{option} is for one cluster; give one --cluster")

@@ -4,7 +4,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from meshwright.cli.common import PORTS, serve_until_interrupted
+from meshwright.cli.common import PORTS, check_page_name, serve_until_interrupted
 from meshwright.pages.live import ADDRESS, serve_page
 from meshwright.pages.runs import find_runs
 from meshwright.pages.terminal_curves import terminal_view
@@ -34,7 +34,7 @@ def run(arguments: argparse.Namespace) -> int:
         _check_encoding()
         print(terminal_view(run_dirs))
     elif arguments.html:
-        _check_name(arguments.html)
+        check_page_name(arguments.html)
         print(f"{RunsPage(run_dirs).save(arguments.html)} written")
     else:
         serve_until_interrupted(serve_page(run_dirs, arguments.port))
@@ -48,11 +48,3 @@ def _check_encoding() -> None:
         "\u28ff".encode(encoding)
     except UnicodeEncodeError as error:
         raise UserError(f"--terminal: the encoding {encoding} has no braille dots; set LC_ALL=C.UTF-8") from error
-
-
-def _check_name(path: Path) -> None:
-    """Raise `UserError` if the page's file would be a folder, or a file of another kind that exists."""
-    if path.is_dir():
-        raise UserError(f"--html {path} is a folder; give the name of a file, as in {path / 'view.html'}")
-    if path.exists() and path.suffix.lower() not in (".html", ".htm"):
-        raise UserError(f"--html {path} exists and is not a page; give a name that ends with .html")

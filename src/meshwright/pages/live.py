@@ -58,6 +58,8 @@ class LocalHandler(BaseHTTPRequestHandler):
     """A request to a page of this machine: only a browser here may ask, for a page from here."""
 
     protocol_version = "HTTP/1.1"
+    timeout = 60
+    """Seconds without a byte after which a connection ends."""
 
     def is_refused(self, *, changes: bool = False) -> bool:
         """Whether the request was answered with a refusal. Pages of other sites can send requests here, but not under

@@ -24,6 +24,8 @@ from meshwright.spec.model import ModelSpec
 from meshwright.spec.run import Run
 
 GB = 1e9
+MOST_DEVICES, MOST_SEQUENCES = 2**20, 2**24
+"""Devices of a cluster and sequences of a step that a search ends for."""
 
 
 def plan_recipe(
@@ -41,7 +43,7 @@ def plan_recipe(
     Raises `UserError` for an unknown model or cluster, a sequence that is longer than the model's positions, or a
     change that says nothing here.
     """
-    where = cluster or run.cluster
+    where = run.cluster if cluster is None else cluster
     if not isinstance(where, ClusterSpec):
         machine = find_machine(run.device) if where == "local" else None  # another cluster does not need this machine
         where = resolve_cluster(where, base_dir=base_dir, machine=machine)
@@ -70,7 +72,14 @@ def plan_recipe(
 def make_case(
     run: Run, spec: ModelSpec, cluster: ClusterSpec, limits: SearchLimits, model: Blueprint | None = None
 ) -> Case:
-    """A recipe to plan on a cluster; `model`: the blueprint of `spec`, if it is known."""
+    """A recipe to plan on a cluster; `model`: the blueprint of `spec`, if it is known.
+
+    Raises `UserError` for a cluster or a batch that is too large to search.
+    """
+    if cluster.devices > MOST_DEVICES:
+        raise UserError(f"cluster {cluster.name} has {cluster.devices:,} devices; plan supports {MOST_DEVICES:,}")
+    if run.sequences_per_step() > MOST_SEQUENCES:
+        raise UserError(f"{run.sequences_per_step():,} sequences a step; plan supports {MOST_SEQUENCES:,}")
     size = 1 if run.training.micro_batch == "auto" else run.training.micro_batch
     # Any layout of several ranks: the search replaces it, and one rank alone keeps other copies (plan/engine.py).
     several = LayoutSpec(dp_replicate=2) if cluster.devices > 1 else LayoutSpec()

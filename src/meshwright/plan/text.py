@@ -28,7 +28,7 @@ def plan_lines(facts: dict[str, Any]) -> Iterator[str]:
     if not facts["runs_on_it"]:
         yield f"{cluster['device']}: figures to compare with; this version trains on CPUs and GPUs"
     yield ""
-    yield f"  {'step':>16}{'tok/s/dev':>10}{'MFU':>6}{'memory GB':>16}  {'':<6} layout"
+    yield f"  {'step':>15}{'tok/s/dev':>10}{'MFU':>6}{'memory GB':>16}  {'':<6} layout"
     shown = {chosen["text"]} if chosen else set()
     if chosen:
         yield _candidate("*", chosen)
@@ -216,19 +216,22 @@ def duration(seconds: float) -> str:
 
 
 def cluster_lines(plans: Sequence[dict[str, Any]]) -> Iterator[str]:
-    """One line a cluster: its chosen layout, and what the run takes and costs there."""
+    """Two lines a cluster: what a step and the run take and cost there, and the chosen layout."""
     names = [facts["cluster"]["name"] for facts in plans]
     width = max(map(len, names))
-    yield f"{'':<{width}}{'step':>18}{'tok/s/dev':>10}{'MFU':>6}{'run':>13}{'cost':>24}  layout"
+    yield f"{'':<{width}}{'step':>16}{'tok/s/dev':>10}{'MFU':>4}{'run':>13}{'cost':>19}"
     for name, facts in zip(names, plans, strict=True):
         chosen = facts["chosen"]
         if chosen is None:
             yield f"{name:<{width}}  {facts['problem'] or 'no layout that this version supports fits'}"
             continue
         step, cost = chosen["step_time"], chosen["run_cost"]
-        times = f"{seconds_text(step['value'])} (± {step['value'] / step['low'] - 1:.0%})"
+        times = f"{seconds_text(step['value'])} (±{step['value'] / step['low'] - 1:.0%})"
         yield (
-            f"{name:<{width}}{times:>18}{chosen['tokens_per_second_per_device']:>10.0f}{chosen['mfu']:>6.0%}"
-            f"{duration(chosen['run_seconds']['value']):>13}{_money(cost) if cost else 'price unknown':>24}  "
-            f"{chosen['text']}{' (tight)' if chosen['verdict'] == 'tight' else ''}"
+            f"{name:<{width}}{times:>16}{chosen['tokens_per_second_per_device']:>10.0f}{chosen['mfu']:>4.0%}"
+            f"{duration(chosen['run_seconds']['value']):>13}{_money(cost) if cost else 'price unknown':>19}"
         )
+        yield f"  {chosen['text']}{' (tight)' if chosen['verdict'] == 'tight' else ''}"
+    currencies = {facts["cluster"]["currency"] for facts in plans if facts["chosen"] and facts["chosen"]["run_cost"]}
+    if currencies:
+        yield f"cost of the run in {' and '.join(sorted(currencies))}"

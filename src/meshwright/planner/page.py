@@ -87,7 +87,7 @@ def _sections(planned: Planned, progress: Progress) -> Iterator[str]:
 def _top(facts: Facts) -> str:
     """The chosen layout's figures, and every remark of the terminal."""
     chosen = facts["chosen"]
-    rows = "".join(f"<dt>{escape(label)}</dt><dd>{escape(words)}</dd>" for label, words in remarks(facts))
+    rows = "".join(f"<dt>{escape(label or 'problem')}</dt><dd>{escape(words)}</dd>" for label, words in remarks(facts))
     if not facts["runs_on_it"]:
         device = escape(facts["cluster"]["device"])
         rows += f"<dt>device</dt><dd>{device}: figures to compare with; this version trains on CPUs and GPUs</dd>"
@@ -178,7 +178,8 @@ def _strategies_beside(found: Sequence[tuple[str, Facts, Facts | None]]) -> str:
         if one is None:
             return ""
         lost = one["verdict"] == "does not fit"
-        return f"needs {gigabytes(one['memory_total']['value'])}" if lost else seconds(one["step_time"]["value"])
+        text = f"needs {gigabytes(one['memory_total']['value'])}" if lost else seconds(one["step_time"]["value"])
+        return text.replace(" ", "\u00a0")  # on one line
 
     rows = ((name, *(cell(facts, name) for _, facts, _ in found)) for name in names)
     return "<h3>A step in each strategy</h3>" + table(("", *(name for name, _, _ in found)), rows)

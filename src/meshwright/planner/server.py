@@ -36,7 +36,7 @@ def serve_planner(port: int) -> ThreadingHTTPServer:
             size = self.headers.get("content-length", "")
             if self.path != "/plan":
                 self.refuse(404, b"not found\n")
-            elif not size.isdigit() or int(size) > LARGEST_REQUEST:
+            elif not size.isdecimal() or int(size) > LARGEST_REQUEST:
                 self.refuse(413, b"a request says its length, up to 4 MiB\n")
             else:
                 body = self.rfile.read(int(size))

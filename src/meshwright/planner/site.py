@@ -19,6 +19,8 @@ ENTRY = "meshwright.planner.answer"
 PACKAGES = ("pydantic", "annotated-types", "typing-extensions", "typing-inspection", "PyYAML")
 """Packages of this environment that the planner needs and that have no compiled part, or work without it."""
 COMPILED = "pydantic_core"
+ARCHIVE = "planner.zip"
+"""The packed planner; a folder that has it is a site of before, to be written again."""
 RUNTIME = ("pyodide.mjs", "pyodide.asm.mjs", "pyodide.asm.wasm", "python_stdlib.zip", "pyodide-lock.json")
 PYODIDE = "314.0.7"
 PLATFORM = ("3.14", "pyemscripten_2026_0_wasm32")
@@ -35,14 +37,16 @@ SAME_DATE = (2020, 1, 1, 0, 0, 0)
 def write_site(folder: Path, pyodide: Path) -> None:
     """Write the page and all it needs into a folder; `pyodide`: the folder that `make site` fills.
 
-    Raises `UserError` with the commands to run if something is missing there.
+    Raises `UserError` with the commands to run if something is missing there, and if the folder has other files.
     """
+    if folder.is_file() or (folder.is_dir() and any(folder.iterdir()) and not (folder / ARCHIVE).is_file()):
+        raise UserError(f"--site {folder} has other files, or is one; give a new folder, as in {folder}/planner")
     runtime, wheel = find_pyodide(pyodide)
     archive = packed_planner(wheel)
     (folder / "pyodide").mkdir(parents=True, exist_ok=True)
     for path in runtime:
         write_durably(folder / "pyodide" / path.name, path.read_bytes())
-    write_durably(folder / "planner.zip", archive)
+    write_durably(folder / ARCHIVE, archive)
     write_durably(folder / "planner-worker.js", (STATIC / "planner-worker.js").read_bytes())
     write_durably(folder / "index.html", app_page("tab"))
 

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 from html import escape
 
-from meshwright.pages.drawing import Scale, dot, legend, line, plot
+from meshwright.pages.drawing import Scale, colour, dot, legend, line, plot
 from meshwright.pages.shell import section, table
 from meshwright.planner.figures import GB, Facts, about, bars_of, gigabytes, money, ranged, seconds, verdict
 
@@ -20,7 +20,7 @@ def strategies(facts: Facts) -> str:
     keys, bars = bars_of(found)
     rows = (
         '<div class="strategy"><div class="strategy-name">'
-        f"<b>{escape(name)}</b>{verdict(one['verdict'])}</div>"
+        f"<b>{escape(name).replace('+', '+<wbr/>')}</b>{verdict(one['verdict'])}</div>"
         f'<div><div class="figure">{escape(ranged(one["memory_total"], gigabytes))}</div>{memory}</div>'
         f'<div><div class="figure">{escape(ranged(one["step_time"], seconds))}</div>{time}</div>'
         f'<div class="why"><span>{escape(one["reason"])}</span><span>{escape(_run(facts, one))}</span>'
@@ -106,30 +106,26 @@ def frontier(facts: Facts) -> str:
     edge = list(_edge(points))
     shapes.append(line(x, y, edge, 7, dash="5 4"))
     dots = "".join(
-        dot(x, y, (one["memory_total"]["value"], one["step_time"]["value"]), *_look(kind, one))
-        if kind not in MARKS
-        else dot(
-            x,
-            y,
-            (one["memory_total"]["value"], one["step_time"]["value"]),
-            MARKS[kind][0],
-            f"{kind}\n{about(one)}",
-            shape=MARKS[kind][1],
-        )
-        for kind, one in points
+        dot(x, y, (one["memory_total"]["value"], one["step_time"]["value"]), number, tip, shape=shape)
+        for one, (number, tip, shape) in ((one, _look(kind, one)) for kind, one in points)
     )
-    names = {"layouts": "var(--c0)", "does not fit": "var(--c7)", "chosen": "var(--c1)"}
-    names |= {"the recipe's own": "var(--c3)"} if any(kind == "the recipe's own" for kind, _ in points) else {}
+    used = {_look(kind, one)[0] for kind, one in points}
+    names = {"layouts": 0, "does not fit": 7, "chosen": 1, "the recipe's own": 3}
+    keys = legend({name: colour(number) for name, number in names.items() if number in used})
     drawing = plot(x, y, shapes, dots=dots, tall="19rem", titles=("GB of a device", "time of a step"))
     words = "The red line is the device's memory. The dashed line joins the layouts that no other beats in both."
-    return section("Memory against time", legend(names), drawing, about=words)
+    return section("Memory against time", keys, drawing, about=words)
 
 
 MARKS = {"chosen": (1, "big"), "the recipe's own": (3, "diamond")}
 
 
-def _look(kind: str, one: Facts) -> tuple[int, str]:
-    return 7 if one["verdict"] == "does not fit" else 0, f"{kind}\n{about(one)}" if kind else about(one)
+def _look(kind: str, one: Facts) -> tuple[int, str, str]:
+    """A dot's colour, tip and shape."""
+    if kind in MARKS:
+        number, shape = MARKS[kind]
+        return number, f"{kind}\n{about(one)}", shape
+    return 7 if one["verdict"] == "does not fit" else 0, about(one), ""
 
 
 def _points(facts: Facts) -> Iterator[tuple[str, Facts]]:

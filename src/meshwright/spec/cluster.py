@@ -92,8 +92,8 @@ class ClusterSpec(Spec):
 
 
 NAME = re.compile(
-    r"(?:(?P<devices>\d+)\s*x\s*)?(?P<device>(?=\d*[a-z]|\d{4})[a-z0-9][a-z0-9 .-]*?)"
-    r"(?:@(?P<rate>\d+(?:\.\d+)?)(?P<unit>gb/s|gbps)(?P<each>/gpu)?)?",
+    r"(?:(?P<devices>\d{1,99})\s*x\s*)?(?P<device>(?=\d*[a-z]|\d{4})[a-z0-9][a-z0-9 .-]*?)"
+    r"(?:@(?P<rate>\d{1,99}(?:\.\d{1,99})?)(?P<unit>gb/s|gbps)(?P<each>/gpu)?)?",
     re.IGNORECASE,
 )
 
@@ -128,6 +128,8 @@ def parse_cluster_name(text: str) -> ClusterName:
         )
     rate = None
     if found["rate"]:
+        if float(found["rate"]) == 0:
+            raise UserError(f"cluster {text!r}: the rate must be above 0, as in 64xa100-80g@400Gb/s")
         rate = float(found["rate"]) / (1 if found["unit"] in ("GB/s", "GB/S") else 8)
     return ClusterName(
         devices=int(found["devices"] or 1),
