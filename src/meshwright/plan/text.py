@@ -11,6 +11,8 @@ DEGREES = ("pp=", "dp_", "cp=", "tp=", "ep=", "zero=")
 """Prefixes of a layout's parallel degrees in its text."""
 LONG = 1000.0
 """Seconds of a step from which they are shown as hours."""
+SMALLEST_COST, MOST_WITH_HUNDREDTHS = 0.01, 100
+"""Costs below the first are not told apart, and costs from the second have no hundredths."""
 
 
 def plan_lines(facts: dict[str, Any]) -> Iterator[str]:
@@ -200,10 +202,11 @@ def seconds_text(value: float) -> str:
 
 
 def _money(cost: dict[str, float]) -> str:
-    """A run's cost with its range, in significant digits."""
-    value, low, high = (
-        f"{cost[key]:,.0f}" if cost["value"] >= 100 else f"{cost[key]:.3g}" for key in ("value", "low", "high")
-    )
+    """A run's cost with its range, to hundredths below 100."""
+    if cost["high"] < SMALLEST_COST:
+        return f"under {SMALLEST_COST}"
+    digits = 0 if cost["value"] >= MOST_WITH_HUNDREDTHS else 2
+    value, low, high = (f"{cost[key]:,.{digits}f}" for key in ("value", "low", "high"))
     return f"{value} ({low}-{high})"
 
 
@@ -217,21 +220,38 @@ def duration(seconds: float) -> str:
 
 def cluster_lines(plans: Sequence[dict[str, Any]]) -> Iterator[str]:
     """Two lines a cluster: what a step and the run take and cost there, and the chosen layout."""
-    names = [facts["cluster"]["name"] for facts in plans]
-    width = max(map(len, names))
-    yield f"{'':<{width}}{'step':>16}{'tok/s/dev':>10}{'MFU':>4}{'run':>13}{'cost':>19}"
-    for name, facts in zip(names, plans, strict=True):
+    rows = [("", "step", "tok/s/dev", "MFU", "run", "cost"), *map(_cluster_cells, plans)]
+    name, *widths = (max(map(len, cells)) for cells in zip(*rows, strict=True))
+    yield _aligned(rows[0], name, widths)
+    for facts, cells in zip(plans, rows[1:], strict=True):
         chosen = facts["chosen"]
         if chosen is None:
-            yield f"{name:<{width}}  {facts['problem'] or 'no layout that this version supports fits'}"
+            yield f"{cells[0]:<{name}}  {facts['problem'] or 'no layout that this version supports fits'}"
             continue
-        step, cost = chosen["step_time"], chosen["run_cost"]
-        times = f"{seconds_text(step['value'])} (±{step['value'] / step['low'] - 1:.0%})"
-        yield (
-            f"{name:<{width}}{times:>16}{chosen['tokens_per_second_per_device']:>10.0f}{chosen['mfu']:>4.0%}"
-            f"{duration(chosen['run_seconds']['value']):>13}{_money(cost) if cost else 'price unknown':>19}"
-        )
+        yield _aligned(cells, name, widths)
         yield f"  {chosen['text']}{' (tight)' if chosen['verdict'] == 'tight' else ''}"
     currencies = {facts["cluster"]["currency"] for facts in plans if facts["chosen"] and facts["chosen"]["run_cost"]}
     if currencies:
         yield f"cost of the run in {' and '.join(sorted(currencies))}"
+
+
+def _cluster_cells(facts: dict[str, Any]) -> tuple[str, ...]:
+    """A cluster's cells in the comparison of clusters."""
+    chosen = facts["chosen"]
+    if chosen is None:
+        return (facts["cluster"]["name"], *[""] * 5)
+    step, cost = chosen["step_time"], chosen["run_cost"]
+    return (
+        facts["cluster"]["name"],
+        f"{seconds_text(step['value'])} (±{step['value'] / step['low'] - 1:.0%})",
+        f"{chosen['tokens_per_second_per_device']:.0f}",
+        f"{chosen['mfu']:.0%}",
+        duration(chosen["run_seconds"]["value"]),
+        _money(cost) if cost else "price unknown",
+    )
+
+
+def _aligned(cells: Sequence[str], name: int, widths: Sequence[int]) -> str:
+    """A row of a table: its name to the left, figures to the right."""
+    figures = (f"{cell:>{width + 2}}" for cell, width in zip(cells[1:], widths, strict=True))
+    return f"{cells[0]:<{name}}{''.join(figures)}"
