@@ -15,6 +15,13 @@ from meshwright.cli.common import (
     serve_until_interrupted,
 )
 from meshwright.cli.output import add_json_argument, print_result
+from meshwright.cli.plan_solve import (
+    add_solve_arguments,
+    add_tokens_argument,
+    answer_question,
+    check_limits,
+    tokens_override,
+)
 from meshwright.pages.live import ADDRESS
 from meshwright.plan.account import explain_field
 from meshwright.plan.candidate import MARGIN
@@ -95,6 +102,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_false",
         help="do not compare full fine-tuning, LoRA and QLoRA, which takes most of the time on a large cluster",
     )
+    add_tokens_argument(parser)
     parser.add_argument("--write", metavar="FILE", type=Path, help="write the recipe with the chosen layout")
     parser.add_argument("--html", metavar="FILE", type=Path, help="write the plan as one offline page")
     parser.add_argument(
@@ -112,6 +120,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="folder with Pyodide for --site, which 'make site' fills (default .pyodide)",
     )
     add_json_argument(parser)
+    add_solve_arguments(parser)
     parser.epilog = EPILOG
 
 
@@ -136,7 +145,11 @@ def _show(arguments: argparse.Namespace) -> int:
         )
     if arguments.site and arguments.serve:
         raise UserError("--site writes the page and --serve serves it; give one of them")
-    others = [name for name in ("cluster", "explain", "consider", "write", "html", "json") if getattr(arguments, name)]
+    others = [
+        name
+        for name in ("cluster", "explain", "consider", "write", "html", "json", "solve")
+        if getattr(arguments, name)
+    ]
     if others:
         raise UserError(f"--{others[0]} is for a plan of RECIPE; leave it out: the page asks for the rest")
     if arguments.site:
@@ -171,6 +184,7 @@ def _calibrate(arguments: argparse.Namespace) -> int:
 def _plan(arguments: argparse.Namespace) -> int:
     query = _query(arguments)
     query.check()
+    check_limits(arguments)
     if arguments.write and arguments.write.exists():
         raise UserError(f"{arguments.write} already exists; give another --write, or remove it")
     if arguments.write:
@@ -178,10 +192,12 @@ def _plan(arguments: argparse.Namespace) -> int:
     if arguments.html:
         check_page_name(arguments.html)
     for option in ("explain", "write"):
-        if len(query.clusters) > 1 and getattr(arguments, option):
+        if len(query.clusters) > 1 and getattr(arguments, option) and not arguments.solve:
             raise UserError(f"--{option} is for one cluster; give one --cluster")
     with foreign_files_named(Path(query.what)):
         recipe, base_dir = find_recipe(query.what, query.words)
+    if arguments.solve:
+        return answer_question(arguments, query, recipe, base_dir)
     planned = answer(query, recipe, base_dir)
     if arguments.explain:
         print(explain_field(planned[0].plan, arguments.explain))
@@ -200,7 +216,7 @@ def _plan(arguments: argparse.Namespace) -> int:
 def _query(arguments: argparse.Namespace) -> Query:
     return Query(
         arguments.what,
-        tuple(arguments.words),
+        (*arguments.words, *tokens_override(arguments.tokens)),
         tuple(arguments.cluster),
         top=arguments.top,
         margin=arguments.margin,

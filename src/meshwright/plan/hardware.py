@@ -3,6 +3,7 @@
 import csv
 import functools
 import re
+from collections.abc import Sequence
 from difflib import get_close_matches
 from importlib import resources
 from pathlib import Path
@@ -10,6 +11,7 @@ from pathlib import Path
 from meshwright.machine import Machine, find_machine
 from meshwright.spec.cluster import HOST_GB, ClusterSpec, Measured, parse_cluster_name
 from meshwright.spec.errors import UserError
+from meshwright.spec.precision import BF16
 from meshwright.spec.recipe import load_spec
 
 SIBLINGS = {
@@ -184,7 +186,8 @@ def device_cluster(
 
 
 def resolve_cluster(text: str | ClusterSpec, *, base_dir: Path, machine: Machine | None = None) -> ClusterSpec:
-    """Resolve `cluster:`: a ClusterSpec, `local`, a YAML or JSON file below `base_dir`, or a short name.
+    """Resolve `cluster:`: a ClusterSpec, `local`, a YAML or JSON file below `base_dir`, a short name, or several joined
+    by `+`.
 
     Raises `UserError` if it is none of them.
     """
@@ -197,8 +200,51 @@ def resolve_cluster(text: str | ClusterSpec, *, base_dir: Path, machine: Machine
         if not path.is_file():
             raise UserError(f"cluster file {path} does not exist; 'meshwright plan calibrate {text}' writes one")
         return load_spec(path, ClusterSpec)
+    if "+" in text:
+        return mixed([resolve_cluster(part, base_dir=base_dir, machine=machine) for part in text.split("+")])
     name = parse_cluster_name(text)
     return device_cluster(name.device, name.devices, node_gb_s=name.node_gb_s, gpu_gb_s=name.gpu_gb_s)
+
+
+def mixed(parts: Sequence[ClusterSpec]) -> ClusterSpec:
+    """Clusters of different devices as one: every rank waits for the slowest, and has no more memory than the least.
+
+    Raises `UserError` if a part is on CPUs and another is not.
+    """
+    if len({part.device == "cpu" for part in parts}) > 1:
+        raise UserError(f"cluster {'+'.join(part.name for part in parts)}: CPUs and GPUs do not train together")
+    names = set.intersection(*(set(part.tflops) for part in parts))
+    slowest = min(parts, key=lambda part: part.achievable_tflops.get(BF16.name, part.tflops[BF16.name]))
+    prices, devices = [part.price_per_hour for part in parts], sum(part.devices for part in parts)
+    least = ("per_node", "domain", "memory_gb", "memory_gb_s", "link_gb_s", "network_gb_s", "host_memory_gb")
+    total = sum(price * part.devices for price, part in zip(prices, parts, strict=True) if price is not None)
+    return slowest.model_copy(
+        update={
+            "name": " + ".join(part.name for part in parts),
+            "devices": devices,
+            "tflops": {name: min(part.tflops[name] for part in parts) for name in slowest.tflops if name in names},
+            "price_per_hour": None if None in prices else total / devices,
+        }
+        | {name: min(getattr(part, name) for part in parts) for name in least}
+    )
+
+
+def resized(cluster: ClusterSpec, devices: int) -> ClusterSpec:
+    """The cluster with more or fewer of its devices: of a known kind, in its usual nodes."""
+    try:
+        here, there = (
+            device_cluster(cluster.device, n, gpu_gb_s=cluster.network_gb_s) for n in (cluster.devices, devices)
+        )
+    except UserError:
+        return _cut(cluster, devices)
+    same = here.model_copy(update={"name": cluster.name, "price_per_hour": cluster.price_per_hour}) == cluster
+    return there.model_copy(update={"price_per_hour": cluster.price_per_hour}) if same else _cut(cluster, devices)
+
+
+def _cut(cluster: ClusterSpec, devices: int) -> ClusterSpec:
+    """The cluster with another number of devices in nodes like its own."""
+    sizes = {name: min(getattr(cluster, name), devices) for name in ("per_node", "domain")}
+    return cluster.model_copy(update={"devices": devices, **sizes})
 
 
 def local_cluster(machine: Machine, ranks: int | None = None) -> ClusterSpec:

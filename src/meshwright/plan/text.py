@@ -21,6 +21,8 @@ def plan_lines(facts: dict[str, Any]) -> Iterator[str]:
     searched = facts["searched"]
     count = f"{cluster['devices']} x "
     name = cluster["name"] if cluster["name"].startswith(count) else f"{cluster['name']}: {count}{cluster['device']}"
+    if " + " in cluster["name"]:
+        name = f"{cluster['name']}, each planned as {cluster['device']}"
     size, sequences = billions(facts["parameters"]), facts["sequences_per_step"]
     yield f"{facts['model']}: {size} parameters; {sequences} x {facts['sequence_length']} tokens a step"
     yield (
@@ -192,7 +194,7 @@ def _precisions(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
 def price(facts: dict[str, Any], candidate: dict[str, Any]) -> str:
     """The price of a run with its range and currency."""
     if cost := candidate["run_cost"]:
-        return f"{_money(cost)} {facts['cluster'].get('currency', 'in your currency')}"
+        return f"{money_text(cost)} {facts['cluster'].get('currency', 'in your currency')}"
     return "price unknown: set price_per_hour in a cluster file"
 
 
@@ -201,7 +203,7 @@ def seconds_text(value: float) -> str:
     return f"{value:.3g} s" if value < LONG else f"{value / 3600:.3g} h"
 
 
-def _money(cost: dict[str, float]) -> str:
+def money_text(cost: dict[str, float]) -> str:
     """A run's cost with its range, to hundredths below 100."""
     if cost["high"] < SMALLEST_COST:
         return f"under {SMALLEST_COST}"
@@ -247,7 +249,7 @@ def _cluster_cells(facts: dict[str, Any]) -> tuple[str, ...]:
         f"{chosen['tokens_per_second_per_device']:.0f}",
         f"{chosen['mfu']:.0%}",
         duration(chosen["run_seconds"]["value"]),
-        _money(cost) if cost else "price unknown",
+        money_text(cost) if cost else "price unknown",
     )
 
 

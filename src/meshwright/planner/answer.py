@@ -179,8 +179,8 @@ def _check_names(model: str, clusters: Sequence[str]) -> None:
     for cluster in clusters:
         if Path(cluster).suffix in (".yaml", ".yml", ".json"):
             raise UserError(f"{cluster}: the page reads no file of this machine; name a cluster, as in 8xh100")
-        if cluster != "local":
-            parse_cluster_name(cluster)
+        for part in cluster.split("+") if cluster != "local" else ():
+            parse_cluster_name(part)
 
 
 def _opened(request: PageRequest, folder: Path) -> tuple[str, list[str]]:

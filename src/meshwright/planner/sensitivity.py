@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from meshwright.plan.candidate import Candidate
 from meshwright.plan.engine import passes
-from meshwright.plan.hardware import device_cluster
+from meshwright.plan.hardware import resized
 from meshwright.plan.recipe import make_case
 from meshwright.plan.report import Plan
 from meshwright.plan.search import search
@@ -124,7 +124,7 @@ def _settings(plan: Plan) -> Iterator[tuple[str, list[OtherValue]]]:
     yield (
         "Devices",
         [
-            OtherValue(f"{count:,}", lambda count=count: (run, _of_size(cluster, count)), count == cluster.devices)
+            OtherValue(f"{count:,}", lambda count=count: (run, resized(cluster, count)), count == cluster.devices)
             for count in _whole(cluster.devices)
         ],
     )
@@ -153,21 +153,3 @@ def _precision(run: Run, cluster: ClusterSpec, name: str) -> OtherValue:
         return parse_spec(dump_recipe(run), Run, [f"training.precision={name}"]), cluster
 
     return OtherValue(name, make, name == run.training.precision)
-
-
-def _of_size(cluster: ClusterSpec, devices: int) -> ClusterSpec:
-    """The cluster with more or fewer of its devices: of a known kind, in its usual nodes."""
-    try:
-        here, there = (
-            device_cluster(cluster.device, n, gpu_gb_s=cluster.network_gb_s) for n in (cluster.devices, devices)
-        )
-    except UserError:
-        return _cut(cluster, devices)
-    same = here.model_copy(update={"name": cluster.name, "price_per_hour": cluster.price_per_hour}) == cluster
-    return there if same else _cut(cluster, devices)
-
-
-def _cut(cluster: ClusterSpec, devices: int) -> ClusterSpec:
-    """The cluster with another number of devices in nodes like its own."""
-    sizes = {name: min(getattr(cluster, name), devices) for name in ("per_node", "domain")}
-    return cluster.model_copy(update={"devices": devices, **sizes})

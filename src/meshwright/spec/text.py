@@ -1,5 +1,7 @@
 """Numbers in sentences."""
 
+QUANTITIES = ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k"))
+
 
 def counted(number: int, noun: str) -> str:
     """`1 rank`, `2 ranks`, `3 microbatches`."""
@@ -11,3 +13,9 @@ def counted(number: int, noun: str) -> str:
 def billions(parameters: float) -> str:
     """A number of parameters: `0.124B`, `70.6B`, `1.03T`."""
     return f"{parameters / 1e12:.3g}T" if parameters >= 1e12 else f"{parameters / 1e9:.3g}B"
+
+
+def quantity_text(number: float) -> str:
+    """A number of tokens: `65.5k`, `300B`, `1.5T`."""
+    size, unit = next(((size, unit) for size, unit in QUANTITIES if number >= size), (1.0, ""))
+    return f"{number / size:.3g}{unit}"
