@@ -54,6 +54,8 @@ WIDTHS = {
     "flash_hopper": 0.12,
     "hopper": 0.12,
     "imbalance": 0.05,
+    "expert_matmul": 0.1,
+    "all_to_all": 0.1,
     "optimizer_bytes": 0.15,
     "overlap": 0.12,
     "relay": 0.15,

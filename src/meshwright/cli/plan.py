@@ -48,7 +48,7 @@ forms:
   meshwright plan calibrate FILE.yaml  measure this machine into a cluster file
   meshwright plan validate FILE.csv    predict published runs, report the errors
   meshwright plan --serve              serve a page that plans what it asks for
-  meshwright plan --site DIR           write that page as files, without a server
+  meshwright plan --site DIR           write that page as files, no server
 
 exit status: 0 a layout fits or is tight, as the plan says; 1 none does;
   2 invalid command line

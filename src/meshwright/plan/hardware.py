@@ -274,12 +274,11 @@ def local_cluster(machine: Machine, ranks: int | None = None) -> ClusterSpec:
 
 
 def _achieved(row: dict[str, str], sibling: dict[str, str], precision: str, peak: float) -> float:
-    """A device's measured rate; 0 if there is none. A sibling's rate is at most its share of the datasheet's."""
+    """A device's measured rate, else its sibling's share of the datasheet's; 0 if neither was measured."""
     column = f"{precision}_achievable_tflops"
     if row[column] or not sibling[column]:
         return float(row[column] or 0)
-    rate = float(sibling[column])
-    return min(rate, rate / float(sibling[f"{precision}_dense_tflops"]) * peak)
+    return float(sibling[column]) / float(sibling[f"{precision}_dense_tflops"]) * peak
 
 
 def multiplies_fp8(machine: Machine) -> bool:

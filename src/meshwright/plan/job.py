@@ -60,6 +60,8 @@ class Stack:
     """Whether tensor-parallel collectives are split and hidden behind matrix products."""
     expert_relay: bool = False
     """Whether a token is sent to another node once for all of its experts there, and copied inside the node."""
+    fused_routing: bool = False
+    """Whether the exchange of tokens also orders them by expert, as DeepEP and HybridEP do with their kernels."""
     overlap_experts: bool = False
     """Whether experts' exchange of one microbatch is hidden behind the computation of another."""
     balanced_experts: bool = False

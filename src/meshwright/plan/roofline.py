@@ -25,6 +25,9 @@ UNMEASURED = 0.75
 ADAPTER_OPERATORS = 6
 """Operators of an adapter's forward pass: dropout, a cast, two products, scaling and adding."""
 
+EXPERT_OPERATORS, FUSED_ROUTING_OPERATORS = 2.0, 1.5
+"""Operators of a block with experts relative to a dense one's, with routing by single operators and in the exchange."""
+
 KEPT_WIDE = 0.15
 """Fraction of the matrix products that fp4 recipes leave in bf16 (NVIDIA, "Pretraining LLMs with NVFP4", 2025)."""
 
@@ -102,13 +105,19 @@ class Device:
         """Seconds in which the device, which computes and sends for the seconds `taken`, waits because the host has not
         issued the next operator. The host issues the backward pass in twice the time of the forward pass."""
         job, constants = self.job, self.constants
-        operators = constants.block_operators * (2.0 if block.num_experts else 1.0)
+        operators = constants.block_operators * self._more_operators(block)
         if job.frozen:
             operators += ADAPTER_OPERATORS * sum(self._adapted(matrix) for matrix in block.matrices)
         if job.layout.tp > 1:  # both halves' sums over ranks, or, where ranks share the sequence, gathers and scatters
             operators += (4 if job.sequence_parallel else 2) * constants.collective_operators
         host = self.host * operators
         return PassTime(max(0.0, host - taken.forward), max(0.0, 2 * host - taken.backward))
+
+    def _more_operators(self, block: LayerParameters) -> float:
+        """Operators of a block relative to a dense one's."""
+        if not block.num_experts:
+            return 1.0
+        return FUSED_ROUTING_OPERATORS if self.job.stack.fused_routing else EXPERT_OPERATORS
 
     def head(self) -> PassTime:
         """Output head and loss of one microbatch."""
@@ -153,15 +162,16 @@ class Device:
         rows = routed * job.layout.ep / matrix.experts
         rate = self.linear_rate * constants.expert_matmul
         one = self._product(rows, matrix.out / share, matrix.into, rate, quantized=self.quantized)
-        return one.scaled(matrix.experts / job.layout.ep)
+        moved = self._traffic(rows, matrix.out / share, matrix.into, quantized=self.quantized)
+        more = constants.expert_memory / self.bandwidth * moved
+        return (one + PassTime(more, more if job.frozen else 2 * more)).scaled(matrix.experts / job.layout.ep)
 
     def _product(self, rows: float, out: float, into: float, rate: float, *, quantized: bool) -> PassTime:
         """`rows` tokens times a matrix [out, into]; backward computes two such products and adds a gradient."""
         constants, width = self.constants, self.width
-        narrow = (FP32.bytes if self.job.stack.emulated else 1) if quantized else width
         exposed = constants.matmul_memory / self.bandwidth
-        reads = narrow * (rows * into + out * into) + width * rows * out
-        forward = backward = 2 * rows * out * into / rate + reads * exposed + self.start
+        moved = self._traffic(rows, out, into, quantized=quantized)
+        forward = backward = 2 * rows * out * into / rate + moved * exposed + self.start
         if quantized:  # weights once a step; the input, and the gradient of the output, for two products
             cast = constants.fp8_casts / self.bandwidth
             forward += cast * (rows * into + out * into / self.job.microbatches)
@@ -173,6 +183,17 @@ class Device:
         packed = self.job.frozen_bytes
         unpacked = out * into * (packed + 2 * width) / self.bandwidth if packed else 0.0
         return PassTime(forward + unpacked, backward + unpacked)
+
+    @property
+    def _routing(self) -> float:
+        """Bytes per routed token and hidden unit of the forward pass. Where the exchange orders tokens by expert, only
+        the weighted sum of their results is left, one of three passes over them."""
+        return self.constants.route_bytes / (3 if self.job.stack.fused_routing else 1)
+
+    def _traffic(self, rows: float, out: float, into: float, *, quantized: bool) -> float:
+        """Bytes that a product of `rows` tokens and a matrix [out, into] reads and writes."""
+        narrow = (FP32.bytes if self.job.stack.emulated else 1) if quantized else self.width
+        return narrow * (rows * into + out * into) + self.width * rows * out
 
     def attention(self, block: LayerParameters, tokens: float) -> PassTime:
         """Scores and weighted values of one block."""
@@ -201,7 +222,7 @@ class Device:
                 steps = 5 if model.gated else 2
                 per_token = model.top_k if matrix.experts else 1
                 inner += steps * matrix.into * per_token / job.layout.tp
-                routed += (self.constants.route_bytes / self.width) * per_token * model.hidden if matrix.experts else 0
+                routed += self._routing / self.width * per_token * model.hidden if matrix.experts else 0
         return tokens * self.width * (stream + inner + routed / job.layout.tp) * self.fusion
 
 

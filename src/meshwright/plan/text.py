@@ -203,12 +203,12 @@ def seconds_text(value: float) -> str:
     return f"{value:.3g} s" if value < LONG else f"{value / 3600:.3g} h"
 
 
-def money_text(cost: dict[str, float]) -> str:
-    """A run's cost with its range, to hundredths below 100."""
-    if cost["high"] < SMALLEST_COST:
+def money_text(cost: dict[str, float], *, short: bool = False) -> str:
+    """A run's cost with its range, in three digits below 100; `short`: to hundredths."""
+    if short and cost["high"] < SMALLEST_COST:
         return f"under {SMALLEST_COST}"
-    digits = 0 if cost["value"] >= MOST_WITH_HUNDREDTHS else 2
-    value, low, high = (f"{cost[key]:,.{digits}f}" for key in ("value", "low", "high"))
+    form = ",.0f" if cost["value"] >= MOST_WITH_HUNDREDTHS else ".2f" if short else ".3g"
+    value, low, high = (f"{cost[key]:{form}}" for key in ("value", "low", "high"))
     return f"{value} ({low}-{high})"
 
 
@@ -249,11 +249,11 @@ def _cluster_cells(facts: dict[str, Any]) -> tuple[str, ...]:
         f"{chosen['tokens_per_second_per_device']:.0f}",
         f"{chosen['mfu']:.0%}",
         duration(chosen["run_seconds"]["value"]),
-        money_text(cost) if cost else "price unknown",
+        money_text(cost, short=True) if cost else "price unknown",
     )
 
 
 def _aligned(cells: Sequence[str], name: int, widths: Sequence[int]) -> str:
     """A row of a table: its name to the left, figures to the right."""
-    figures = (f"{cell:>{width + 2}}" for cell, width in zip(cells[1:], widths, strict=True))
+    figures = (f" {cell:>{width}}" for cell, width in zip(cells[1:], widths, strict=True))
     return f"{cells[0]:<{name}}{''.join(figures)}"

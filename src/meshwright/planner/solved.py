@@ -186,7 +186,7 @@ def _row(option: PlannedValue) -> tuple[str, ...]:
         f"{chosen['mfu']:.0%}",
         f"{chosen['memory_total']['value'] / 1e9:.1f} GB",
         duration(chosen["run_seconds"]["value"]),
-        money_text(chosen["run_cost"]).partition(" (")[0] if chosen["run_cost"] else "",
+        money_text(chosen["run_cost"], short=True).partition(" (")[0] if chosen["run_cost"] else "",
         chosen["strategy"],
     )
 

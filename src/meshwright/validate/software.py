@@ -84,7 +84,7 @@ ADAPTED = (
 """The matrices that get adapters, where a row names them."""
 EXCHANGES = (
     Fact(re.compile(r"all-to-all|torch dispatch"), {"expert_relay": False}),
-    Fact(re.compile(r"deepep|hybridep"), {"expert_relay": True}),
+    Fact(re.compile(r"deepep|hybridep"), {"expert_relay": True, "fused_routing": True}),
 )
 """How tokens reach their experts, if not as the program's kind sends them."""
 OVERLAPS = (Fact(re.compile(r"dualpipe|(?<!no )ep overlap|1f1b overlap"), {"overlap_experts": True}),)
@@ -136,7 +136,6 @@ def _kind(read: Completion, words: str, precision: Precision) -> Stack:
             attention="flash-bias" if bias else "hopper" if "transformer engine" in words else "flash",
             fused=kernels,
             reduce_bytes=4.0 if mixed else 2.0,
-            expert_relay="deepep" in words,
         )
     split = read.degree("tp") * read.degree("pp") > 1
     if PLAIN.search(words) and not split and not re.search(r"megatron|nemo", words):
