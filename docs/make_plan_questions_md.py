@@ -17,7 +17,7 @@ BEGIN = """\
 
 {count} questions that practice has answered ([`plan_questions.csv`](../benchmarks/plan_questions.csv)), and what `plan`
 says of each on {date}: tok/s are per device. A test checks each row's condition, for example that nothing fits,
-or that tensor parallelism stays inside a node. Where the planner's choice differs from practice, the last column says why.
+or that tensor parallelism stays inside a node. Where the choice differs from practice, the last column says why.
 
 | question | practice | plan | difference |
 |---|---|---|---|
