@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "docs"))
-from make_plan_questions_md import TABLE, facts_of, planned
+from write_plan_questions import TABLE, facts_of, planned
 
 ROWS = list(csv.DictReader(TABLE.read_text(encoding="utf-8").splitlines()))
 
