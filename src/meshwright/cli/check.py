@@ -33,9 +33,9 @@ from meshwright.families.adapters import frozen_experts
 from meshwright.families.described import describe_split, describe_table
 from meshwright.families.wrapped import describe_files
 from meshwright.machine import find_machine
-from meshwright.plan.forecast import forecast, warnings
-from meshwright.plan.stages import describe_pipeline
-from meshwright.plan.traffic import predict_traffic
+from meshwright.predict.forecast import forecast, warnings
+from meshwright.predict.stages import describe_pipeline
+from meshwright.predict.traffic import predict_traffic
 from meshwright.spec.errors import UserError
 from meshwright.spec.model import ModelSpec
 from meshwright.spec.recipe import RecipeError

@@ -16,14 +16,14 @@ from meshwright.cli.common import (
 )
 from meshwright.cli.output import add_json_argument, print_result
 from meshwright.pages.live import ADDRESS
-from meshwright.plan.account import explain_field
-from meshwright.plan.candidate import MARGIN
-from meshwright.plan.changes import CHANGES, GROUPS
-from meshwright.plan.text import cluster_lines, plan_lines
 from meshwright.planner.page import plan_page
 from meshwright.planner.query import TOP, Query, answer, as_json, find_recipe
 from meshwright.planner.server import serve_planner
 from meshwright.planner.site import write_site
+from meshwright.predict.account import explain_field
+from meshwright.predict.candidate import MARGIN
+from meshwright.predict.changes import CHANGES, GROUPS
+from meshwright.predict.text import cluster_lines, plan_lines
 from meshwright.spec.errors import UserError
 from meshwright.spec.recipe import dump_recipe
 from meshwright.storage.durable import write_durably

@@ -7,7 +7,7 @@ from typing import Any
 from meshwright.cli.common import add_recipe_arguments, positive, read_recipe
 from meshwright.cli.output import add_json_argument, print_result, size_text
 from meshwright.machine import Machine
-from meshwright.plan.hardware import resolve_cluster
+from meshwright.predict.hardware import resolve_cluster
 from meshwright.spec.cluster import ClusterSpec
 from meshwright.spec.errors import UserError
 from meshwright.spec.run import ResolvedRun

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from meshwright.plan.candidate import TIGHT
+from meshwright.predict.candidate import TIGHT
 from meshwright.spec.text import billions
 
 GB = 1e9
