@@ -19,7 +19,8 @@ LONG_FILES = {"torch_internals.py": "one file holds every private use of PyTorch
 """File -> why it may be longer."""
 LONG_FUNCTIONS: dict[str, str] = {}
 """`file:function` -> why it may be longer."""
-MANY_PARAMETERS = {"trainer/run.py:train": "the public function's keyword arguments"}
+PUBLIC = ("trainer/run.py:train", "planner/python.py:plan", "serve/python.py:evaluate", "serve/python.py:generate")
+MANY_PARAMETERS = dict.fromkeys(PUBLIC, "the public function's keyword arguments")
 """`file:function` -> why it may have more parameters."""
 
 READS_ENVIRONMENT = {

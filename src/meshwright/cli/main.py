@@ -47,9 +47,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except SystemExit as stop:  # argparse, after --help
         return stop.code if isinstance(stop.code, int) else 0
     except KeyboardInterrupt as stop:
-        status = getattr(stop, "status", None)  # a `TrainingStopped` has one, and has printed the reason
-        if status is None:
-            print("interrupted", file=sys.stderr)
+        status = getattr(stop, "status", None)  # a `TrainingStopped` has one; without a message, the reason is printed
+        if status is None or str(stop):
+            print("interrupted" if status is None else stop, file=sys.stderr)
         return INTERRUPTED if status is None else status
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # so that Python's flush at exit succeeds
@@ -88,10 +88,12 @@ def _run(words: list[str]) -> int:
         if not getattr(arguments, "recipe", None) or not arguments.recipe.is_file():
             raise
         # Already imported by the verb.
-        from meshwright.cli.common import with_place
-        from meshwright.spec.recipe import RecipeError
+        from meshwright.spec.problems import RecipeError
+        from meshwright.spec.recipe import with_place
+        from meshwright.spec.run import RecipeFile
 
-        raise RecipeError([with_place(line, arguments) for line in _lines(error)]) from error
+        file = RecipeFile(arguments.recipe, tuple(arguments.overrides))
+        raise RecipeError([with_place(line, file) for line in _lines(error)]) from error
 
 
 def _help() -> str:

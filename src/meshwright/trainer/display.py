@@ -76,6 +76,8 @@ class Display(Callback):
     ) -> None:
         """`pressure`: a remark about the machine's memory, if any."""
         self.pressure = pressure
+        self.shows_steps = True
+        """False where the parent's notebook shows them."""
         self.steps, self.memory_bytes, self.enabled = steps, memory_bytes, enabled
         self.per_rank = "tok/s/rank" if device == "cpu" else "tok/s/gpu"
         self.stream = stream or sys.stdout
@@ -106,7 +108,7 @@ class Display(Callback):
         """Show steps; other records are printed by their writers."""
         if record["kind"] == "step" and self.bar is not None:
             self.bar.show(record)
-        elif record["kind"] == "step":
+        elif record["kind"] == "step" and self.shows_steps:
             self.step(StepRecord(**{key: value for key, value in record.items() if key not in ("kind", "time")}))
 
     def line(self, record: StepRecord) -> str:
@@ -198,18 +200,19 @@ def notebook_bar(steps: int) -> NotebookBar | None:
 
 
 @contextmanager
-def following(journal: Path, steps: int) -> Iterator[None]:
-    """In this context a notebook shows the steps that worker processes append to `journal`."""
+def following(journal: Path, steps: int) -> Iterator[bool]:
+    """In this context a notebook shows the steps that worker processes append to `journal`. Yields whether there is a
+    notebook."""
     bar = notebook_bar(steps)
     if bar is None:
-        yield
+        yield False
         return
     over = threading.Event()
     begin = journal.stat().st_size if journal.exists() else 0
     thread = threading.Thread(target=_follow, args=(journal, begin, bar, over), name="meshwright-bar", daemon=True)
     thread.start()
     try:
-        yield
+        yield True
     finally:
         over.set()
         thread.join()

@@ -31,7 +31,7 @@ from meshwright.spec.layout import LayoutSpec
 from meshwright.spec.model import ModelFields, ModelSpec
 from meshwright.spec.offload import ACTIVATIONS
 from meshwright.spec.precision import BF16
-from meshwright.spec.recipe import RecipeError
+from meshwright.spec.problems import RecipeError
 from meshwright.spec.recompute import Recompute, plain_recompute, recompute_misfit
 from meshwright.spec.run import ResolvedRun, Run
 from meshwright.spec.training import MOST_WARMUP, TrainingSpec
