@@ -15,6 +15,7 @@ from meshwright.cli.common import (
     serve_until_interrupted,
 )
 from meshwright.cli.output import add_json_argument, print_result
+from meshwright.cli.waiting import waiting
 from meshwright.pages.live import ADDRESS
 from meshwright.planner.page import plan_page
 from meshwright.planner.query import TOP, Query, answer, as_json, find_recipe
@@ -27,6 +28,7 @@ from meshwright.predict.text import cluster_lines, plan_lines
 from meshwright.spec.errors import UserError
 from meshwright.spec.recipe import dump_recipe
 from meshwright.storage.durable import write_durably
+from meshwright.terminal import columns
 from meshwright.validate.doubts import Doubt
 from meshwright.validate.judge import Judged, judge, regret, report, worst
 from meshwright.validate.table import read_table
@@ -182,11 +184,13 @@ def _plan(arguments: argparse.Namespace) -> int:
             raise UserError(f"--{option} is for one cluster; give one --cluster")
     with foreign_files_named(Path(query.what)):
         recipe, base_dir = find_recipe(query.what, query.words)
-    planned = answer(query, recipe, base_dir)
+    with waiting("searching layouts"):
+        planned = answer(query, recipe, base_dir)
     if arguments.explain:
         print(explain_field(planned[0].plan, arguments.explain))
     else:
-        lines = plan_lines(planned[0].facts) if len(planned) == 1 else cluster_lines([one.facts for one in planned])
+        facts = [one.facts for one in planned]
+        lines = plan_lines(facts[0], columns(sys.stdout)) if len(facts) == 1 else cluster_lines(facts)
         print_result(arguments, as_json(planned), lines)
     if arguments.html:
         write_durably(arguments.html, plan_page(planned))

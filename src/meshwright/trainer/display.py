@@ -14,11 +14,13 @@ from typing import Any, TextIO
 
 from meshwright.callbacks import Callback, Training
 from meshwright.callbacks.callback import Record
-from meshwright.terminal import renew_line
+from meshwright.terminal import columns, renew_line
 from meshwright.trainer.metrics import StepRecord
 
 BAR = 20
 """Width of a run's progress, in characters."""
+LESS, WIDE = ("lr ", "gnorm ", "mfu ", "mem "), 200
+"""Figures that a narrow terminal's status leaves out, the first ones first; the width of a terminal without one."""
 TERMINAL_SECONDS, LOG_SECONDS = 0.2, 30.0
 """Intervals between updates on a terminal, and between lines elsewhere."""
 RENEW_SECONDS, FOLLOW_SECONDS = 0.2, 0.5
@@ -98,7 +100,7 @@ class Display(Callback):
     def step(self, record: StepRecord) -> None:
         """Show a step: always on a terminal, about fifty times a run elsewhere."""
         if self.live:
-            renew_line(self.stream, _bar(record.step, self.steps) + self.line(record))
+            renew_line(self.stream, self._status(record))
             self.stream.flush()
             self._open_line = True
         elif record.step in (1, self.steps) or record.step % self._every == 0:
@@ -110,6 +112,18 @@ class Display(Callback):
             self.bar.show(record)
         elif record["kind"] == "step" and self.shows_steps:
             self.step(StepRecord(**{key: value for key, value in record.items() if key not in ("kind", "time")}))
+
+    def _status(self, record: StepRecord) -> str:
+        """The line with a bar; on a narrow terminal without the bar, then without figures that matter less."""
+        width, line = columns(self.stream) or WIDE, self.line(record)
+        if len(line) + BAR + 3 < width:
+            return _bar(record.step, self.steps) + line
+        parts = line.split("  ")
+        for name in LESS:
+            if len("  ".join(parts)) < width:
+                break
+            parts = [part for part in parts if not part.startswith(name)]
+        return "  ".join(parts)
 
     def line(self, record: StepRecord) -> str:
         """`step 120/1000  loss 2.341  gnorm 0.83  lr 2.9e-04  7.1k tok/s/gpu  mfu 41%  mem 61.2/80G  eta 1h12m`."""
