@@ -27,16 +27,16 @@ def waiting(what: str) -> Iterator[None]:
 
 
 def _say(what: str, over: threading.Event) -> None:
-    began, terminal, said = time.monotonic(), sys.stderr.isatty(), False
+    began, terminal, shown = time.monotonic(), sys.stderr.isatty(), False
     pause = BEFORE
     while not over.wait(pause):
-        said, pause = True, TERMINAL_SECONDS if terminal else LOG_SECONDS
+        shown, pause = True, TERMINAL_SECONDS if terminal else LOG_SECONDS
         line = f"{what} ... {time.monotonic() - began:.0f} s"
         if terminal:
             renew_line(sys.stderr, line)
         else:
             sys.stderr.write(f"{line}\n")
         sys.stderr.flush()
-    if said and terminal:
+    if shown and terminal:
         renew_line(sys.stderr, "")
         sys.stderr.flush()

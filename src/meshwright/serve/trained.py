@@ -149,11 +149,8 @@ def continue_texts(
     report: Show = lambda line: None,
     stream: Show = lambda part: None,
 ) -> list[str]:
-    """The continuation of each prompt, by default of 128 tokens or the rest of the context. `report` is called with the
-    speed, `stream` with each part of a text. An empty prompt starts a document.
-
-    Raises `UserError` if prompt and new tokens do not fit the context.
-    """
+    """The continuation of each prompt, by default of 128 tokens or the rest of the context; an empty one starts a
+    document. `report` is called with the speed, `stream` with each part. Raises `UserError` if a text does not fit."""
     ids = [trained.tokenizer.encode_prompt(prompt) or [trained.tokenizer.eos_id] for prompt in prompts]
     return _answers(trained, ids, set(), settings, (report, stream))
 
@@ -167,8 +164,7 @@ def answer_texts(
     report: Show = lambda line: None,
     stream: Show = lambda part: None,
 ) -> list[str]:
-    """The answer to each prompt in its own conversation, as `continue_texts`. Raises `UserError` too if there is no
-    template."""
+    """The answer to each prompt in its own conversation, as `continue_texts`; `UserError` too without a template."""
     ids, ends = ask(trained.tokenizer, prompts, system)
     return _answers(trained, ids, ends, settings, (report, stream))
 
