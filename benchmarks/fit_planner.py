@@ -20,8 +20,8 @@ from pathlib import Path
 
 import numpy as np
 
-from meshwright.plan.constants import Constants
-from meshwright.plan.step_time import predict_step_time
+from meshwright.predict.constants import Constants
+from meshwright.predict.step_time import predict_step_time
 from meshwright.validate.judge import judge
 from meshwright.validate.rows import PublishedRun
 from meshwright.validate.table import read_table

@@ -21,8 +21,8 @@ from typing import Any
 
 from meshwright.cli.main import main as meshwright
 from meshwright.families import PRESETS
-from meshwright.plan.changes import CHANGES, GROUPS
 from meshwright.planner.app import device_names
+from meshwright.predict.changes import CHANGES, GROUPS
 
 NODE = Path(__file__).resolve().parents[1] / "tests" / "planner_tab.mjs"
 LONG = (512, 1024, 2048, 4096, 8192, 16384, 32768)

@@ -32,10 +32,10 @@ from meshwright.launch.launcher import Worker, threads_per_rank
 from meshwright.machine import Machine, find_machine
 from meshwright.parallel import Meshes, build_meshes
 from meshwright.parallel.ledger import Ledger
-from meshwright.plan.blueprint import blueprint
-from meshwright.plan.candidate import Candidate, evaluate
-from meshwright.plan.engine import Processor, engine_job
-from meshwright.plan.hardware import local_cluster
+from meshwright.predict.blueprint import blueprint
+from meshwright.predict.candidate import Candidate, evaluate
+from meshwright.predict.engine import Processor, engine_job
+from meshwright.predict.hardware import local_cluster
 from meshwright.spec.cluster import ClusterSpec
 from meshwright.spec.run import ResolvedRun, Run
 from meshwright.testing.equivalence import loader_for

@@ -14,10 +14,10 @@ from meshwright.engines.engine import InexpressibleError, TemplateEngine
 from meshwright.engines.layouts import layout_called
 from meshwright.engines.registry import ENGINES
 from meshwright.families import PRESETS, resolve_model
-from meshwright.plan.blueprint import blueprint
-from meshwright.plan.candidate import evaluate
-from meshwright.plan.hardware import resolve_cluster
-from meshwright.plan.job import MESHWRIGHT, Job
+from meshwright.predict.blueprint import blueprint
+from meshwright.predict.candidate import evaluate
+from meshwright.predict.hardware import resolve_cluster
+from meshwright.predict.job import MESHWRIGHT, Job
 from meshwright.spec.layout import LayoutSpec
 from meshwright.spec.precision import Precision
 from meshwright.spec.recipe import load_recipe

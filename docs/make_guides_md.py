@@ -6,14 +6,14 @@ from dataclasses import replace
 from pathlib import Path
 
 from meshwright.families import PRESETS, resolve_model
-from meshwright.plan.blueprint import Blueprint, LayerParameters, Matrix, blueprint
-from meshwright.plan.candidate import Candidate, evaluate
-from meshwright.plan.constants import FITTED
-from meshwright.plan.hardware import resolve_cluster
-from meshwright.plan.job import MESHWRIGHT, QUANTIZED, Job, Stack, adapter_parameters
-from meshwright.plan.memory import predict_memory
-from meshwright.plan.methods import METHODS, by_method
-from meshwright.plan.search import search
+from meshwright.predict.blueprint import Blueprint, LayerParameters, Matrix, blueprint
+from meshwright.predict.candidate import Candidate, evaluate
+from meshwright.predict.constants import FITTED
+from meshwright.predict.hardware import resolve_cluster
+from meshwright.predict.job import MESHWRIGHT, QUANTIZED, Job, Stack, adapter_parameters
+from meshwright.predict.memory import predict_memory
+from meshwright.predict.methods import METHODS, by_method
+from meshwright.predict.search import search
 from meshwright.spec.cluster import ClusterSpec
 from meshwright.spec.layout import LayoutSpec
 from meshwright.spec.precision import Precision

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from meshwright.plan.constants import FITTED
+from meshwright.predict.constants import FITTED
 from meshwright.validate.judge import Judged, judge, regret, report, source_name, worst
 from meshwright.validate.table import read_table
 
@@ -29,9 +29,9 @@ The planner's predictions compared with {rows} published training runs (`benchma
 its source). `meshwright plan validate benchmarks/published_runs.csv` computes the tables.
 
 The planner has {constants} constants for all devices, models and programs, and none per row or source
-([`plan/constants.py`](../src/meshwright/plan/constants.py)). They were fitted to this table. For an unbiased error, see
-[left out](#left-out), where every family of sources is predicted with constants fitted to all others, and [fresh
-sources](#fresh-sources), to which nothing was fitted.
+([`predict/constants.py`](../src/meshwright/predict/constants.py)). They were fitted to this table. For an unbiased
+error, see [left out](#left-out), where every family of sources is predicted with constants fitted to all others, and
+[fresh sources](#fresh-sources), to which nothing was fitted.
 
 | column | meaning |
 |---|---|
@@ -63,7 +63,7 @@ RULE = {
     "ffn_hidden": "derived from the published parameter count, else four times hidden",
     "recompute": "none if it fits, else selective; full recomputation would have been mentioned",
     "heads": "about hidden / 128: the nearest number that divides hidden and is divisible by tp",
-    "layers": "from the architecture's name (`plan/data/architectures.csv`) or the parameter count, else hidden / 128",
+    "layers": "from the architecture's name (`data/architectures.csv`) or the parameter count, else hidden / 128",
     "hidden": "the same",
     "micro_batch": "1",
     "global_batch": "one microbatch per data-parallel rank",

@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.machine import Machine
-from meshwright.plan.blueprint import blueprint
-from meshwright.plan.engine import engine_job
-from meshwright.plan.memory import stage_memory
-from meshwright.plan.traffic import predict_traffic
+from meshwright.predict.blueprint import blueprint
+from meshwright.predict.engine import engine_job
+from meshwright.predict.memory import stage_memory
+from meshwright.predict.traffic import predict_traffic
 from meshwright.rehearse.world import rehearse, typical_ranks
 from meshwright.spec.run import ResolvedRun, Run
 from meshwright.trainer.resolve import resolve_run

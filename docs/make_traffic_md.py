@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.families import resolve_model
-from meshwright.plan.stages import balanced_stages, layer_costs
-from meshwright.plan.traffic import predict_traffic
+from meshwright.predict.stages import balanced_stages, layer_costs
+from meshwright.predict.traffic import predict_traffic
 from meshwright.spec.data import DataSpec
 from meshwright.spec.layout import LayoutSpec
 from meshwright.spec.model import ModelFields
@@ -52,9 +52,9 @@ all-gather counts its output, a reduce-scatter its input, an all-reduce the redu
 the sent bytes. In a ring of n ranks, each rank sends (n - 1) / n of the bytes of an all-gather or reduce-scatter, and
 twice as much for an all-reduce.
 
-The figures come from the formulas in `src/meshwright/plan/traffic.py`. `tests/test_traffic.py` runs the layouts of the
-equivalence tests, counts every collective by kind, axis and bytes, and compares the formulas with the count, to the
-byte.
+The figures come from the formulas in `src/meshwright/predict/traffic.py`. `tests/test_traffic.py` runs the layouts of
+the equivalence tests, counts every collective by kind, axis and bytes, and compares the formulas with the count, to
+the byte.
 
 For pipelines, the figures are for the first rank, which has the embedding and neither loss nor head.
 """

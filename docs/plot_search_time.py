@@ -14,10 +14,10 @@ import time
 from pathlib import Path
 
 from meshwright.families import PRESETS, resolve_model
-from meshwright.plan.blueprint import blueprint
-from meshwright.plan.hardware import resolve_cluster
-from meshwright.plan.job import Job
-from meshwright.plan.search import search
+from meshwright.predict.blueprint import blueprint
+from meshwright.predict.hardware import resolve_cluster
+from meshwright.predict.job import Job
+from meshwright.predict.search import search
 
 DOCS = Path(__file__).parent
 DATA, PLOT = DOCS / "search-time.json", DOCS / "search-time.svg"

@@ -7,8 +7,8 @@ import re
 from pathlib import Path
 from typing import Any
 
-from meshwright.plan.report import Plan
 from meshwright.planner.query import Query, answer, find_recipe
+from meshwright.predict.report import Plan
 
 PAGE = Path(__file__).with_name("plan-questions.md")
 TABLE = Path(__file__).resolve().parents[1] / "benchmarks" / "plan_questions.csv"

@@ -13,12 +13,12 @@ from meshwright.machine import Machine
 from meshwright.models.slots import Wrapped
 from meshwright.parallel import offload
 from meshwright.parallel.offload import HostCopy, Offloaded
-from meshwright.plan.blueprint import blueprint
-from meshwright.plan.engine import engine_job
-from meshwright.plan.hardware import resolve_cluster
-from meshwright.plan.job import Job
-from meshwright.plan.memory import predict_memory
-from meshwright.plan.step_time import predict_step_time
+from meshwright.predict.blueprint import blueprint
+from meshwright.predict.engine import engine_job
+from meshwright.predict.hardware import resolve_cluster
+from meshwright.predict.job import Job
+from meshwright.predict.memory import predict_memory
+from meshwright.predict.step_time import predict_step_time
 from meshwright.rehearse.rank import rehearse_rank
 from meshwright.spec.layout import LayoutSpec
 from meshwright.spec.recipe import parse_spec

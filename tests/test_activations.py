@@ -15,7 +15,7 @@ from meshwright.models.compiled import ACTIVATIONS, COMPILERS, compile_step
 from meshwright.models.feed_forward import FeedForward
 from meshwright.models.moe import Rows
 from meshwright.models.packed import pack
-from meshwright.plan.blueprint import blueprint
+from meshwright.predict.blueprint import blueprint
 from meshwright.serve.readers import CachedReader
 from meshwright.spec.layout import LayoutSpec
 from meshwright.spec.model import ActivationName, ModelSpec

@@ -2,7 +2,6 @@
 work; never a stack trace.
 """
 
-import argparse
 import json
 import os
 import shutil
@@ -12,9 +11,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from meshwright.cli.common import with_place
 from meshwright.cli.main import main
 from meshwright.data import sources
+from meshwright.spec.recipe import with_place
+from meshwright.spec.run import RecipeFile
 from meshwright.storage.lock import Lock
 
 RECIPE = """\
@@ -414,7 +414,7 @@ def test_what_only_looks_like_a_setting_gets_no_line(folder, capsys):
     (folder / "data.yaml").write_text("model: gpt2\ndata: {sources: a.txt}\ntraining: {steps: zero}\n")
     assert main(["train", "data.yaml"]) == 2
     assert errors(capsys) == ["data.yaml:3: training.steps: 'zero' is not allowed: must be a whole number"]
-    arguments = argparse.Namespace(recipe=folder / "data.yaml", overrides=[])
+    file = RecipeFile(folder / "data.yaml")
     for message in ("model.safetensors: damaged", "data.yaml:3: training.steps: no", "texts: no such file"):
-        assert with_place(message, arguments) == message
-    assert with_place("model.vocab=3: no", arguments) == f"{folder / 'data.yaml'}:1: model.vocab=3: no"
+        assert with_place(message, file) == message
+    assert with_place("model.vocab=3: no", file) == f"{folder / 'data.yaml'}:1: model.vocab=3: no"

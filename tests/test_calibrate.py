@@ -6,7 +6,7 @@ import pytest
 
 from meshwright.cli.main import main
 from meshwright.machine import Machine
-from meshwright.plan.hardware import resolve_cluster
+from meshwright.predict.hardware import resolve_cluster
 from meshwright.spec.recipe import dump_recipe
 from meshwright.trainer.calibrate import calibrate
 

@@ -47,12 +47,12 @@ INSIDE = {
 }
 """The same, for the two satellites that look at a run from the inside: `rehearse/` and `accept/`."""
 SEAMS = {
-    "trainer/resolve.py": "plan",
-    "trainer/remedies.py": "plan",
-    "trainer/out_of_memory.py": "plan",
-    "trainer/origin.py": "plan",
-    "trainer/banner.py": "plan",
-    "trainer/calibrate.py": "plan",
+    "trainer/resolve.py": "predict",
+    "trainer/remedies.py": "predict",
+    "trainer/out_of_memory.py": "predict",
+    "trainer/origin.py": "predict",
+    "trainer/banner.py": "predict",
+    "trainer/calibrate.py": "predict",
     "trainer/tasks.py": "tasks",
     "trainer/run.py": "pages",
     "callbacks/memory_page.py": "pages",

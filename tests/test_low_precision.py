@@ -28,9 +28,9 @@ from meshwright.models.scaling import E2M1, E4M3, E5M2, Scaling, encode, hadamar
 from meshwright.models.slots import unreduced
 from meshwright.parallel.recompute import KEPT, PRODUCTS
 from meshwright.parallel.weight_gradients import WeightGradients, add_weight_gradients
-from meshwright.plan.activations import block_activations
-from meshwright.plan.blueprint import blueprint
-from meshwright.plan.engine import engine_job
+from meshwright.predict.activations import block_activations
+from meshwright.predict.blueprint import blueprint
+from meshwright.predict.engine import engine_job
 from meshwright.rehearse.fake import fill_slots
 from meshwright.spec.errors import UserError
 from meshwright.spec.layout import LayoutSpec

@@ -16,7 +16,7 @@ from meshwright.checkpoint.writer import CheckpointWriter
 from meshwright.families import resolve_model
 from meshwright.models import draw_rows, named_state
 from meshwright.models.low_precision import RECIPES
-from meshwright.plan.stages import balanced_stages, layer_costs
+from meshwright.predict.stages import balanced_stages, layer_costs
 from meshwright.prove.reference import alone
 from meshwright.spec.checkpoint import CheckpointSpec
 from meshwright.spec.data import DataSpec

@@ -12,9 +12,9 @@ from meshwright.optim.build import build_optimizers
 from meshwright.optim.clip import global_gradient_norm, scale_gradients
 from meshwright.optim.muon import Muon, orthogonalise
 from meshwright.optim.schedule import lr_factor
-from meshwright.plan.blueprint import blueprint
-from meshwright.plan.engine import Processor, engine_job
-from meshwright.plan.memory import predict_memory
+from meshwright.predict.blueprint import blueprint
+from meshwright.predict.engine import Processor, engine_job
+from meshwright.predict.memory import predict_memory
 from meshwright.spec.layout import LayoutSpec
 from meshwright.spec.training import LrScheduleSpec, OptimizerSpec, TrainingSpec
 from meshwright.testing.equivalence import build_here

@@ -13,7 +13,7 @@ from meshwright.models.init import draw_rows
 from meshwright.optim.adamw_8bit import AdamW8bit, block_size
 from meshwright.optim.paged_adamw import PagedAdamW
 from meshwright.optim.shards import local, part_like, whole
-from meshwright.plan.engine import engine_stack
+from meshwright.predict.engine import engine_stack
 from meshwright.spec.layout import LayoutSpec
 from meshwright.spec.run import ResolvedRun
 from meshwright.testing.equivalence import build_here

@@ -8,7 +8,7 @@ import torch
 
 from meshwright.optim.adamw import AdamWBf16
 from meshwright.optim.bf16 import AT_ONCE, Bf16, places, round_at_random
-from meshwright.plan.engine import engine_stack
+from meshwright.predict.engine import engine_stack
 from meshwright.spec.layout import LayoutSpec
 from meshwright.spec.run import ResolvedRun, Run
 from meshwright.spec.training import TrainingSpec

@@ -27,7 +27,7 @@ from meshwright.machine import Machine
 from meshwright.models.batch import to_device
 from meshwright.parallel.ledger import Ledger, Storages
 from meshwright.parallel.timeline import BACKWARD, FORWARD, NAMED_EVERY, RecordingLedger
-from meshwright.plan.forecast import forecast
+from meshwright.predict.forecast import forecast
 from meshwright.rehearse.rank import rehearse_rank
 from meshwright.spec.errors import UserError
 from meshwright.spec.layout import LayoutSpec

@@ -12,11 +12,11 @@ from meshwright.checkpoint.manifest import checkpoint_name
 from meshwright.data.loader import HostBatch
 from meshwright.parallel.pipedream import Pipedream
 from meshwright.parallel.pipeline import PipelineRun
-from meshwright.plan.blueprint import blueprint
-from meshwright.plan.engine import engine_job
-from meshwright.plan.memory import predict_memory
-from meshwright.plan.pipeline import schedule_waiting
-from meshwright.plan.stages import describe_pipeline
+from meshwright.predict.blueprint import blueprint
+from meshwright.predict.engine import engine_job
+from meshwright.predict.memory import predict_memory
+from meshwright.predict.pipeline import schedule_waiting
+from meshwright.predict.stages import describe_pipeline
 from meshwright.prove.whole import DefinedLate
 from meshwright.spec.fit import find_misfits
 from meshwright.spec.layout import LayoutSpec

@@ -13,7 +13,7 @@ import torch
 from meshwright.machine import Machine
 from meshwright.models.linear import Linear
 from meshwright.parallel.weight_gradients import WeightGradients, add_weight_gradients
-from meshwright.plan.stages import describe_pipeline
+from meshwright.predict.stages import describe_pipeline
 from meshwright.spec.batch import Batch
 from meshwright.spec.layout import LayoutSpec
 from meshwright.spec.recipe import load_spec

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from meshwright.cli.main import main
-from meshwright.plan.changes import CHANGES, GROUPS, LAST_RESORT, asked_changes, named
-from meshwright.plan.explain import describe_candidate
-from meshwright.plan.recipe import choice_reason, plan_recipe, planned_run
-from meshwright.plan.search import Variant, search
+from meshwright.predict.changes import CHANGES, GROUPS, LAST_RESORT, asked_changes, named
+from meshwright.predict.explain import describe_candidate
+from meshwright.predict.recipe import choice_reason, plan_recipe, planned_run
+from meshwright.predict.search import Variant, search
 from meshwright.spec.errors import UserError
 from meshwright.spec.recipe import load_recipe
 

@@ -12,9 +12,9 @@ import pytest
 
 from meshwright.cli.main import main
 from meshwright.machine import Machine
-from meshwright.plan.comm import CommGroup, Wires, axis_group, visited
-from meshwright.plan.constants import FITTED
-from meshwright.plan.hardware import (
+from meshwright.predict.comm import CommGroup, Wires, axis_group, visited
+from meshwright.predict.constants import FITTED
+from meshwright.predict.hardware import (
     device_cluster,
     find_device,
     hardware_table,
@@ -194,7 +194,7 @@ def test_a_relay_sends_a_token_once_to_each_place() -> None:
 
 def test_collectives_agree_with_measurements() -> None:
     """nccl-tests of two nodes, 1 MiB to 16 GiB: right on the mean, within a factor of 1.4 at the mean size."""
-    text = resources.files("meshwright.plan").joinpath("data/collectives.csv").read_text(encoding="utf-8")
+    text = resources.files("meshwright.predict").joinpath("data/collectives.csv").read_text(encoding="utf-8")
     devices = {"8xA100 node (NVLink 3)": "a100", "8xH200 node (NVLink 4)": "h200"}
     ratios = []
     for row in csv.DictReader(text.splitlines()):

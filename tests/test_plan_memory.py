@@ -11,11 +11,11 @@ from types import SimpleNamespace
 import pytest
 
 from meshwright.families import PRESETS, parameter_table, resolve_model
-from meshwright.plan.activations import block_activations, microbatches_in_flight
-from meshwright.plan.blueprint import Blueprint, LayerParameters, Matrix, blueprint
-from meshwright.plan.job import MESHWRIGHT, Job, Stack
-from meshwright.plan.memory import predict_memory, stage_memory
-from meshwright.plan.stages import balanced_stages, layer_costs
+from meshwright.predict.activations import block_activations, microbatches_in_flight
+from meshwright.predict.blueprint import Blueprint, LayerParameters, Matrix, blueprint
+from meshwright.predict.job import MESHWRIGHT, Job, Stack
+from meshwright.predict.memory import predict_memory, stage_memory
+from meshwright.predict.stages import balanced_stages, layer_costs
 from meshwright.spec.layout import LayoutSpec
 from meshwright.spec.precision import Precision
 from meshwright.spec.recompute import Policy

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from meshwright.cli.main import main
-from meshwright.plan.layouts import SearchLimits
-from meshwright.plan.recipe import plan_recipe
+from meshwright.predict.layouts import SearchLimits
+from meshwright.predict.recipe import plan_recipe
 from meshwright.spec.recipe import load_recipe
 from meshwright.spec.run import Run
 

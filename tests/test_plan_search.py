@@ -17,19 +17,19 @@ from meshwright.cli.main import main
 from meshwright.families import PRESETS, resolve_model
 from meshwright.families.flops import flops_per_token
 from meshwright.machine import Machine
-from meshwright.plan import search as search_module
-from meshwright.plan.account import explain_field
-from meshwright.plan.blueprint import Blueprint, LayerParameters, Matrix, blueprint
-from meshwright.plan.candidate import Candidate, complexity, evaluate, family_name
-from meshwright.plan.engine import engine_job, layout_check, passes, refusal
-from meshwright.plan.explain import bandwidth, binding, in_fp8, relief, why_not
-from meshwright.plan.hardware import device_cluster, local_cluster, resolve_cluster
-from meshwright.plan.job import MESHWRIGHT, Job
-from meshwright.plan.layouts import SearchLimits, divisors, layouts
-from meshwright.plan.memory import least_memory, predict_memory, stage_memory
-from meshwright.plan.recipe import choice_reason, plan_recipe, planned_run
-from meshwright.plan.search import Enough, recomputing_least, search
-from meshwright.plan.step_time import StepModel
+from meshwright.predict import search as search_module
+from meshwright.predict.account import explain_field
+from meshwright.predict.blueprint import Blueprint, LayerParameters, Matrix, blueprint
+from meshwright.predict.candidate import Candidate, complexity, evaluate, family_name
+from meshwright.predict.engine import engine_job, layout_check, passes, refusal
+from meshwright.predict.explain import bandwidth, binding, in_fp8, relief, why_not
+from meshwright.predict.hardware import device_cluster, local_cluster, resolve_cluster
+from meshwright.predict.job import MESHWRIGHT, Job
+from meshwright.predict.layouts import SearchLimits, divisors, layouts
+from meshwright.predict.memory import least_memory, predict_memory, stage_memory
+from meshwright.predict.recipe import choice_reason, plan_recipe, planned_run
+from meshwright.predict.search import Enough, recomputing_least, search
+from meshwright.predict.step_time import StepModel
 from meshwright.spec.cluster import ClusterSpec, CollectiveCost, Measured
 from meshwright.spec.data import DataSpec
 from meshwright.spec.layout import LayoutSpec

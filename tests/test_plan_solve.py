@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 
 from meshwright.cli.main import main
-from meshwright.plan.hardware import resolve_cluster
 from meshwright.planner.query import Query, find_recipe
 from meshwright.planner.solve import PlanQuestion, Solved, expected_loss, sizes, solve
 from meshwright.planner.solved import parse_duration, parse_tokens
+from meshwright.predict.hardware import resolve_cluster
 from meshwright.spec.errors import UserError
 
 SMALL = ("training.global_batch=64", "data.sequence_length=1024", "training.tokens=10000000000")

@@ -6,13 +6,13 @@ from pathlib import Path
 import pytest
 
 from meshwright.families import PRESETS, resolve_model
-from meshwright.plan.blueprint import blueprint
-from meshwright.plan.constants import FITTED
-from meshwright.plan.hardware import device_cluster
-from meshwright.plan.interval import NOMINAL, PredictionInterval, time_sigma
-from meshwright.plan.job import Job, Stack
-from meshwright.plan.pipeline import PROBE_RANKS, pipeline_seconds
-from meshwright.plan.step_time import predict_step_time
+from meshwright.predict.blueprint import blueprint
+from meshwright.predict.constants import FITTED
+from meshwright.predict.hardware import device_cluster
+from meshwright.predict.interval import NOMINAL, PredictionInterval, time_sigma
+from meshwright.predict.job import Job, Stack
+from meshwright.predict.pipeline import PROBE_RANKS, pipeline_seconds
+from meshwright.predict.step_time import predict_step_time
 from meshwright.spec.layout import LayoutSpec
 from meshwright.spec.precision import Precision
 from meshwright.spec.schedule import SCHEDULES, build_schedule, nearest_microbatches

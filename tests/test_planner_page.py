@@ -13,16 +13,6 @@ import pytest
 
 from meshwright.cli.main import main
 from meshwright.families import resolve_model
-from meshwright.plan.blueprint import blueprint
-from meshwright.plan.candidate import Candidate, evaluate
-from meshwright.plan.comm import CommGroup
-from meshwright.plan.engine import engine_job
-from meshwright.plan.hardware import device_cluster, resolve_cluster
-from meshwright.plan.layouts import SearchLimits, layouts
-from meshwright.plan.search import search
-from meshwright.plan.step_time import StepModel
-from meshwright.plan.text import plan_lines, remarks
-from meshwright.plan.traffic import traffic_without_maxima
 from meshwright.planner.figures import gigabytes, ranged, seconds, time_parts
 from meshwright.planner.links import link_traffic
 from meshwright.planner.page import plan_page
@@ -30,6 +20,16 @@ from meshwright.planner.published import ENOUGH, measurements, published_error
 from meshwright.planner.query import Planned, Query, answer, find_recipe
 from meshwright.planner.sensitivity import sensitivity
 from meshwright.planner.timeline import step_timeline
+from meshwright.predict.blueprint import blueprint
+from meshwright.predict.candidate import Candidate, evaluate
+from meshwright.predict.comm import CommGroup
+from meshwright.predict.engine import engine_job
+from meshwright.predict.hardware import device_cluster, resolve_cluster
+from meshwright.predict.layouts import SearchLimits, layouts
+from meshwright.predict.search import search
+from meshwright.predict.step_time import StepModel
+from meshwright.predict.text import plan_lines, remarks
+from meshwright.predict.traffic import traffic_without_maxima
 from meshwright.spec.model import ModelSpec
 from meshwright.spec.recipe import parse_spec
 from meshwright.spec.run import ResolvedRun, Run
@@ -256,7 +256,7 @@ def test_a_plan_for_another_machine_needs_none_of_this_ones_devices(monkeypatch:
     def fails(device: str) -> None:
         raise AssertionError(device)
 
-    monkeypatch.setattr("meshwright.plan.recipe.find_machine", fails)
+    monkeypatch.setattr("meshwright.predict.recipe.find_machine", fails)
     assert planned("gpt2", *SMALL, "device=cuda", cluster="2xa100").facts["chosen"]
     with pytest.raises(AssertionError, match="cuda"):
         planned("gpt2", *SMALL, "device=cuda", cluster="local")

@@ -21,11 +21,11 @@ import pytest
 
 from meshwright.cli.main import main
 from meshwright.pages.live import LocalHandler
-from meshwright.plan.hardware import find_device
 from meshwright.planner.answer import respond
 from meshwright.planner.app import device_names
 from meshwright.planner.server import serve_planner
 from meshwright.planner.site import COMPILED, RUNTIME, fetching, find_pyodide, packed_planner, write_site
+from meshwright.predict.hardware import find_device
 from meshwright.spec.errors import UserError
 
 SMALL = {"model": "gpt2", "words": ["data.sequence_length=512"], "clusters": ["4xa100"], "page": False}

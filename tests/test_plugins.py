@@ -24,7 +24,7 @@ from meshwright.models import Block, FeedForward, Linear, Model, build_model
 from meshwright.objectives import NextToken, Sums, build_objective
 from meshwright.optim.build import build_optimizers
 from meshwright.optim.schedule import lr_factor
-from meshwright.plan.engine import engine_stack
+from meshwright.predict.engine import engine_stack
 from meshwright.spec.checkpoint import CheckpointSpec
 from meshwright.spec.errors import UserError
 from meshwright.spec.layout import LayoutSpec

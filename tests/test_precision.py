@@ -13,7 +13,7 @@ from test_house import FILES, tree_of
 
 FLOATS = {name for name, dtype in DTYPES.items() if dtype.epsilon}
 """int8 is also the name of an eight-bit base."""
-RATES = "plan/hardware.py"
+RATES = "predict/hardware.py"
 """Measurements by dtype."""
 WORDS = {"spec/synonyms.py", "validate/words.py"}
 """Users' names for a dtype."""

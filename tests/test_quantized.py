@@ -9,10 +9,10 @@ import torch
 
 from meshwright.comm.quantize import Coded
 from meshwright.machine import Machine
-from meshwright.plan.blueprint import blueprint
-from meshwright.plan.engine import engine_job
-from meshwright.plan.memory import predict_memory
-from meshwright.plan.traffic import predict_traffic
+from meshwright.predict.blueprint import blueprint
+from meshwright.predict.engine import engine_job
+from meshwright.predict.memory import predict_memory
+from meshwright.predict.traffic import predict_traffic
 from meshwright.prove.gathered import round_blocks
 from meshwright.rehearse.rank import rehearse_rank
 from meshwright.spec.finetune import LoraSpec

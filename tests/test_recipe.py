@@ -11,8 +11,8 @@ import meshwright
 from meshwright.spec import document
 from meshwright.spec.document import Origin, dotted, read_yaml, write_yaml
 from meshwright.spec.model import ModelFields
-from meshwright.spec.problems import _all_paths
-from meshwright.spec.recipe import RecipeError, dump_recipe, load_recipe, parse_spec
+from meshwright.spec.problems import RecipeError, _all_paths
+from meshwright.spec.recipe import dump_recipe, load_recipe, parse_spec
 from meshwright.spec.run import Run
 from meshwright.spec.schedule import SCHEDULES
 from meshwright.spec.synonyms import SYNONYMS, plain

@@ -9,8 +9,8 @@ import pytest
 
 from meshwright.cli.main import main
 from meshwright.machine import Machine
-from meshwright.plan.candidate import verdict
-from meshwright.plan.forecast import forecast
+from meshwright.predict.candidate import verdict
+from meshwright.predict.forecast import forecast
 from meshwright.spec.recipe import dump_recipe, parse_spec
 from meshwright.spec.run import Run
 from meshwright.trainer.remedies import remedies, remedy_lines

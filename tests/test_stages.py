@@ -8,7 +8,7 @@ import pytest
 
 from meshwright.families import resolve_model
 from meshwright.families.flops import forward_flops_per_token
-from meshwright.plan.stages import balanced_stages, layer_costs
+from meshwright.predict.stages import balanced_stages, layer_costs
 from meshwright.spec.model import ModelFields
 
 

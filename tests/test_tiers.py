@@ -16,9 +16,9 @@ from meshwright.checkpoint.dcp import local_part
 from meshwright.checkpoint.writer import CheckpointWriter
 from meshwright.models.slots import Wrapped
 from meshwright.optim.plugged import Plugged
-from meshwright.plan.blueprint import blueprint
-from meshwright.plan.engine import Processor, engine_job, layout_check
-from meshwright.plan.memory import predict_memory
+from meshwright.predict.blueprint import blueprint
+from meshwright.predict.engine import Processor, engine_job, layout_check
+from meshwright.predict.memory import predict_memory
 from meshwright.rehearse.rank import rehearse_rank
 from meshwright.spec.checkpoint import CheckpointSpec
 from meshwright.spec.errors import UserError

@@ -8,7 +8,7 @@ import pytest
 import torch.distributed as dist
 
 from meshwright.parallel.traffic import Traffic, axis_names, ranks_of
-from meshwright.plan.traffic import predict_traffic, traffic_without_maxima
+from meshwright.predict.traffic import predict_traffic, traffic_without_maxima
 from meshwright.rehearse.fake import fake_rank
 from meshwright.spec.layout import LayoutSpec
 from meshwright.spec.run import ResolvedRun

@@ -9,7 +9,7 @@ import pytest
 
 from meshwright.families import resolve_model
 from meshwright.parallel.data import SHARDS_INTEGERS
-from meshwright.plan.stages import balanced_stages, layer_costs
+from meshwright.predict.stages import balanced_stages, layer_costs
 from meshwright.spec.data import DataSpec
 from meshwright.spec.layout import LayoutSpec
 from meshwright.spec.model import ModelFields

@@ -25,7 +25,11 @@ if TYPE_CHECKING:
     from meshwright.callbacks import Callback, Tracker, Training
     from meshwright.models import Block, Model
     from meshwright.objectives import Objective, Sums
+    from meshwright.pages.listing import runs
     from meshwright.pages.view import RunsPage, view
+    from meshwright.planner.python import PlanResult, plan
+    from meshwright.serve.python import evaluate, generate
+    from meshwright.spec.errors import UserError
     from meshwright.spec.recipe import load_recipe
     from meshwright.spec.run import Run
     from meshwright.trainer.run import TrainResult, train
@@ -35,14 +39,20 @@ __all__ = [
     "Callback",
     "Model",
     "Objective",
+    "PlanResult",
     "Run",
     "RunsPage",
     "Sums",
     "Tracker",
     "TrainResult",
     "Training",
+    "UserError",
     "__version__",
+    "evaluate",
+    "generate",
     "load_recipe",
+    "plan",
+    "runs",
     "train",
     "view",
 ]
@@ -58,7 +68,13 @@ _HOMES = {
     "Tracker": "meshwright.callbacks",
     "TrainResult": "meshwright.trainer.run",
     "Training": "meshwright.callbacks",
+    "PlanResult": "meshwright.planner.python",
+    "UserError": "meshwright.spec.errors",
+    "evaluate": "meshwright.serve.python",
+    "generate": "meshwright.serve.python",
     "load_recipe": "meshwright.spec.recipe",
+    "plan": "meshwright.planner.python",
+    "runs": "meshwright.pages.listing",
     "train": "meshwright.trainer.run",
     "view": "meshwright.pages.view",
 }
@@ -72,4 +88,8 @@ def __getattr__(name: str) -> Any:
     """Import a public name when it is first used, so that `import meshwright` costs nothing."""
     if name not in _HOMES:
         raise AttributeError(f"module 'meshwright' has no attribute {name!r}")
-    return getattr(importlib.import_module(_HOMES[name]), name)
+    public = getattr(importlib.import_module(_HOMES[name]), name)
+    if not isinstance(public, type):
+        public = importlib.import_module("meshwright.cli.python").for_python(public)
+    globals()[name] = public
+    return public

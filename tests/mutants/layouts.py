@@ -3,7 +3,7 @@
 import time
 from typing import Any
 
-from meshwright.plan.engine import layout_check
+from meshwright.predict.engine import layout_check
 from meshwright.spec.run import ResolvedRun
 from meshwright.testing.layouts import random_layouts
 from mutants.forked import SECONDS, Child

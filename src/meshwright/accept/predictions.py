@@ -9,7 +9,7 @@ from typing import Any
 from meshwright.accept.check import Check, Place, within
 from meshwright.accept.runs import SMALL, device_of, run_of, train_here
 from meshwright.machine import find_machine
-from meshwright.plan.forecast import forecast
+from meshwright.predict.forecast import forecast
 from meshwright.spec.cluster import ClusterSpec
 from meshwright.spec.run import ResolvedRun
 from meshwright.trainer.calibrate import calibrate

@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from meshwright.cli.common import add_recipe_arguments, read_recipe, with_place
+from meshwright.cli.common import add_recipe_arguments, read_recipe
 from meshwright.cli.output import add_json_argument, print_json, size_text
 from meshwright.data.describe import describe_counts, describe_sample
 from meshwright.data.packing import build_samples
@@ -33,13 +33,14 @@ from meshwright.families.adapters import frozen_experts
 from meshwright.families.described import describe_split, describe_table
 from meshwright.families.wrapped import describe_files
 from meshwright.machine import find_machine
-from meshwright.plan.forecast import forecast, warnings
-from meshwright.plan.stages import describe_pipeline
-from meshwright.plan.traffic import predict_traffic
+from meshwright.predict.forecast import forecast, warnings
+from meshwright.predict.stages import describe_pipeline
+from meshwright.predict.traffic import predict_traffic
 from meshwright.spec.errors import UserError
 from meshwright.spec.model import ModelSpec
-from meshwright.spec.recipe import RecipeError
-from meshwright.spec.run import ResolvedRun, Run
+from meshwright.spec.problems import RecipeError
+from meshwright.spec.recipe import with_place
+from meshwright.spec.run import RecipeFile, ResolvedRun, Run
 from meshwright.spec.text import counted
 from meshwright.terminal import printable
 from meshwright.trainer.corpus import check_objective, check_tokenizer, check_vocabulary, starting_model, with_datasets
@@ -70,7 +71,7 @@ class Findings(list[str]):
 
     def __init__(self, arguments: argparse.Namespace) -> None:
         super().__init__()
-        self._arguments = arguments
+        self._file = RecipeFile(arguments.recipe, tuple(arguments.overrides))
 
     def attempt(self, work: Callable[[], ResultT]) -> ResultT | None:
         """The result of `work`, or None if it raised a user error, which is added to the findings."""
@@ -78,7 +79,7 @@ class Findings(list[str]):
             return work()
         except (UserError, OSError) as error:
             for sentence in getattr(error, "problems", [str(error)]):
-                problem = with_place(" ".join(sentence.split()), self._arguments)
+                problem = with_place(" ".join(sentence.split()), self._file)
                 if problem not in self:
                     self.append(problem)
             return None

@@ -3,7 +3,6 @@
 import argparse
 import contextlib
 import math
-import re
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
@@ -16,8 +15,8 @@ from meshwright.launch.signals import StopRequest
 from meshwright.launch.status import TrainingStopped
 from meshwright.spec.errors import UserError
 from meshwright.spec.precision import ComputeName
-from meshwright.spec.problems import did_you_mean, is_setting, setting_called
-from meshwright.spec.recipe import RecipeError, line_of, load_recipe
+from meshwright.spec.problems import RecipeError, did_you_mean, setting_called
+from meshwright.spec.recipe import load_recipe
 from meshwright.spec.run import Run
 
 RECIPES = Path(__file__).resolve().parents[1] / "recipes"
@@ -227,13 +226,18 @@ def read_recipe(arguments: argparse.Namespace) -> Run:
     Raises UserError for an invalid recipe, and if the name is a preset's instead of a file's.
     """
     path: Path = arguments.recipe
-    if not path.exists() and str(path) in presets():
-        raise UserError(f"'{path}' is a preset, not a file; save it first: meshwright init {path} > {path}.yaml")
     if not path.exists():
-        there = [one.name for one in path.parent.glob("*.y*ml")]
-        raise UserError(f"{path}: no such file or directory{did_you_mean(path.name, there, likeness=0.75)}")
+        raise UserError(no_recipe_at(path))
     with foreign_files_named(path):
         return load_recipe(path, arguments.overrides)
+
+
+def no_recipe_at(path: Path) -> str:
+    """The error for a recipe's path where nothing is, with a hint at what is near it."""
+    if str(path) in presets():
+        return f"'{path}' is a preset, not a file; save it first: meshwright init {path} > {path}.yaml"
+    there = [one.name for one in path.parent.glob("*.y*ml")]
+    return f"{path}: no such file or directory{did_you_mean(path.name, there, likeness=0.75)}"
 
 
 @contextlib.contextmanager
@@ -247,16 +251,3 @@ def foreign_files_named(path: Path) -> Iterator[None]:
         if foreign := describe_foreign(path):
             raise UserError(foreign) from error
         raise
-
-
-def with_place(message: str, arguments: argparse.Namespace) -> str:
-    """The message, prefixed by `run.yaml:12: ` if it begins with a setting or section on line 12 of the recipe."""
-    match = re.match(r"\w+(\.\w+)*", message)
-    setting = match[0] if match else ""
-    # File names at the start of a message have dots too: model.safetensors, or a recipe named data.yaml.
-    if not is_setting(setting, Run) or any(override.startswith(setting) for override in arguments.overrides):
-        return message
-    path = setting.split(".")
-    places = (line_of(arguments.recipe, ".".join(path[:length])) for length in range(len(path), 0, -1))
-    place = next(filter(None, places), None)
-    return f"{place}: {message}" if place else message

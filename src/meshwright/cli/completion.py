@@ -36,7 +36,7 @@ def _words_for(prefix: str, action: argparse.Action, **_: Any) -> Iterable[str]:
 
     from meshwright.cli.common import presets
     from meshwright.families import PRESETS
-    from meshwright.plan.hardware import hardware_table
+    from meshwright.predict.hardware import hardware_table
 
     match action.metavar:
         case "a.b=c" | "a.b=c,d,e":

@@ -1,6 +1,7 @@
 """The verb `generate`: continues prompts with a trained model."""
 
 import argparse
+import contextlib
 import sys
 
 from meshwright.cli.common import (
@@ -13,6 +14,7 @@ from meshwright.cli.common import (
 )
 from meshwright.cli.output import add_json_argument, print_result
 from meshwright.cli.ranks import follows, started
+from meshwright.cli.waiting import waiting
 from meshwright.spec.errors import UserError
 
 
@@ -65,14 +67,26 @@ def run(arguments: argparse.Namespace) -> int:
     prompts = [sys.stdin.read().rstrip("\n") if text == "-" else text for text in arguments.prompt]
     settings = Settings(sampling=sampling, max_tokens=arguments.max_tokens, stops=arguments.stop)
     report = note if blocks_from_disk(trained.model) is not None else lambda line: None
-    if arguments.chat:
-        texts = answer_texts(trained, prompts, settings, system=arguments.system, report=report)
-    else:
-        texts = continue_texts(trained, prompts, settings, report=report)
+    streams = len(prompts) == 1 and not arguments.json
+    listeners = {"report": report, "stream": _show if streams else lambda part: None}
+    if streams and not arguments.chat:
+        _show(prompts[0])
+    with contextlib.nullcontext() if streams else waiting("generating"):
+        if arguments.chat:
+            texts = answer_texts(trained, prompts, settings, system=arguments.system, **listeners)
+        else:
+            texts = continue_texts(trained, prompts, settings, **listeners)
+    if streams:
+        print()
+        return 0
     pairs, lines = [], []
     for number, (prompt, text) in enumerate(zip(prompts, texts, strict=True), 1):
         pairs.append({"prompt": prompt, "continuation": text})
-        lines += [f"--- {number} of {len(prompts)}"] if len(prompts) > 1 else []
+        lines.append(f"--- {number} of {len(prompts)}")
         lines.append(text if arguments.chat else prompt + text)
     print_result(arguments, {"model": str(trained.source), "texts": pairs}, lines)
     return 0
+
+
+def _show(part: str) -> None:
+    print(part, end="", flush=True)

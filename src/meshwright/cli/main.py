@@ -10,9 +10,9 @@ import traceback
 from collections.abc import Sequence
 
 from meshwright.cli.completion import complete
-from meshwright.cli.parser import BROKEN_PIPE, INTERRUPTED, VERBS, Parser, UsageError, similar_word
+from meshwright.cli.parser import BROKEN_PIPE, INTERRUPTED, VERBS, Parser, UsageError, help_lines, similar_word
 from meshwright.spec.errors import UserError
-from meshwright.terminal import guarded_terminal, printable
+from meshwright.terminal import columns, folded, guarded_terminal, printable
 from meshwright.version import __version__
 
 ABOUT = "Meshwright trains and fine-tunes language models with any parallel strategy from one recipe."
@@ -26,6 +26,8 @@ first steps:
 'meshwright VERB --help' explains a verb.
 """
 
+VERBATIM = ("chat", "generate", "import", "init", "demo")
+"""Verbs whose output is a model's, or a recipe."""
 EXIT = """\
 exit status: 0 success; 1 a finding: an error (check, data audit), a difference (verify), a failure (rehearse),
 something missing (doctor), or nothing fits (plan); 2 an error in the command line, the recipe or the data;
@@ -40,16 +42,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         complete()
         os.putenv("PYTHONSAFEPATH", "1")  # child Python processes import nothing from the user's folder
     try:
-        with guarded_terminal():
+        with guarded_terminal(folds="--json" not in words and (words[:1] or [""])[0] not in VERBATIM):
             status = _run(words)
             sys.stdout.flush()  # so that a closed pipe raises here
         return status
     except SystemExit as stop:  # argparse, after --help
         return stop.code if isinstance(stop.code, int) else 0
     except KeyboardInterrupt as stop:
-        status = getattr(stop, "status", None)  # a `TrainingStopped` has one, and has printed the reason
-        if status is None:
-            print("interrupted", file=sys.stderr)
+        status = getattr(stop, "status", None)  # a `TrainingStopped` has one; without a message, the reason is printed
+        if status is None or str(stop):
+            print("interrupted" if status is None else stop, file=sys.stderr)
         return INTERRUPTED if status is None else status
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # so that Python's flush at exit succeeds
@@ -58,13 +60,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         if "--debug" in words:
             traceback.print_exc()
         for line in _lines(error):
-            print(f"error: {printable(line)}", file=sys.stderr)
+            print(*folded(f"error: {printable(line)}", columns(sys.stderr)), sep="\n", file=sys.stderr)
         return 2
 
 
 def _run(words: list[str]) -> int:
     if not words or words[0] in ("-h", "--help", "help"):
-        print(_help())
+        print("\n".join(help_lines(_help())))
         return 0
     if words[0] == "--debug" and len(words) > 1:
         words = words[1:]
@@ -88,10 +90,12 @@ def _run(words: list[str]) -> int:
         if not getattr(arguments, "recipe", None) or not arguments.recipe.is_file():
             raise
         # Already imported by the verb.
-        from meshwright.cli.common import with_place
-        from meshwright.spec.recipe import RecipeError
+        from meshwright.spec.problems import RecipeError
+        from meshwright.spec.recipe import with_place
+        from meshwright.spec.run import RecipeFile
 
-        raise RecipeError([with_place(line, arguments) for line in _lines(error)]) from error
+        file = RecipeFile(arguments.recipe, tuple(arguments.overrides))
+        raise RecipeError([with_place(line, file) for line in _lines(error)]) from error
 
 
 def _help() -> str:

@@ -2,10 +2,12 @@
 
 import argparse
 import difflib
+import textwrap
 from collections.abc import Iterator, Sequence
 from typing import Any, NoReturn
 
 from meshwright.spec.errors import UserError
+from meshwright.terminal import USUAL_COLUMNS, folded
 
 VERBS = {
     "init": "list the preset recipes, or print one to start from",
@@ -38,6 +40,10 @@ BROKEN_PIPE = 141
 """Exit statuses that a shell reports for a program ended by SIGINT or SIGPIPE."""
 
 
+LONG_PROSE = 72
+"""Columns from which a line of help continues in the next one."""
+
+
 class UsageError(UserError):
     """An invalid command line."""
 
@@ -57,6 +63,10 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Raise `UsageError`; argparse calls this on an error."""
         raise UsageError(f"{message}; see '{self.prog} --help'")
+
+    def format_help(self) -> str:
+        """The help in lines of at most 80 columns."""
+        return "".join(f"{line}\n" for line in help_lines(super().format_help()))
 
     def parse(self, words: Sequence[str]) -> argparse.Namespace:
         """Parse options and operands in any order; raise `UsageError` for unknown ones."""
@@ -81,6 +91,24 @@ class Parser(argparse.ArgumentParser):
             if action is not None and action.nargs == "?" and not _accepted(action.type, following):
                 word = f"{word}={action.const}"
             yield word
+
+
+def help_lines(text: str) -> Iterator[str]:
+    """A help text's lines, folded; prose that is broken already is joined first, and commands are broken by a
+    backslash."""
+    prose = ""
+    for line in [*text.splitlines(), ""]:
+        if len(prose) >= LONG_PROSE and line[:1].strip() and not line.startswith("exit status"):
+            prose += f" {line}"
+            continue
+        yield from folded(prose, USUAL_COLUMNS) if prose else ()
+        prose = line if line[:1].strip() else ""
+        if line.startswith("  meshwright ") and len(line) > USUAL_COLUMNS:
+            yield " \\\n".join(
+                textwrap.wrap(line, USUAL_COLUMNS - 2, subsequent_indent=" " * 6, break_on_hyphens=False)
+            )
+        elif not prose:
+            yield from folded(line, USUAL_COLUMNS)
 
 
 def _accepted(convert: Any, word: str) -> bool:

@@ -22,18 +22,20 @@ from meshwright.cli.plan_solve import (
     check_limits,
     tokens_override,
 )
+from meshwright.cli.waiting import waiting
 from meshwright.pages.live import ADDRESS
-from meshwright.plan.account import explain_field
-from meshwright.plan.candidate import MARGIN
-from meshwright.plan.changes import CHANGES, GROUPS
-from meshwright.plan.text import cluster_lines, plan_lines
 from meshwright.planner.page import plan_page
 from meshwright.planner.query import TOP, Query, answer, as_json, find_recipe
 from meshwright.planner.server import serve_planner
 from meshwright.planner.site import write_site
+from meshwright.predict.account import explain_field
+from meshwright.predict.candidate import MARGIN
+from meshwright.predict.changes import CHANGES, GROUPS
+from meshwright.predict.text import cluster_lines, plan_lines
 from meshwright.spec.errors import UserError
 from meshwright.spec.recipe import dump_recipe
 from meshwright.storage.durable import write_durably
+from meshwright.terminal import columns
 from meshwright.validate.doubts import Doubt
 from meshwright.validate.judge import Judged, judge, regret, report, worst
 from meshwright.validate.table import read_table
@@ -198,11 +200,13 @@ def _plan(arguments: argparse.Namespace) -> int:
         recipe, base_dir = find_recipe(query.what, query.words)
     if arguments.solve:
         return answer_question(arguments, query, recipe, base_dir)
-    planned = answer(query, recipe, base_dir)
+    with waiting("searching layouts"):
+        planned = answer(query, recipe, base_dir)
     if arguments.explain:
         print(explain_field(planned[0].plan, arguments.explain))
     else:
-        lines = plan_lines(planned[0].facts) if len(planned) == 1 else cluster_lines([one.facts for one in planned])
+        facts = [one.facts for one in planned]
+        lines = plan_lines(facts[0], columns(sys.stdout)) if len(facts) == 1 else cluster_lines(facts)
         print_result(arguments, as_json(planned), lines)
     if arguments.html:
         write_durably(arguments.html, plan_page(planned))

@@ -6,8 +6,9 @@ from typing import Any
 
 from meshwright.cli.common import add_recipe_arguments, positive, read_recipe
 from meshwright.cli.output import add_json_argument, print_result, size_text
+from meshwright.cli.waiting import waiting
 from meshwright.machine import Machine
-from meshwright.plan.hardware import resolve_cluster
+from meshwright.predict.hardware import resolve_cluster
 from meshwright.spec.cluster import ClusterSpec
 from meshwright.spec.errors import UserError
 from meshwright.spec.run import ResolvedRun
@@ -72,7 +73,8 @@ def _measure(arguments: argparse.Namespace, resolved: ResolvedRun, cluster: Clus
     recipe = resolved.run
     ranks = arguments.ranks or typical_ranks(recipe.layout)
     on_gpu = cluster.device != "cpu"
-    reports = rehearse(resolved, ranks, on_gpu=on_gpu, fp8="fp8" in cluster.tflops)
+    with waiting("rehearsing"):
+        reports = rehearse(resolved, ranks, on_gpu=on_gpu, fp8="fp8" in cluster.tflops)
     memory_bytes = int(cluster.memory_gb * 1e9)
     problems = findings(reports, recipe.layout, memory_bytes=memory_bytes, per_node=cluster.per_node)
     fits = all(device_peak(report) <= memory_bytes for report in reports)
@@ -91,7 +93,8 @@ def _prove(arguments: argparse.Namespace, resolved: ResolvedRun, cluster: Cluste
     from meshwright.rehearse.deadlocks import prove
 
     on_gpu = cluster.device != "cpu"
-    facts = prove(resolved, arguments.ranks or (), on_gpu=on_gpu, fp8="fp8" in cluster.tflops)
+    with waiting("recording ranks and checking them"):
+        facts = prove(resolved, arguments.ranks or (), on_gpu=on_gpu, fp8="fp8" in cluster.tflops)
     layout, counts = resolved.run.layout, facts["microbatches"]
     shortened = f"{' and '.join(map(str, counts))} of " if counts[0] < resolved.accumulation else ""
     lines = [

@@ -7,13 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.cli.output import add_json_argument, print_result, size_text
-from meshwright.pages.runs import differences, find_runs, names_of, read_run, size_of
+from meshwright.pages.listing import FOLDER, list_runs
 
-FOLDER = "runs"
 WIDE, MOST_SETTINGS = 80, 8
 """Limits of a line, and of a run's settings in the list."""
-DATA_ONLY = ("data.cache_dir",)
-"""Settings that set no run apart."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -32,41 +29,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the runs, the one that began first at the top."""
-    run_dirs = find_runs(arguments.folders)
-    runs = [_read(run_dir, name) for run_dir, name in zip(run_dirs, names_of(run_dirs), strict=True)]
-    for name, values in differences(runs):
-        if name not in DATA_ONLY:
-            for one, value in zip(runs, values, strict=True):
-                one["differences"][name] = value
-    facts = [{key: value for key, value in one.items() if key != "settings"} for one in runs]
+    facts = list_runs(arguments.folders)
     print_result(arguments, {"runs": facts}, _table(facts))
     return 0
-
-
-def _read(run_dir: Path, name: str) -> dict[str, Any]:
-    """A run's line."""
-    read = read_run(run_dir, name)
-    steps, held_out = read["tables"].get("step", {}), read["tables"].get("evaluation", {})
-    return {
-        "name": name,
-        "folder": str(run_dir),
-        "state": read["state"],
-        "step": _last(steps.get("step", ())),
-        "steps": read["steps"],
-        "loss": _last(steps.get("loss", ())),
-        "held_out_loss": _last(held_out.get("loss", ())),
-        "tokens_per_s": _last(steps.get("tokens_per_s", ())),
-        "seconds": read["elapsed"],
-        "bytes": size_of(run_dir),
-        "updated": read["updated"],
-        "origin": read["environment"].get("origin"),
-        "differences": {},
-        "settings": read["settings"],
-    }
-
-
-def _last(values: Sequence[Any]) -> Any:
-    return next((value for value in reversed(values) if value is not None), None)
 
 
 def _table(runs: Sequence[dict[str, Any]]) -> Iterator[str]:

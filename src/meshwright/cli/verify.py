@@ -8,6 +8,7 @@ from typing import Any, get_args
 
 from meshwright.cli.common import add_recipe_arguments, positive, read_recipe, stoppable
 from meshwright.cli.output import add_json_argument, print_json, progress_on_stderr
+from meshwright.cli.waiting import waiting
 from meshwright.launch.status import CRASH_LOOP, TrainingStopped
 from meshwright.machine import find_machine
 from meshwright.prove.pairs import MOST_RANKS, pair_layouts
@@ -129,7 +130,8 @@ def _prove(recipe: Run, resolved: ResolvedRun, arguments: argparse.Namespace) ->
     try:
         with progress_on_stderr(arguments.json):
             own, device = _in_own_precision(recipe, resolved, arguments), _device(resolved, arguments)
-            proof = verify(resolved, steps=arguments.steps, own=own, device=device)
+            with waiting("computing steps on the layout's ranks and on one process"):
+                proof = verify(resolved, steps=arguments.steps, own=own, device=device)
     except LayoutFailed:
         print("error: the layout's processes failed, so there is nothing to compare", file=sys.stderr)
         return CRASH_LOOP, None

@@ -18,7 +18,8 @@ from meshwright.imports.schedules import settle_lost_schedule
 from meshwright.imports.systems import read_files
 from meshwright.spec.document import write_yaml
 from meshwright.spec.errors import UserError
-from meshwright.spec.recipe import RecipeError, parse_spec
+from meshwright.spec.problems import RecipeError
+from meshwright.spec.recipe import parse_spec
 from meshwright.spec.run import Run
 from meshwright.terminal import printable
 

@@ -59,6 +59,8 @@ class Worker:
     """Number of restarts so far."""
     parent: int = 0
     """The process that this one must exit with: our launcher or torchrun's agent; 0 if none."""
+    shows_steps: bool = True
+    """Whether rank 0 prints the steps; false where the launcher's notebook shows them."""
 
 
 @dataclass(frozen=True)

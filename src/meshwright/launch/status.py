@@ -16,6 +16,8 @@
 69 to 78 are named in BSD's sysexits.h; none of them is given by a shell or by a signal. 75 is EX_TEMPFAIL, "try again".
 """
 
+from meshwright.spec.errors import OneLine
+
 MISUSE = 2
 STUCK = 69
 CRASH_LOOP = 70
@@ -66,7 +68,7 @@ class VerificationError(RunError):
     status = MISCOMPUTED
 
 
-class TrainingFailed(RuntimeError):  # noqa: N818  (it names what happened, not a kind of error)
+class TrainingFailed(OneLine, RuntimeError):  # noqa: N818  (it names what happened, not a kind of error)
     """Some rank ended the run; its message has been printed. `status` is the exit status to pass on."""
 
     def __init__(self, status: int) -> None:
@@ -74,9 +76,10 @@ class TrainingFailed(RuntimeError):  # noqa: N818  (it names what happened, not 
         self.status = status
 
 
-class TrainingStopped(KeyboardInterrupt):
-    """A signal ended the run; `status` is `STOPPED` if everything is saved."""
+class TrainingStopped(OneLine, KeyboardInterrupt):
+    """A signal ended the run; `status` is `STOPPED` if everything is saved. The message says how to go on, if this
+    process is the one to say it."""
 
-    def __init__(self, status: int) -> None:
-        super().__init__(f"training was stopped, status {status}")
+    def __init__(self, status: int, remark: str = "") -> None:
+        super().__init__(remark)
         self.status = status

@@ -14,6 +14,8 @@ from meshwright.spec.errors import UserError
 STATIC = Path(__file__).with_name("static")
 WORDS = {"FAILED": "failed", "ok": "passed"}
 """Cells that have a colour."""
+NOTEBOOK_HEIGHT = 760
+"""Height of a page in a notebook, in pixels."""
 UPLOT = "uplot-python"
 """The package that ships uPlot's script. Its Python is never imported."""
 
@@ -64,6 +66,12 @@ def header(title: str, about: str = "") -> str:
         f'<header class="top"><div><h1>{escape(title)}</h1>{line}</div>'
         '<button type="button" id="theme" aria-label="Light or dark" title="Light or dark"></button></header>'
     )
+
+
+def framed(html: str) -> str:
+    """A page inside a frame, as a notebook shows it: its styles are not the notebook's."""
+    style = f"width:100%;height:{NOTEBOOK_HEIGHT}px;border:0;border-radius:8px"
+    return f'<iframe srcdoc="{escape(html)}" style="{style}" title="meshwright"></iframe>'
 
 
 def section(title: str, *parts: str, about: str = "") -> str:

@@ -7,13 +7,11 @@ from typing import Any
 
 from meshwright.pages.charts import charts_of
 from meshwright.pages.runs import differences, find_runs, names_of, read_run
-from meshwright.pages.shell import header, page
+from meshwright.pages.shell import framed, header, page
 from meshwright.spec.errors import UserError
 from meshwright.storage.durable import write_durably
 
 PARTS = ("run.css", "tools.js", "charts.js", "panels.js", "board.js")
-NOTEBOOK_HEIGHT = 760
-"""Height of the page in a notebook, in pixels."""
 
 
 def view_data(run_dirs: Sequence[Path]) -> dict[str, Any]:
@@ -57,9 +55,7 @@ class RunsPage:
         return Path(path)
 
     def _repr_html_(self) -> str:
-        """The page inside a frame, because its styles are not the notebook's."""
-        frame = f"width:100%;height:{NOTEBOOK_HEIGHT}px;border:0;border-radius:8px"
-        return f'<iframe srcdoc="{escape(self.html)}" style="{frame}" title="meshwright"></iframe>'
+        return framed(self.html)
 
     def __repr__(self) -> str:
         return f"RunsPage({', '.join(map(str, self.run_dirs))})"

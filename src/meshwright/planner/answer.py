@@ -12,10 +12,10 @@ from typing import Any
 from meshwright.families import PRESETS
 from meshwright.families.hub import HUB_ID
 from meshwright.imports.recipe import import_files
-from meshwright.plan.candidate import MARGIN
 from meshwright.planner.page import plan_body, planned_about, planned_title
 from meshwright.planner.query import TOP, Planned, Query, answer, as_json, find_recipe
 from meshwright.planner.sensitivity import Progress
+from meshwright.predict.candidate import MARGIN
 from meshwright.spec.cluster import parse_cluster_name
 from meshwright.spec.errors import UserError
 from meshwright.spec.run import Run

@@ -4,10 +4,10 @@ from typing import Any, Literal
 
 from meshwright.families import PRESETS
 from meshwright.pages.shell import STATIC, header, page
-from meshwright.plan.candidate import MARGIN
-from meshwright.plan.changes import GROUPS
-from meshwright.plan.hardware import find_device, hardware_table
 from meshwright.planner.page import PARTS, foot
+from meshwright.predict.candidate import MARGIN
+from meshwright.predict.changes import GROUPS
+from meshwright.predict.hardware import find_device, hardware_table
 from meshwright.version import __version__
 
 STARTS_WITH = {"model": "llama-3.1-8b", "cluster": "8xh100"}

@@ -3,9 +3,9 @@
 from collections import defaultdict
 from dataclasses import dataclass
 
-from meshwright.plan.candidate import Candidate
-from meshwright.plan.comm import CommGroup, axis_group
-from meshwright.plan.traffic import traffic_without_maxima
+from meshwright.predict.candidate import Candidate
+from meshwright.predict.comm import CommGroup, axis_group
+from meshwright.predict.traffic import traffic_without_maxima
 from meshwright.spec.cluster import ClusterSpec
 from meshwright.spec.layout import LayoutSpec
 from meshwright.spec.model import ModelSpec

@@ -5,13 +5,13 @@ from collections.abc import Iterator, Sequence
 from html import escape
 
 from meshwright.pages.shell import header, page, section, table
-from meshwright.plan.text import duration, remarks
 from meshwright.planner.figures import Facts, bars_of, gigabytes, money, ranged, seconds, span_text, tile, verdict
 from meshwright.planner.panels import errors, sensitivities
 from meshwright.planner.pictures import machines, timeline
 from meshwright.planner.query import Planned
 from meshwright.planner.sensitivity import Progress, sensitivity
 from meshwright.planner.tables import frontier, layouts, methods, strategies
+from meshwright.predict.text import duration, remarks
 from meshwright.spec.text import billions
 from meshwright.version import __version__
 

@@ -5,12 +5,12 @@ from html import escape
 
 from meshwright.pages.drawing import Scale, area, box, colour, dot, lanes, line, plot
 from meshwright.pages.shell import section
-from meshwright.plan.candidate import Candidate
-from meshwright.plan.explain import describe_candidate
-from meshwright.plan.interval import NOMINAL
 from meshwright.planner.figures import gigabytes, seconds
 from meshwright.planner.published import Measurement, published_error, summary
 from meshwright.planner.sensitivity import Panel, Point
+from meshwright.predict.candidate import Candidate
+from meshwright.predict.explain import describe_candidate
+from meshwright.predict.interval import NOMINAL
 
 FURTHEST = 2.5
 """Ratio of prediction to measurement, and its inverse, at which the axis of errors ends."""

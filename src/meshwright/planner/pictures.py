@@ -5,13 +5,13 @@ from html import escape
 
 from meshwright.pages.drawing import Scale, box, colour, lanes, legend, stacked_bars
 from meshwright.pages.shell import section
-from meshwright.plan.candidate import Candidate
-from meshwright.plan.explain import WORTH_A_WORD
-from meshwright.plan.recipe import planned_run
 from meshwright.planner.figures import gigabytes, seconds
 from meshwright.planner.links import AxisTraffic, link_traffic
 from meshwright.planner.query import Planned
 from meshwright.planner.timeline import MOST_RANKS, StepTimeline, step_timeline
+from meshwright.predict.candidate import Candidate
+from meshwright.predict.explain import WORTH_A_WORD
+from meshwright.predict.recipe import planned_run
 from meshwright.spec.errors import UserError
 
 KINDS = {

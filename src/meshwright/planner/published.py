@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import resources
 
-from meshwright.plan.candidate import Candidate
+from meshwright.predict.candidate import Candidate
 
 ENOUGH = 12
 """Published step times from which a comparison says something; with fewer, it is made with more kinds of run."""

@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.families import resolve_model
-from meshwright.plan.candidate import MARGIN
-from meshwright.plan.changes import asked_changes
-from meshwright.plan.layouts import SearchLimits
-from meshwright.plan.recipe import plan_recipe, planned_run
-from meshwright.plan.report import Plan
+from meshwright.predict.candidate import MARGIN
+from meshwright.predict.changes import asked_changes
+from meshwright.predict.layouts import SearchLimits
+from meshwright.predict.recipe import plan_recipe, planned_run
+from meshwright.predict.report import Plan
 from meshwright.spec.errors import UserError
 from meshwright.spec.model import ModelFields
 from meshwright.spec.recipe import dump_recipe, load_recipe, parse_spec

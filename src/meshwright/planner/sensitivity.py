@@ -4,12 +4,12 @@ precisions."""
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
-from meshwright.plan.candidate import Candidate
-from meshwright.plan.engine import passes
-from meshwright.plan.hardware import resized
-from meshwright.plan.recipe import make_case
-from meshwright.plan.report import Plan
-from meshwright.plan.search import search
+from meshwright.predict.candidate import Candidate
+from meshwright.predict.engine import passes
+from meshwright.predict.hardware import resized
+from meshwright.predict.recipe import make_case
+from meshwright.predict.report import Plan
+from meshwright.predict.search import search
 from meshwright.spec.cluster import ClusterSpec
 from meshwright.spec.errors import UserError
 from meshwright.spec.fit import check_positions

@@ -86,7 +86,7 @@ def packed_planner(wheel: Path) -> bytes:
 def _packed(wheel: Path) -> Iterator[tuple[str, bytes]]:
     """(name in the archive, content)."""
     root = Path(__file__).resolve().parents[2]
-    for path in sorted((*_modules(root), *root.glob("meshwright/plan*/data/*.csv"))):
+    for path in sorted((*_modules(root), *root.glob("meshwright/p*/data/*.csv"))):
         yield path.relative_to(root).as_posix(), path.read_bytes()
     for package in PACKAGES:
         for file in importlib.metadata.files(package) or ():

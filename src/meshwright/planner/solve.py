@@ -12,12 +12,12 @@ from typing import Any, Literal, get_args
 
 from meshwright.families import PRESETS, resolve_model
 from meshwright.machine import find_machine
-from meshwright.plan.blueprint import blueprint
-from meshwright.plan.hardware import resized, resolve_cluster
-from meshwright.plan.layouts import SearchLimits
-from meshwright.plan.recipe import plan_recipe
-from meshwright.plan.search import ALIKE
 from meshwright.planner.query import Planned, Query
+from meshwright.predict.blueprint import blueprint
+from meshwright.predict.hardware import resized, resolve_cluster
+from meshwright.predict.layouts import SearchLimits
+from meshwright.predict.recipe import plan_recipe
+from meshwright.predict.search import ALIKE
 from meshwright.spec.cluster import ClusterSpec
 from meshwright.spec.errors import UserError
 from meshwright.spec.model import ModelSpec

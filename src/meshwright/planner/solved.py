@@ -6,10 +6,10 @@ from typing import Any
 
 from meshwright.pages.drawing import Point, Scale, colour, dot, legend, line, plain, plot
 from meshwright.pages.shell import header, page, section, table
-from meshwright.plan.text import duration, money_text
 from meshwright.planner.figures import ranged
 from meshwright.planner.page import PARTS, foot
 from meshwright.planner.solve import PlannedValue, Quantity, Solved
+from meshwright.predict.text import duration, money_text
 from meshwright.spec.errors import UserError
 from meshwright.spec.run import Run
 from meshwright.spec.text import billions, quantity_text

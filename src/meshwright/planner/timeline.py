@@ -3,8 +3,8 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from meshwright.plan.candidate import Candidate
-from meshwright.plan.step_time import StepModel
+from meshwright.predict.candidate import Candidate
+from meshwright.predict.step_time import StepModel
 from meshwright.spec.schedule import build_schedule, nearest_microbatches
 from meshwright.spec.timeline import StageCosts, TimedAction, simulate
 

@@ -61,6 +61,7 @@ from meshwright.trainer.folder import RESOLVED, read_resolved, records_of
 from meshwright.trainer.resolve import ENOUGH_TOKENS
 from meshwright.trainer.weights import base_of, check_base, kept_weights
 
+Show = Callable[[str], None]
 MAX_TOKENS = 128
 """Default number of new tokens of a continuation."""
 Weights = Literal["memory", "disk", "auto"] | DeviceMesh
@@ -145,16 +146,13 @@ def continue_texts(
     prompts: Sequence[str],
     settings: Settings,
     *,
-    report: Callable[[str], None] = lambda line: None,
+    report: Show = lambda line: None,
+    stream: Show = lambda part: None,
 ) -> list[str]:
-    """The continuation of each prompt, by default of 128 tokens or the rest of the context. `report` is called with the
-    speed.
-
-    An empty prompt starts a document. Raises `UserError` if prompt and new tokens do not fit the context.
-    """
-    tokenizer = trained.tokenizer
-    ids = [tokenizer.encode_prompt(prompt) or [tokenizer.eos_id] for prompt in prompts]
-    return _answers(trained, ids, set(), settings, report)
+    """The continuation of each prompt, by default of 128 tokens or the rest of the context; an empty one starts a
+    document. `report` is called with the speed, `stream` with each part. Raises `UserError` if a text does not fit."""
+    ids = [trained.tokenizer.encode_prompt(prompt) or [trained.tokenizer.eos_id] for prompt in prompts]
+    return _answers(trained, ids, set(), settings, (report, stream))
 
 
 def answer_texts(
@@ -163,15 +161,12 @@ def answer_texts(
     settings: Settings,
     *,
     system: str | None = None,
-    report: Callable[[str], None] = lambda line: None,
+    report: Show = lambda line: None,
+    stream: Show = lambda part: None,
 ) -> list[str]:
-    """The answer to each prompt in its own conversation, rendered by the tokenizer's chat template. `report` is called
-    with the speed.
-
-    Raises `UserError` if there is no template, or prompt and new tokens do not fit the context.
-    """
+    """The answer to each prompt in its own conversation, as `continue_texts`; `UserError` too without a template."""
     ids, ends = ask(trained.tokenizer, prompts, system)
-    return _answers(trained, ids, ends, settings, report)
+    return _answers(trained, ids, ends, settings, (report, stream))
 
 
 def evaluate_texts(
@@ -232,7 +227,7 @@ def _answers(
     prompts: Sequence[Sequence[int]],
     ends: Collection[int],
     settings: Settings,
-    report: Callable[[str], None],
+    listeners: tuple[Show, Show],
 ) -> list[str]:
     """The text after each prompt, up to one of `ends` or the end of a text."""
     max_tokens, all_ends = settings.max_tokens, end_ids(trained.tokenizer, config_of(trained)).union(ends)
@@ -242,9 +237,12 @@ def _answers(
     with memory_explained("the answers"):
         pack(trained.model)
         start = time.perf_counter()
-        answers = InferenceEngine(trained.model, decode=trained.tokenizer.decode).run(requests)
-    seconds, tokens = time.perf_counter() - start, sum(len(answer.tokens) for answer in answers)
-    report(f"{tokens} tokens in {seconds:.1f} s, {tokens / seconds:.3g} tokens/s")
+        engine = InferenceEngine(trained.model, decode=trained.tokenizer.decode)
+        answers = [engine.submit(request, lambda _, __, text: listeners[1](text)) for request in requests]
+        while engine.step():
+            pass
+    seconds, tokens = time.perf_counter() - start, sum(len(one.tokens) for one in answers)
+    listeners[0](f"{tokens} tokens in {seconds:.1f} s, {tokens / seconds:.3g} tokens/s")
     return [answer.text for answer in answers]
 
 

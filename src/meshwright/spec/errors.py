@@ -1,7 +1,15 @@
 """User errors: the only exceptions printed as one line instead of a stack trace."""
 
 
-class UserError(ValueError):
+class OneLine(BaseException):
+    """An exception that a notebook shows as its message, without frames."""
+
+    def _render_traceback_(self) -> list[str]:
+        """What IPython shows instead of the frames."""
+        return [f"{type(self).__name__}: {self}"]
+
+
+class UserError(OneLine, ValueError):
     """An error that the user can fix, in the command line, the recipe, the data or a file. Its message is one sentence,
     which also says what would work.
 

@@ -2,7 +2,7 @@
 
 import difflib
 import json
-from collections.abc import Container, Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import NoneType
 from typing import Any, TypeVar, get_args
@@ -25,6 +25,18 @@ EXACT = 2**53
 """Below it, a float that is a whole number is the one that was meant."""
 SECTION = frozenset(["model_type", "model_attributes_type", "dict_type"])
 """pydantic's error types for a missing section."""
+
+
+class RecipeError(UserError):
+    """All errors in a recipe: one line each, which begins with its place or its setting."""
+
+    def __init__(self, problems: Sequence[str], rest: Spec | None = None, wrong: Iterable[str] = ()):
+        super().__init__("\n".join(problems))
+        self.problems = list(problems)
+        """One line per problem: `run.yaml:12: training.optimzer: unknown key; did you mean 'optimizer'?`"""
+        self.rest, self.wrong = rest, frozenset(wrong)
+        """The recipe without its invalid parts, if the rest is valid, and the sections that are incomplete: further
+        checks can then report other problems at once."""
 
 
 def explain(error: ValidationError, spec: type[Spec], value: Any) -> list[tuple[KeyPath, str]]:

@@ -2,6 +2,7 @@
 
 import functools
 import json
+import re
 from collections.abc import Iterable, Sequence
 from itertools import takewhile
 from pathlib import Path
@@ -13,30 +14,18 @@ from meshwright.spec.base import Spec
 from meshwright.spec.document import KeyPath, Origin, YamlDocument, read_yaml, scalar, write_yaml
 from meshwright.spec.errors import UserError
 from meshwright.spec.files import regular
-from meshwright.spec.problems import explain
-from meshwright.spec.run import Run
+from meshwright.spec.problems import RecipeError, explain, is_setting
+from meshwright.spec.run import RecipeFile, Run
 
 SpecT = TypeVar("SpecT", bound=Spec)
 
 
-class RecipeError(UserError):
-    """All errors in a recipe: one line each, which begins with its place or its setting."""
-
-    def __init__(self, problems: Sequence[str], rest: Spec | None = None, wrong: Iterable[str] = ()):
-        super().__init__("\n".join(problems))
-        self.problems = list(problems)
-        """One line per problem: `run.yaml:12: training.optimzer: unknown key; did you mean 'optimizer'?`"""
-        self.rest, self.wrong = rest, frozenset(wrong)
-        """The recipe without its invalid parts, if the rest is valid, and the sections that are incomplete: further
-        checks can then report other problems at once."""
-
-
 def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Run:
-    """Read the recipe at `path` and apply the overrides (`training.steps=100`) in order.
+    """Read the recipe at `path` and apply the overrides (`training.steps=100`) in order. The run knows its file.
 
     Raises RecipeError with every problem at once, and OSError if the file cannot be read.
     """
-    return load_spec(path, Run, overrides)
+    return load_spec(path, Run, overrides).read_from(Path(path), overrides)
 
 
 def load_spec(path: str | Path, spec: type[SpecT], overrides: Sequence[str] = ()) -> SpecT:
@@ -50,6 +39,21 @@ def line_of(path: str | Path, setting: str) -> str | None:
     document = _read_document(_read_text(path), source=str(path))
     place = document.places.get(tuple(int(part) if part.isdecimal() else part for part in setting.split(".")))
     return place.text if place else None
+
+
+def with_place(message: str, file: RecipeFile) -> str:
+    """The message, prefixed by `run.yaml:12: ` if it begins with a setting or section on line 12 of the recipe."""
+    match = re.match(r"\w+(\.\w+)*", message)
+    setting = match[0] if match else ""
+    # File names at the start of a message have dots too: model.safetensors, or a recipe named data.yaml.
+    if not is_setting(setting, Run) or any(override.startswith(setting) for override in file.overrides):
+        return message
+    if file.path is None or not file.path.is_file():
+        return message
+    path = setting.split(".")
+    places = (line_of(file.path, ".".join(path[:length])) for length in range(len(path), 0, -1))
+    place = next(filter(None, places), None)
+    return f"{place}: {message}" if place else message
 
 
 def parse_spec(text: str, spec: type[SpecT], overrides: Sequence[str] = (), *, source: str = "recipe") -> SpecT:

@@ -1,25 +1,41 @@
 """Runs: the recipe as an object, and with every default resolved."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from math import ceil
+from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import ValidationError, field_validator, model_validator
+from pydantic import PrivateAttr, ValidationError, field_validator, model_validator
 
 from meshwright.spec.base import Spec
 from meshwright.spec.checkpoint import CheckpointSpec
 from meshwright.spec.data import DataSpec
+from meshwright.spec.document import dotted
 from meshwright.spec.errors import UserError
 from meshwright.spec.finetune import FinetuneSpec
 from meshwright.spec.guards import GuardSpec
 from meshwright.spec.layout import LayoutSpec
 from meshwright.spec.model import ModelFields, ModelSpec
 from meshwright.spec.plugins import PluginSpec, known_plugins
+from meshwright.spec.problems import RecipeError, explain
 from meshwright.spec.recompute import Policy, RecomputeSpec, layer_policies
 from meshwright.spec.training import TrainingSpec
 
 DEFAULT_GLOBAL_BATCH = 64
 """Sequences per step if a recipe gives no batch size."""
+
+
+@dataclass(frozen=True)
+class RecipeFile:
+    """Where a recipe was read; equal recipes may come from different files."""
+
+    path: Path | None = field(default=None, compare=False)
+    """None: the recipe was not read from a file."""
+    overrides: tuple[str, ...] = field(default=(), compare=False)
+    """What the command line, or the caller, set besides."""
+    folder: Path = field(default=Path(), compare=False)
+    """Where the recipe's relative paths start."""
 
 
 class Run(Spec):
@@ -51,6 +67,31 @@ class Run(Spec):
     meshwright.trackers."""
     callbacks: tuple[PluginSpec, ...] = ()
     """Callbacks of the run: shipped ones by name, or entry points of the group meshwright.callbacks."""
+
+    _file: RecipeFile = PrivateAttr(default=RecipeFile())
+
+    def __init__(self, **settings: Any) -> None:
+        """Raises `RecipeError`, with a line for every problem."""
+        try:
+            super().__init__(**settings)
+        except ValidationError as error:
+            problems = explain(error, Run, settings)
+            raise RecipeError(
+                [f"{dotted(path)}: {sentence}" if path else sentence for path, sentence in problems]
+            ) from None
+
+    __init__.__pydantic_base_init__ = True  # pyright: ignore[reportFunctionMemberAccess]  # not for nested validation
+
+    @property
+    def file(self) -> RecipeFile:
+        """Where the recipe was read."""
+        return self._file
+
+    def read_from(self, path: Path, overrides: Sequence[str]) -> "Run":
+        """The same recipe, which knows its file."""
+        run = self.model_copy()
+        run._file = RecipeFile(path, tuple(overrides), path.resolve().parent)
+        return run
 
     def sequences_per_step(self) -> int:
         """Sequences per optimizer step over all ranks. Raises `UserError` if the tokens do not fill whole sequences."""
@@ -96,11 +137,11 @@ class Run(Spec):
                 f"guards.verify_every: under layout.schedule={layout.schedule} steps differ from one process "
                 "by design; set it to 0, or use layout.schedule=1f1b"
             )
-        for field in ("quantized_weights", "quantized_gradients"):
-            if verified and getattr(layout, field) != "none":
+        for name in ("quantized_weights", "quantized_gradients"):
+            if verified and getattr(layout, name) != "none":
                 yield (
                     "guards.verify_every: one process does not communicate, so it cannot reproduce the rounding of "
-                    f"layout.{field}={getattr(layout, field)}; set it to 0, or use layout.{field}=none"
+                    f"layout.{name}={getattr(layout, name)}; set it to 0, or use layout.{name}=none"
                 )
         if verified and training.keeps_bf16:
             yield (

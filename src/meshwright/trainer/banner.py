@@ -9,7 +9,7 @@ from meshwright.models.attention_kernels import describe_kernel
 from meshwright.models.dtypes import torch_dtype
 from meshwright.models.low_precision import RECIPES, has_kernel
 from meshwright.parallel.compile import describe_compile
-from meshwright.plan.stages import describe_pipeline
+from meshwright.predict.stages import describe_pipeline
 from meshwright.spec.finetune import LoraSpec
 from meshwright.spec.fit import context_method
 from meshwright.spec.recompute import describe_recompute

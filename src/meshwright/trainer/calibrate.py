@@ -16,7 +16,7 @@ from meshwright.comm import collectives
 from meshwright.devices import CPU, accelerator, backend_of, of_kind, on_cpu, synchronize
 from meshwright.machine import Machine, find_machine
 from meshwright.models.dtypes import torch_dtype
-from meshwright.plan.hardware import local_cluster
+from meshwright.predict.hardware import local_cluster
 from meshwright.spec.cluster import ClusterSpec, CollectiveCost, Measured
 from meshwright.spec.precision import BF16, FP32
 from meshwright.storage.scratch import scratch_folder

@@ -14,11 +14,13 @@ from typing import Any, TextIO
 
 from meshwright.callbacks import Callback, Training
 from meshwright.callbacks.callback import Record
-from meshwright.terminal import renew_line
+from meshwright.terminal import columns, renew_line
 from meshwright.trainer.metrics import StepRecord
 
 BAR = 20
 """Width of a run's progress, in characters."""
+LESS, WIDE = ("lr ", "gnorm ", "mfu ", "mem "), 200
+"""Figures that a narrow terminal's status leaves out, the first ones first; the width of a terminal without one."""
 TERMINAL_SECONDS, LOG_SECONDS = 0.2, 30.0
 """Intervals between updates on a terminal, and between lines elsewhere."""
 RENEW_SECONDS, FOLLOW_SECONDS = 0.2, 0.5
@@ -76,6 +78,8 @@ class Display(Callback):
     ) -> None:
         """`pressure`: a remark about the machine's memory, if any."""
         self.pressure = pressure
+        self.shows_steps = True
+        """False where the parent's notebook shows them."""
         self.steps, self.memory_bytes, self.enabled = steps, memory_bytes, enabled
         self.per_rank = "tok/s/rank" if device == "cpu" else "tok/s/gpu"
         self.stream = stream or sys.stdout
@@ -96,7 +100,7 @@ class Display(Callback):
     def step(self, record: StepRecord) -> None:
         """Show a step: always on a terminal, about fifty times a run elsewhere."""
         if self.live:
-            renew_line(self.stream, _bar(record.step, self.steps) + self.line(record))
+            renew_line(self.stream, self._status(record))
             self.stream.flush()
             self._open_line = True
         elif record.step in (1, self.steps) or record.step % self._every == 0:
@@ -106,8 +110,20 @@ class Display(Callback):
         """Show steps; other records are printed by their writers."""
         if record["kind"] == "step" and self.bar is not None:
             self.bar.show(record)
-        elif record["kind"] == "step":
+        elif record["kind"] == "step" and self.shows_steps:
             self.step(StepRecord(**{key: value for key, value in record.items() if key not in ("kind", "time")}))
+
+    def _status(self, record: StepRecord) -> str:
+        """The line with a bar; on a narrow terminal without the bar, then without figures that matter less."""
+        width, line = columns(self.stream) or WIDE, self.line(record)
+        if len(line) + BAR + 3 < width:
+            return _bar(record.step, self.steps) + line
+        parts = line.split("  ")
+        for name in LESS:
+            if len("  ".join(parts)) < width:
+                break
+            parts = [part for part in parts if not part.startswith(name)]
+        return "  ".join(parts)
 
     def line(self, record: StepRecord) -> str:
         """`step 120/1000  loss 2.341  gnorm 0.83  lr 2.9e-04  7.1k tok/s/gpu  mfu 41%  mem 61.2/80G  eta 1h12m`."""
@@ -198,18 +214,19 @@ def notebook_bar(steps: int) -> NotebookBar | None:
 
 
 @contextmanager
-def following(journal: Path, steps: int) -> Iterator[None]:
-    """In this context a notebook shows the steps that worker processes append to `journal`."""
+def following(journal: Path, steps: int) -> Iterator[bool]:
+    """In this context a notebook shows the steps that worker processes append to `journal`. Yields whether there is a
+    notebook."""
     bar = notebook_bar(steps)
     if bar is None:
-        yield
+        yield False
         return
     over = threading.Event()
     begin = journal.stat().st_size if journal.exists() else 0
     thread = threading.Thread(target=_follow, args=(journal, begin, bar, over), name="meshwright-bar", daemon=True)
     thread.start()
     try:
-        yield
+        yield True
     finally:
         over.set()
         thread.join()

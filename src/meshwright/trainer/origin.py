@@ -15,8 +15,8 @@ import torch
 
 from meshwright.devices import name_of
 from meshwright.machine import Machine, run_program
-from meshwright.plan.forecast import forecast
-from meshwright.plan.report import STEP_PARTS
+from meshwright.predict.forecast import forecast
+from meshwright.predict.report import STEP_PARTS
 from meshwright.spec.errors import UserError
 from meshwright.spec.recipe import dump_recipe
 from meshwright.spec.run import ResolvedRun

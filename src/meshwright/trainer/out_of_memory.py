@@ -19,7 +19,7 @@ from torch import nn
 from meshwright.launch.memory import memory_room, memory_there, resident
 from meshwright.launch.status import OUT_OF_MEMORY, OutOfMemoryError, RunError
 from meshwright.machine import Machine, find_machine
-from meshwright.plan.forecast import forecast
+from meshwright.predict.forecast import forecast
 from meshwright.spec.errors import UserError
 from meshwright.spec.files import regular
 from meshwright.spec.recipe import dump_recipe, parse_spec

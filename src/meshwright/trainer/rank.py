@@ -110,6 +110,7 @@ def _started(
         enabled=first,
         pressure=host_pressure,
     )
+    display.shows_steps = trainer.worker.shows_steps
     display.say(banner(trainer, corpus))
     display.say(begin(trainer, run_dir / "checkpoints", resume))
     corpus = with_references(trainer, corpus, run_dir)

@@ -9,15 +9,15 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.machine import Machine
-from meshwright.plan.candidate import MARGIN, Candidate, evaluate, verdict
-from meshwright.plan.changes import CHANGES
-from meshwright.plan.engine import LayoutCheck, layout_check, refusal
-from meshwright.plan.forecast import forecast
-from meshwright.plan.job import Job
-from meshwright.plan.layouts import divisors
-from meshwright.plan.memory import MemoryUse
-from meshwright.plan.search import least_recompute
-from meshwright.plan.step_time import StepModel
+from meshwright.predict.candidate import MARGIN, Candidate, evaluate, verdict
+from meshwright.predict.changes import CHANGES
+from meshwright.predict.engine import LayoutCheck, layout_check, refusal
+from meshwright.predict.forecast import forecast
+from meshwright.predict.job import Job
+from meshwright.predict.layouts import divisors
+from meshwright.predict.memory import MemoryUse
+from meshwright.predict.search import least_recompute
+from meshwright.predict.step_time import StepModel
 from meshwright.spec.errors import UserError
 from meshwright.spec.recipe import dump_recipe, parse_spec
 from meshwright.spec.recompute import plain_recompute
@@ -30,7 +30,7 @@ LESS = 0.9
 """If memory ran out despite the prediction: the fraction of it that a remedy may use."""
 OFFLOADS = ("optimizer", "parameters", "activations")
 ON_DISK = ("disk", "disk_parameters")
-"""State that can be offloaded, by the names of `plan/changes.py`. On a CPU the device's memory is the host's."""
+"""State that can be offloaded, by the names of `predict/changes.py`. On a CPU the device's memory is the host's."""
 
 Fields = dict[str, Any]
 """Fields of a Job and its layout; `offload` is a `Change`."""

@@ -7,16 +7,16 @@ from typing import Any
 
 from meshwright.families import describe_low_precision, parameter_table, resolve_model, starting_weights
 from meshwright.machine import Machine, find_machine
-from meshwright.plan.blueprint import blueprint
-from meshwright.plan.engine import Processor, engine_job, layout_check
-from meshwright.plan.hardware import device_cluster, multiplies_fp8, resolve_cluster
-from meshwright.plan.job import Job
-from meshwright.plan.layouts import SearchLimits
-from meshwright.plan.memory import predict_memory
-from meshwright.plan.recipe import choice_reason, plan_recipe, planned_run
-from meshwright.plan.search import least_recompute
-from meshwright.plan.stages import balanced_stages, layer_costs
-from meshwright.plan.step_time import StepModel
+from meshwright.predict.blueprint import blueprint
+from meshwright.predict.engine import Processor, engine_job, layout_check
+from meshwright.predict.hardware import device_cluster, multiplies_fp8, resolve_cluster
+from meshwright.predict.job import Job
+from meshwright.predict.layouts import SearchLimits
+from meshwright.predict.memory import predict_memory
+from meshwright.predict.recipe import choice_reason, plan_recipe, planned_run
+from meshwright.predict.search import least_recompute
+from meshwright.predict.stages import balanced_stages, layer_costs
+from meshwright.predict.step_time import StepModel
 from meshwright.spec.actions import ScheduleError
 from meshwright.spec.errors import UserError
 from meshwright.spec.fit import (
@@ -31,7 +31,7 @@ from meshwright.spec.layout import LayoutSpec
 from meshwright.spec.model import ModelFields, ModelSpec
 from meshwright.spec.offload import ACTIVATIONS
 from meshwright.spec.precision import BF16
-from meshwright.spec.recipe import RecipeError
+from meshwright.spec.problems import RecipeError
 from meshwright.spec.recompute import Recompute, plain_recompute, recompute_misfit
 from meshwright.spec.run import ResolvedRun, Run
 from meshwright.spec.training import MOST_WARMUP, TrainingSpec

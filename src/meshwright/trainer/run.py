@@ -1,7 +1,6 @@
 """A run from recipe to result: prepare, start the ranks, train, report."""
 
 import functools
-import sys
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -87,10 +86,9 @@ def train(
     """Train `run`, or the recipe in a file, to its last step, on the processes of its layout.
 
     Under torchrun, Slurm or Kubeflow this process is already one of them; otherwise it starts them. Paths in the recipe
-    are relative to `base_dir`, by default the file's folder. `resume` continues from the newest checkpoint in
-    `run.run_dir` (True), from a named one, or (`auto`) from the newest good one if there is any. If another run uses
-    the run directory, this one waits `wait_for_lock` seconds for its end, then raises an error. With `retry_oom`, a run
-    that runs out of memory restarts from its newest checkpoint, with the first change that would fit.
+    are relative to `base_dir`, by default the recipe file's folder. `resume` continues from the newest checkpoint in
+    `run.run_dir` (True), from a named one, or (`auto`) from the newest good one if any. One in use is waited
+    for `wait_for_lock` seconds. With `retry_oom`, a run out of memory restarts with the first change that fits.
 
     Plug-ins (docs/plugins.md) replace the recipe's settings. `callbacks` are called in order, after the recipe's.
     `lr_schedule(step, steps)` returns the factor of the peak learning rate at a step from 1 to `steps`. `optimizer` is
@@ -102,8 +100,9 @@ def train(
     `TrainingStopped`, a `KeyboardInterrupt`, if a signal ended the run.
     """
     plugins = Plugins(tuple(callbacks), lr_schedule, optimizer, objective, model, dataset)
-    folder = Path(base_dir or (Path() if isinstance(run, Run) else Path(run).parent)).resolve()
-    run, worker = plugins.named_in(run if isinstance(run, Run) else load_recipe(run)), find_worker()
+    recipe = run if isinstance(run, Run) else load_recipe(run)
+    folder = Path(base_dir or recipe.file.folder).resolve()
+    run, worker = plugins.named_in(recipe), find_worker()
     end_with(worker.parent if worker else 0)
     again = worker is not None and worker.attempt > 0  # torchrun starts the same command again
     which = AUTO if again else NEWEST if resume is True else resume or None
@@ -135,9 +134,7 @@ def train(
 def _result(run_dir: Path, status: int, *, writes: bool) -> TrainResult:
     """The result of a run that ended with this exit status, or the error that it means."""
     if status == STOPPED:
-        if writes:
-            print(after_stop(run_dir), file=sys.stderr)
-        raise TrainingStopped(status)
+        raise TrainingStopped(status, after_stop(run_dir) if writes else "")
     if status:
         raise TrainingFailed(status)
     return read_result(run_dir)
@@ -184,7 +181,8 @@ def train_in_workers(resolved: ResolvedRun, launch: Launch, resume: str | None, 
         write_run_files(resolved, folder)
         arguments = ["--resolved", str(folder / RESOLVED), *(["--resume", resume] if resume else [])]
         arguments += write_plugins(plugins, folder)
-        with following(run_dir / "metrics.jsonl", run.training.steps):
+        with following(run_dir / "metrics.jsonl", run.training.steps) as shown:
+            arguments += ["--steps-shown"] if shown else []
             policy = RestartPolicy(
                 run_dir=run_dir,
                 restarts=run.guards.restarts,

@@ -6,6 +6,7 @@ import os
 import sys
 import time
 import traceback
+from dataclasses import replace
 from pathlib import Path
 
 import torch.distributed as dist
@@ -27,10 +28,12 @@ def main() -> int:
     parser.add_argument("--resolved", type=Path, required=True, help="resolved.yaml of the run")
     parser.add_argument("--resume", help="newest, auto or a checkpoint's name")
     parser.add_argument("--plugins", type=Path, help="file of objects that Python code passed to train")
+    parser.add_argument("--steps-shown", action="store_true", help="the parent shows the steps")
     arguments = parser.parse_args()
     worker = find_worker()
     if worker is None:
         parser.error("start workers with meshwright or torchrun, which set their rank")
+    worker = replace(worker, shows_steps=not arguments.steps_shown)
     end_with(worker.parent)
     with StopRequest(raises=False) as stop:
         try:

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from math import exp, log
 from typing import Any
 
-from meshwright.plan.candidate import complexity
-from meshwright.plan.constants import FITTED, Constants
-from meshwright.plan.interval import NOMINAL, PredictionInterval, memory_sigma, time_sigma
-from meshwright.plan.memory import predict_memory
-from meshwright.plan.search import ALIKE
-from meshwright.plan.step_time import predict_step_time
+from meshwright.predict.candidate import complexity
+from meshwright.predict.constants import FITTED, Constants
+from meshwright.predict.interval import NOMINAL, PredictionInterval, memory_sigma, time_sigma
+from meshwright.predict.memory import predict_memory
+from meshwright.predict.search import ALIKE
+from meshwright.predict.step_time import predict_step_time
 from meshwright.validate.rows import PublishedRun
 
 SWEEP = 3

@@ -9,7 +9,7 @@ from importlib import resources
 from math import isfinite
 from typing import TypeVar
 
-from meshwright.plan.blueprint import Blueprint, condense
+from meshwright.predict.blueprint import Blueprint, condense
 from meshwright.spec.errors import UserError
 from meshwright.spec.model import Parameter
 from meshwright.validate.words import number_of, parameters_of
@@ -107,7 +107,7 @@ class Completion:
 @functools.cache
 def architectures() -> Mapping[str, Sizes]:
     """Name without its punctuation -> sizes of published architectures, longest names first."""
-    text = resources.files("meshwright.plan").joinpath("data/architectures.csv").read_text(encoding="utf-8")
+    text = resources.files("meshwright.predict").joinpath("data/architectures.csv").read_text(encoding="utf-8")
     sizes_of = {}
     for row in csv.DictReader(text.splitlines()):
         sizes = {key: float(value) for key, value in row.items() if value.isdigit()}

@@ -8,10 +8,10 @@ from dataclasses import dataclass, replace
 from itertools import product
 from typing import Literal
 
-from meshwright.plan.blueprint import Blueprint
-from meshwright.plan.hardware import device_cluster, is_known, nearest_device
-from meshwright.plan.job import QUANTIZED, Job, Stack, adapter_parameters
-from meshwright.plan.memory import predict_memory
+from meshwright.predict.blueprint import Blueprint
+from meshwright.predict.hardware import device_cluster, is_known, nearest_device
+from meshwright.predict.job import QUANTIZED, Job, Stack, adapter_parameters
+from meshwright.predict.memory import predict_memory
 from meshwright.spec.cluster import ClusterSpec
 from meshwright.spec.layout import LayoutSpec
 from meshwright.spec.precision import BF16, Precision

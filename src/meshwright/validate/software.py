@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
 
-from meshwright.plan.job import Stack
+from meshwright.predict.job import Stack
 from meshwright.spec.precision import BF16, FP16, Precision
 from meshwright.validate.models import Completion
 from meshwright.validate.words import says_yes

@@ -4,10 +4,10 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from meshwright.plan.candidate import Candidate, evaluate
-from meshwright.plan.changes import LAST_RESORT, Change
-from meshwright.plan.engine import Case, LayoutCheck, passes, refusal
-from meshwright.plan.explain import (
+from meshwright.predict.candidate import Candidate, evaluate
+from meshwright.predict.changes import LAST_RESORT, Change
+from meshwright.predict.engine import Case, LayoutCheck, passes, refusal
+from meshwright.predict.explain import (
     bandwidth,
     binding,
     compiled_gain,
@@ -20,11 +20,11 @@ from meshwright.plan.explain import (
     relief,
     why_not,
 )
-from meshwright.plan.hardware import ELSEWHERE
-from meshwright.plan.interval import NOMINAL, PredictionInterval
-from meshwright.plan.job import Job
-from meshwright.plan.methods import method_facts
-from meshwright.plan.search import SearchResult, Variant, search
+from meshwright.predict.hardware import ELSEWHERE
+from meshwright.predict.interval import NOMINAL, PredictionInterval
+from meshwright.predict.job import Job
+from meshwright.predict.methods import method_facts
+from meshwright.predict.search import SearchResult, Variant, search
 from meshwright.spec.errors import UserError
 from meshwright.spec.recompute import plain_recompute
 

@@ -9,9 +9,9 @@ from collections.abc import Callable, Sequence
 from math import inf
 from typing import assert_never
 
-from meshwright.plan.blueprint import LayerParameters
-from meshwright.plan.job import Groups, Job, Kinds, adapted
-from meshwright.plan.pipeline import most_in_flight
+from meshwright.predict.blueprint import LayerParameters
+from meshwright.predict.job import Groups, Job, Kinds, adapted
+from meshwright.predict.pipeline import most_in_flight
 from meshwright.spec.precision import FP32
 from meshwright.spec.recompute import Policy
 

@@ -2,11 +2,11 @@
 
 from collections.abc import Iterator
 
-from meshwright.plan.candidate import Candidate
-from meshwright.plan.explain import describe_candidate, recomputes, short, why_not
-from meshwright.plan.job import Job
-from meshwright.plan.recipe import choice_reason
-from meshwright.plan.report import Plan
+from meshwright.predict.candidate import Candidate
+from meshwright.predict.explain import describe_candidate, recomputes, short, why_not
+from meshwright.predict.job import Job
+from meshwright.predict.recipe import choice_reason
+from meshwright.predict.report import Plan
 from meshwright.spec.errors import UserError
 from meshwright.spec.quantized import KEPT, bytes_each
 

@@ -4,9 +4,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from meshwright.plan.candidate import MARGIN
-from meshwright.plan.changes import Change
-from meshwright.plan.job import Job
+from meshwright.predict.candidate import MARGIN
+from meshwright.predict.changes import Change
+from meshwright.predict.job import Job
 from meshwright.spec.cluster import ClusterSpec
 from meshwright.spec.layout import LayoutSpec
 from meshwright.spec.offload import OffloadSpec

@@ -1,17 +1,17 @@
 """Peak memory of a rank, predicted by kind, in bytes.
 
 State follows the ZeRO paper (Rajbhandari et al., 2020, section 3), tensor by tensor; transient memory is in
-`plan/peak.py`.
+`predict/peak.py`.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from math import inf
 
-from meshwright.plan.activations import microbatches_in_flight, pass_activations, saved_activations
-from meshwright.plan.held import end_parameters, expert_shards, held_parameters, vectors
-from meshwright.plan.job import Groups, Job
-from meshwright.plan.peak import peak_moment
+from meshwright.predict.activations import microbatches_in_flight, pass_activations, saved_activations
+from meshwright.predict.held import end_parameters, expert_shards, held_parameters, vectors
+from meshwright.predict.job import Groups, Job
+from meshwright.predict.peak import peak_moment
 from meshwright.spec.quantized import KEPT, bytes_each
 
 KINDS = ("weights", "gradients", "optimizer", "activations", "logits", "communication", "fragmentation", "context")

@@ -2,11 +2,11 @@
 
 from dataclasses import replace
 
-from meshwright.plan.candidate import Candidate, evaluate, strategy_name
-from meshwright.plan.changes import CHANGES
-from meshwright.plan.job import Job
-from meshwright.plan.layouts import SearchLimits, divisors, layouts
-from meshwright.plan.search import recomputing_least, search
+from meshwright.predict.candidate import Candidate, evaluate, strategy_name
+from meshwright.predict.changes import CHANGES
+from meshwright.predict.job import Job
+from meshwright.predict.layouts import SearchLimits, divisors, layouts
+from meshwright.predict.search import recomputing_least, search
 from meshwright.spec.cluster import ClusterSpec
 from meshwright.spec.layout import AXES
 from meshwright.spec.precision import BF16, FP16, Precision

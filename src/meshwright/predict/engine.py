@@ -8,9 +8,9 @@ from typing import Any, Literal, get_args
 from meshwright.families import finetuned_table, low_precision_misfits, parameter_table
 from meshwright.families.adapters import adapter_misfit
 from meshwright.families.quantized import split_misfit
-from meshwright.plan.blueprint import Blueprint
-from meshwright.plan.job import MESHWRIGHT, QUANTIZED, Job, Stack, adapter_parameters
-from meshwright.plan.layouts import SearchLimits
+from meshwright.predict.blueprint import Blueprint
+from meshwright.predict.job import MESHWRIGHT, QUANTIZED, Job, Stack, adapter_parameters
+from meshwright.predict.layouts import SearchLimits
 from meshwright.spec.cluster import ClusterSpec
 from meshwright.spec.finetune import FinetuneSpec
 from meshwright.spec.fit import batch_misfits, find_misfits, fp8_gather_misfits, quantized_misfits

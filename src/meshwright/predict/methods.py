@@ -3,10 +3,10 @@
 from dataclasses import replace
 from typing import Any
 
-from meshwright.plan.engine import Case, method_fields, passes
-from meshwright.plan.explain import describe_candidate, recomputes, why_not
-from meshwright.plan.job import Job
-from meshwright.plan.search import SearchResult, search
+from meshwright.predict.engine import Case, method_fields, passes
+from meshwright.predict.explain import describe_candidate, recomputes, why_not
+from meshwright.predict.job import Job
+from meshwright.predict.search import SearchResult, search
 from meshwright.spec.finetune import LoraSpec
 
 METHODS = {

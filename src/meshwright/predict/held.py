@@ -1,7 +1,7 @@
 """Parameters that one rank of a pipeline stage computes with."""
 
-from meshwright.plan.blueprint import LayerParameters
-from meshwright.plan.job import Job
+from meshwright.predict.blueprint import LayerParameters
+from meshwright.predict.job import Job
 
 
 def held_parameters(job: Job, stage: int) -> tuple[float, float]:

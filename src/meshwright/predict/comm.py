@@ -8,7 +8,7 @@ spans nodes, its ranks in a node share the node's network, one channel each, so 
 from dataclasses import dataclass
 from math import log2
 
-from meshwright.plan.constants import Constants
+from meshwright.predict.constants import Constants
 from meshwright.spec.cluster import ClusterSpec
 
 

@@ -8,9 +8,9 @@ element-wise operators cost only their traffic. The host issues operators at its
 from dataclasses import dataclass
 from typing import assert_never
 
-from meshwright.plan.blueprint import LayerParameters, Matrix
-from meshwright.plan.constants import Constants
-from meshwright.plan.job import Job, has_adapter
+from meshwright.predict.blueprint import LayerParameters, Matrix
+from meshwright.predict.constants import Constants
+from meshwright.predict.job import Job, has_adapter
 from meshwright.spec.cluster import ClusterSpec
 from meshwright.spec.errors import UserError
 from meshwright.spec.precision import BF16, FP16, FP32

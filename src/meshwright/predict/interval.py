@@ -7,9 +7,9 @@ import re
 from dataclasses import dataclass
 from math import exp, sqrt
 
-from meshwright.plan.job import Job
-from meshwright.plan.memory import MemoryUse
-from meshwright.plan.step_time import StepTime
+from meshwright.predict.job import Job
+from meshwright.predict.memory import MemoryUse
+from meshwright.predict.step_time import StepTime
 from meshwright.spec.cluster import ClusterSpec
 
 NOMINAL = 0.8

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from math import inf
 
-from meshwright.plan.candidate import (
+from meshwright.predict.candidate import (
     MARGIN,
     VERDICTS,
     Candidate,
@@ -24,11 +24,11 @@ from meshwright.plan.candidate import (
     family_name,
     verdict,
 )
-from meshwright.plan.job import Job
-from meshwright.plan.layouts import SearchLimits, layouts
-from meshwright.plan.memory import MemoryUse, least_memory, predict_memory, stage_memory
-from meshwright.plan.pipeline import schedule_waiting
-from meshwright.plan.step_time import Cache, StepModel
+from meshwright.predict.job import Job
+from meshwright.predict.layouts import SearchLimits, layouts
+from meshwright.predict.memory import MemoryUse, least_memory, predict_memory, stage_memory
+from meshwright.predict.pipeline import schedule_waiting
+from meshwright.predict.step_time import Cache, StepModel
 from meshwright.spec.cluster import ClusterSpec
 from meshwright.spec.layout import LayoutSpec
 from meshwright.spec.recompute import Counts, Recompute, of_counts, recompute_misfit

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import ceil
 
-from meshwright.plan.activations import (
+from meshwright.predict.activations import (
     block_activations,
     inner_bytes,
     microbatches_in_flight,
@@ -19,9 +19,9 @@ from meshwright.plan.activations import (
     passing_activations,
     saved_activations,
 )
-from meshwright.plan.blueprint import LayerParameters
-from meshwright.plan.held import block_parameters, end_parameters, first_weights
-from meshwright.plan.job import Groups, Job
+from meshwright.predict.blueprint import LayerParameters
+from meshwright.predict.held import block_parameters, end_parameters, first_weights
+from meshwright.predict.job import Groups, Job
 from meshwright.spec.quantized import bytes_each
 from meshwright.spec.recompute import Policy
 

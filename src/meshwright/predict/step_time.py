@@ -5,14 +5,14 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import assert_never
 
-from meshwright.plan.activations import pass_activations
-from meshwright.plan.blueprint import LayerParameters
-from meshwright.plan.comm import CommGroup, Wires, axis_group
-from meshwright.plan.constants import FITTED, Constants
-from meshwright.plan.held import block_parameters, held_parameters
-from meshwright.plan.job import Groups, Job
-from meshwright.plan.pipeline import PipelineTime, pipeline_seconds
-from meshwright.plan.roofline import Device, PassTime
+from meshwright.predict.activations import pass_activations
+from meshwright.predict.blueprint import LayerParameters
+from meshwright.predict.comm import CommGroup, Wires, axis_group
+from meshwright.predict.constants import FITTED, Constants
+from meshwright.predict.held import block_parameters, held_parameters
+from meshwright.predict.job import Groups, Job
+from meshwright.predict.pipeline import PipelineTime, pipeline_seconds
+from meshwright.predict.roofline import Device, PassTime
 from meshwright.spec.cluster import ClusterSpec
 from meshwright.spec.offload import PAGE_CACHE_SHARE
 from meshwright.spec.quantized import bytes_each

@@ -4,11 +4,11 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
-from meshwright.plan.changes import Change
-from meshwright.plan.interval import PredictionInterval, memory_sigma, time_sigma
-from meshwright.plan.job import Job
-from meshwright.plan.memory import MemoryUse, predict_memory
-from meshwright.plan.step_time import StepModel, StepTime
+from meshwright.predict.changes import Change
+from meshwright.predict.interval import PredictionInterval, memory_sigma, time_sigma
+from meshwright.predict.job import Job
+from meshwright.predict.memory import MemoryUse, predict_memory
+from meshwright.predict.step_time import StepModel, StepTime
 from meshwright.spec.cluster import ClusterSpec
 from meshwright.spec.layout import LayoutSpec
 

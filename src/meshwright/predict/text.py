@@ -3,20 +3,23 @@
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from meshwright.plan.candidate import TIGHT
+from meshwright.predict.candidate import TIGHT
 from meshwright.spec.text import billions
 
 GB = 1e9
 DEGREES = ("pp=", "dp_", "cp=", "tp=", "ep=", "zero=")
 """Prefixes of a layout's parallel degrees in its text."""
+WIDE = 120
+"""Columns of a terminal from which rows of tables are one line."""
 LONG = 1000.0
 """Seconds of a step from which they are shown as hours."""
 SMALLEST_COST, MOST_WITH_HUNDREDTHS = 0.01, 100
 """Costs below the first are not told apart, and costs from the second have no hundredths."""
 
 
-def plan_lines(facts: dict[str, Any]) -> Iterator[str]:
-    """The plan as lines of text."""
+def plan_lines(facts: dict[str, Any], width: int | None = None) -> Iterator[str]:
+    """The plan as lines of text; where they are narrower than `WIDE`, rows of tables are two lines."""
+    narrow = width is not None and width < WIDE
     cluster, chosen = facts["cluster"], facts["chosen"]
     searched = facts["searched"]
     count = f"{cluster['devices']} x "
@@ -32,33 +35,33 @@ def plan_lines(facts: dict[str, Any]) -> Iterator[str]:
     if not facts["runs_on_it"]:
         yield f"{cluster['device']}: figures to compare with; this version trains on CPUs and GPUs"
     yield ""
-    yield f"  {'step':>15}{'tok/s/dev':>10}{'MFU':>6}{'memory GB':>16}  {'':<6} layout"
+    yield f"  {'step':>20}{'tok/s/dev':>10}{'MFU':>6}{'memory GB':>16}  {'':<6} layout"
     shown = {chosen["text"]} if chosen else set()
     if chosen:
-        yield _candidate("*", chosen)
+        yield from _candidate("*", chosen, narrow)
     for candidate in facts["candidates"]:
         if candidate["text"] not in shown:
-            yield _candidate(" " if candidate["runs_today"] else "-", candidate)
+            yield from _candidate(" " if candidate["runs_today"] else "-", candidate, narrow)
     given = facts["given"]
     runs = given is not None and given["missing"] is None
     if given is not None and runs:
-        yield _candidate(">", given)
+        yield from _candidate(">", given, narrow)
     yield ""
-    own = "   > the recipe's own layout, on its own number of devices" if runs else ""
-    yield f"* chosen   - not supported by this version's trainer{own}"
+    yield "* chosen   - not supported by this version's trainer"
+    yield from ["> the recipe's own layout, on its own number of devices"] if runs else ()
     yield from (f"{label:<11}{words}" if label else words for label, words in remarks(facts))
     if not chosen and not searched["legal"]:
         return
     yield ""
     yield "the best layout of each strategy:"
-    yield from _strategies(facts["strategies"])
+    yield from _strategies(facts["strategies"], narrow)
     if facts.get("methods"):
         yield ""
         yield (
             "methods, each in its fastest layout that fits, else in the one with least memory (adapters of rank 16 "
             "on every matrix; qlora: 4 bits):"
         )
-        yield from (_method(name, best) for name, best in facts["methods"].items())
+        yield from (line for name, best in facts["methods"].items() for line in _method(name, best, narrow))
 
 
 def remarks(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
@@ -110,38 +113,48 @@ def _tight(facts: dict[str, Any], chosen: dict[str, Any]) -> str:
     )
 
 
-def _candidate(mark: str, facts: dict[str, Any]) -> str:
+def _rows(figures: str, words: str, narrow: bool) -> Iterator[str]:
+    """A row of a table: one line, or its words in a second line."""
+    if not narrow:
+        yield f"{figures}{words}"
+        return
+    yield figures.rstrip()
+    yield f"      {words}"
+
+
+def _candidate(mark: str, facts: dict[str, Any], narrow: bool) -> Iterator[str]:
     step, memory = facts["step_time"], facts["memory_total"]
     long = step["value"] >= LONG
     value, low, high = (step[key] / (3600 if long else 1) for key in ("value", "low", "high"))
     times = f"{value:.3g} {'h' if long else 's'} ({low:.3g}-{high:.3g})"
     sizes = f"{memory['value'] / GB:.1f} ({memory['low'] / GB:.0f}-{memory['high'] / GB:.0f})"
     verdict = {"fits": "fits", "tight": "tight", "does not fit": "no"}[facts["verdict"]]
-    return (
-        f"{mark} {times:>20}{facts['tokens_per_second_per_device']:>8.0f}{facts['mfu']:>6.0%}{sizes:>16}  "
-        f"{verdict:<6} {facts['text']}"
-    )
+    speed = f"{facts['tokens_per_second_per_device']:>10.0f}{facts['mfu']:>6.0%}"
+    yield from _rows(f"{mark} {times:>20}{speed}{sizes:>16}  {verdict:<6} ", facts["text"], narrow)
 
 
-def _method(name: str, best: dict[str, Any]) -> str:
+def _method(name: str, best: dict[str, Any], narrow: bool) -> Iterator[str]:
     if best["reason"]:
-        return f"  {name:<6} does not fit: {best['reason']}, with {best['text']}"
-    return (
+        yield f"  {name:<6} does not fit: {best['reason']}, with {best['text']}"
+        return
+    figures = (
         f"  {name:<6} {best['verdict']:<6}{best['memory'] / GB:>7.1f} GB "
-        f"{best['tokens_per_second_per_device']:>8.0f} tok/s/dev  {best['text']}"
+        f"{best['tokens_per_second_per_device']:>8.0f} tok/s/dev  "
     )
+    yield from _rows(figures, best["text"], narrow)
 
 
-def _strategies(strategies: dict[str, Any]) -> Iterator[str]:
+def _strategies(strategies: dict[str, Any], narrow: bool) -> Iterator[str]:
     """Each strategy with its verdict, reason, memory and degrees."""
     names = max(map(len, strategies), default=0)
     reasons = max((len(candidate["reason"]) for candidate in strategies.values()), default=0)
     for name, candidate in strategies.items():
         degrees = " ".join(word for word in candidate["text"].split() if word.startswith(DEGREES))
-        yield (
-            f"  {name:<{names}}  {candidate['verdict']:<13}{candidate['reason']:<{reasons}}  "
-            f"{candidate['memory_total']['value'] / GB:>6.1f} GB  {degrees}"
-        )
+        verdict, size = f"  {name:<{names}}  {candidate['verdict']:<13}", candidate["memory_total"]["value"] / GB
+        if narrow:
+            yield from _rows(f"{verdict}{size:>6.1f} GB  {degrees}", candidate["reason"], narrow)
+        else:
+            yield f"{verdict}{candidate['reason']:<{reasons}}  {size:>6.1f} GB  {degrees}"
 
 
 def _chosen(facts: dict[str, Any], chosen: dict[str, Any]) -> Iterator[tuple[str, str]]:

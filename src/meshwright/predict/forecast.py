@@ -6,13 +6,13 @@ from pathlib import Path
 
 from meshwright.families import PRESETS, resolve_model
 from meshwright.machine import Machine
-from meshwright.plan.blueprint import blueprint
-from meshwright.plan.candidate import MARGIN, Candidate, evaluate
-from meshwright.plan.engine import Processor, engine_job, layout_check, passes
-from meshwright.plan.explain import describe, in_bf16, relief, short
-from meshwright.plan.hardware import local_cluster, resolve_cluster
-from meshwright.plan.layouts import SearchLimits
-from meshwright.plan.search import recomputing_least, search
+from meshwright.predict.blueprint import blueprint
+from meshwright.predict.candidate import MARGIN, Candidate, evaluate
+from meshwright.predict.engine import Processor, engine_job, layout_check, passes
+from meshwright.predict.explain import describe, in_bf16, relief, short
+from meshwright.predict.hardware import local_cluster, resolve_cluster
+from meshwright.predict.layouts import SearchLimits
+from meshwright.predict.search import recomputing_least, search
 from meshwright.spec.errors import UserError
 from meshwright.spec.run import ResolvedRun
 

@@ -80,7 +80,7 @@ CPU_CORE_TFLOPS = {"fp64": 0.02, "fp32": 0.05, "bf16": 0.1, "fp16": 0.05}
 def hardware_table() -> tuple[dict[str, str], ...]:
     """Accelerators of the packaged table (datasheets and measurements, each with its source), by name of column. Rates
     in fp32, outside tensor cores, and GeForce cards' in fp8, accumulated in fp32, are from the vendors' datasheets."""
-    text = resources.files("meshwright.plan").joinpath("data/hardware.csv").read_text(encoding="utf-8")
+    text = resources.files("meshwright.predict").joinpath("data/hardware.csv").read_text(encoding="utf-8")
     return tuple(row for row in csv.DictReader(text.splitlines()) if row["kind"] == "accelerator")
 
 

@@ -7,15 +7,15 @@ from typing import Any
 
 from meshwright.families import resolve_model
 from meshwright.machine import find_machine
-from meshwright.plan.blueprint import Blueprint, blueprint
-from meshwright.plan.candidate import TIGHT
-from meshwright.plan.changes import Change
-from meshwright.plan.engine import Case, Processor, engine_job
-from meshwright.plan.explain import describe_candidate, short
-from meshwright.plan.hardware import resolve_cluster
-from meshwright.plan.layouts import SearchLimits
-from meshwright.plan.report import Plan, make_plan, plan_facts
-from meshwright.plan.search import ALIKE
+from meshwright.predict.blueprint import Blueprint, blueprint
+from meshwright.predict.candidate import TIGHT
+from meshwright.predict.changes import Change
+from meshwright.predict.engine import Case, Processor, engine_job
+from meshwright.predict.explain import describe_candidate, short
+from meshwright.predict.hardware import resolve_cluster
+from meshwright.predict.layouts import SearchLimits
+from meshwright.predict.report import Plan, make_plan, plan_facts
+from meshwright.predict.search import ALIKE
 from meshwright.spec.cluster import ClusterSpec
 from meshwright.spec.errors import UserError
 from meshwright.spec.fit import check_positions
@@ -81,7 +81,7 @@ def make_case(
     if run.sequences_per_step() > MOST_SEQUENCES:
         raise UserError(f"{run.sequences_per_step():,} sequences a step; plan supports {MOST_SEQUENCES:,}")
     size = 1 if run.training.micro_batch == "auto" else run.training.micro_batch
-    # Any layout of several ranks: the search replaces it, and one rank alone keeps other copies (plan/engine.py).
+    # Any layout of several ranks: the search replaces it, and one rank alone keeps other copies (predict/engine.py).
     several = LayoutSpec(dp_replicate=2) if cluster.devices > 1 else LayoutSpec()
     base = engine_job(
         run,

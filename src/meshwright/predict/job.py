@@ -9,8 +9,8 @@ from itertools import accumulate
 from typing import Any, Literal, assert_never
 
 from meshwright.families.flops import finetuning_flops
-from meshwright.plan.blueprint import Blueprint, LayerParameters, Matrix
-from meshwright.plan.stages import balanced_stages
+from meshwright.predict.blueprint import Blueprint, LayerParameters, Matrix
+from meshwright.predict.stages import balanced_stages
 from meshwright.spec.layout import AXES, LayoutSpec
 from meshwright.spec.precision import MIXED, Precision
 from meshwright.spec.recompute import Counts, Policy, RecomputeSpec, stage_counts
@@ -183,7 +183,7 @@ class Job:
 
     @cached_property
     def of_blocks(self) -> dict[Any, float]:
-        """Cache of `plan/activations.py` for this job's blocks."""
+        """Cache of `predict/activations.py` for this job's blocks."""
         return {}
 
     @cached_property
