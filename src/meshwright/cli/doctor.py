@@ -8,6 +8,7 @@ import platform
 import re
 import shutil
 import sys
+import sysconfig
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -168,8 +169,12 @@ def _torch() -> Iterator[Finding]:
 def _compiler() -> Finding:
     """The C++ compiler: torch.compile generates C++ on the CPU, and Triton on GPUs needs a C compiler."""
     compiler = next(filter(shutil.which, ("g++", "clang++", "c++")), None)
-    if compiler:
+    header = Path(sysconfig.get_path("include")) / "Python.h"
+    if compiler and header.is_file():
         return Finding("compiler", "ok", f"{compiler}, for training.compile: true")
+    if compiler:
+        fix = "for training.compile: true, install Python's headers (apt install python3-dev)"
+        return Finding("compiler", "optional", f"{compiler}, but no {header}", fix)
     return Finding("compiler", "optional", "no C++ compiler", "for training.compile: true, install g++")
 
 
