@@ -1,8 +1,10 @@
 """The devices and the memory of this machine, found without torch, within the limits of its control groups."""
 
 import functools
+import hashlib
 import json
 import os
+import platform
 import shutil
 import subprocess
 import sys
@@ -73,6 +75,22 @@ def find_machine(device: str = "auto") -> Machine:
 def cores_there() -> int:
     """Processor cores that this process may use; of the whole machine where the system does not tell (macOS)."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+@functools.cache
+def processor(root: Path = Path("/")) -> str:
+    """The processor's name and a digest of its instruction sets; the architecture where the system tells no more."""
+    lines: list[str] = []
+    with suppress(OSError):
+        lines = (root / "proc/cpuinfo").read_text().splitlines()
+    known = sorted({line for line in lines if line.startswith(PROCESSOR)})
+    names = [line.partition(":")[2].strip() for line in known if line.startswith("model name")]
+    digest = hashlib.sha256("/".join(known).encode()).hexdigest()[:6]
+    return f"{names[0] if names else platform.machine()} {digest}"
+
+
+PROCESSOR = ("model name", "flags", "Features", "CPU part")
+"""Lines of /proc/cpuinfo with the processor's name and instruction sets."""
 
 
 @dataclass(frozen=True)

@@ -77,6 +77,7 @@ def examine() -> Iterator[Finding]:
     yield from _host()
     if importlib.util.find_spec("torch"):
         yield from _torch()
+        yield from _kernels()
     yield _compiler()
     for package, purpose in EXTRAS.items():
         yield _extra(package, purpose)
@@ -164,6 +165,19 @@ def _torch() -> Iterator[Finding]:
         yield Finding("distributed", "missing", f"no {' and no '.join(absent)}", fix)
     else:
         yield Finding("distributed", "ok", ", ".join(backends))
+
+
+def _kernels() -> Iterator[Finding]:
+    """The kernels that runs on this processor choose, for the sizes of a small GPT-2; imports torch."""
+    import torch
+
+    from meshwright.models.kernel_choice import Shapes, here, measure
+
+    for dtype in (torch.float32, torch.bfloat16):
+        shapes = Shapes(tokens=512, into=384, out=1536, heads=48, shared=48, length=256, width=64, dtype=dtype)
+        if (measured := measure(shapes)).milliseconds:
+            yield Finding("kernels", "ok", f"{measured.chosen} for {shapes} ({measured})")
+    yield Finding("processor", "ok", here())
 
 
 def _compiler() -> Finding:
