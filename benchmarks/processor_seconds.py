@@ -21,7 +21,7 @@ from workload import Workload
 
 from meshwright.families import hf_tensors
 from meshwright.models.cpu_kernels import FIXED
-from meshwright.models.kernel_choice import Measured, here, measure, using
+from meshwright.models.kernel_choice import MeasuredKernels, here, measure, using
 from meshwright.spec.batch import Batch
 from meshwright.trainer.device import keep_freed_memory
 
@@ -79,7 +79,7 @@ def compare(workload: Workload, turns: int) -> str:
     )
 
 
-def ours(workload: Workload, inputs: torch.Tensor, labels: torch.Tensor, measured: Measured | None) -> Step:
+def ours(workload: Workload, inputs: torch.Tensor, labels: torch.Tensor, measured: MeasuredKernels | None) -> Step:
     """Our module's forward and backward pass, by the kernels measured, or by the fixed ones."""
     model = workload.model()
     if workload.precision == "bf16":

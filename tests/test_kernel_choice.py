@@ -10,7 +10,7 @@ import torch
 
 from meshwright.models import kernel_choice
 from meshwright.models.cpu_kernels import CHOSEN, FIXED, Kernels
-from meshwright.models.kernel_choice import FILE, Measured, Shapes, kept, measure, read, using
+from meshwright.models.kernel_choice import FILE, MeasuredKernels, Shapes, kept, measure, read, using
 from meshwright.models.linear import Linear
 from meshwright.spec.layout import LayoutSpec
 from meshwright.testing.equivalence import build_here, loader_for
@@ -65,7 +65,7 @@ def test_a_measurement_takes_milliseconds_and_leaves_nothing(dtype: torch.dtype)
 def test_a_choice_is_kept(timed: list[list[str]], tmp_path: Path) -> None:
     """So that a resumed run gives the same bits, although another measurement may choose otherwise."""
     first = kept(SMALL, tmp_path)
-    assert kept(SMALL, tmp_path) == first == Measured(Kernels(products="mkl"), {"onednn": 3.0, "mkl": 1.0})
+    assert kept(SMALL, tmp_path) == first == MeasuredKernels(Kernels(products="mkl"), {"onednn": 3.0, "mkl": 1.0})
     assert len(timed) == 1
     kept(replace(SMALL, out=64), tmp_path)
     assert len(timed) == 2

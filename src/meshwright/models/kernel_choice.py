@@ -67,7 +67,7 @@ class Shapes:
 
 
 @dataclass(frozen=True)
-class Measured:
+class MeasuredKernels:
     """Kernels, and the milliseconds that each took; none where there was nothing to choose."""
 
     kernels: Kernels
@@ -82,18 +82,18 @@ class Measured:
         return ", ".join(f"{name} {ms:.2g} ms" for name, ms in self.milliseconds.items())
 
 
-def measure(shapes: Shapes) -> Measured:
+def measure(shapes: Shapes) -> MeasuredKernels:
     """The faster kernel of each kind for these shapes."""
     if shapes.dtype == torch.float32 and ONEDNN:
         times = _in_turns({name: _products(shapes, Kernels(products=name)) for name in PRODUCTS})
-        return Measured(Kernels(products=min(PRODUCTS, key=lambda name: times[name])), times)
+        return MeasuredKernels(Kernels(products=min(PRODUCTS, key=lambda name: times[name])), times)
     if shapes.dtype == torch.bfloat16:
         times = _in_turns({name: _attention(shapes, Kernels(attention=name)) for name in ATTENTION})
-        return Measured(Kernels(attention=min(ATTENTION, key=lambda name: times[name])), times)
-    return Measured(FIXED, {})
+        return MeasuredKernels(Kernels(attention=min(ATTENTION, key=lambda name: times[name])), times)
+    return MeasuredKernels(FIXED, {})
 
 
-def kept(shapes: Shapes, folder: Path) -> Measured:
+def kept(shapes: Shapes, folder: Path) -> MeasuredKernels:
     """The choice of an earlier measurement on such a processor, or a new one, which is kept in the folder."""
     file, key = folder / FILE, f"{here()}; {shapes}"
     known = read(file)
@@ -114,11 +114,11 @@ def here() -> str:
     return f"{processor()}; {units}; torch {torch.__version__}"
 
 
-def read(file: Path) -> dict[str, Measured]:
+def read(file: Path) -> dict[str, MeasuredKernels]:
     """The choices in a file; none if it is missing or damaged: they are measured again."""
     try:
         entries: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
-        return {key: Measured(Kernels(**one["kernels"]), one["milliseconds"]) for key, one in entries.items()}
+        return {key: MeasuredKernels(Kernels(**one["kernels"]), one["milliseconds"]) for key, one in entries.items()}
     except (OSError, ValueError, TypeError, KeyError, AttributeError):
         return {}
 

@@ -7,13 +7,13 @@ from pathlib import Path
 from meshwright.comm.objects import from_first, rank
 from meshwright.devices import on_cpu
 from meshwright.models.dtypes import torch_dtype
-from meshwright.models.kernel_choice import Measured, Shapes, kept, using
+from meshwright.models.kernel_choice import MeasuredKernels, Shapes, kept, using
 from meshwright.spec.run import ResolvedRun
 from meshwright.trainer.setup import RankContext
 
 
 @contextmanager
-def measured_kernels(resolved: ResolvedRun, place: RankContext) -> Iterator[Measured | None]:
+def measured_kernels(resolved: ResolvedRun, place: RankContext) -> Iterator[MeasuredKernels | None]:
     """Inside, this rank computes by the faster kernels; None if nothing is chosen. Collective.
 
     The first rank measures, because ranks with other kernels than its would round what they all compute otherwise.
