@@ -182,7 +182,7 @@ def test_a_thread_works_on_its_starter_s_device(monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.every(4)
 def test_state_that_moves_is_where_it_computes(optimizer: str, precision: str, tier: str) -> None:
-    trainer = build_in_tier(tier, optimizer={"name": optimizer}, **PRECISIONS[precision])
+    trainer = build_in_tier(tier, **(PRECISIONS[precision] | {"optimizer": {"name": optimizer}}))
     assert isinstance(trainer.store, TieredStore)
     assert len(trainer.store.buckets) > 2
     assert misplaced(trainer) == []
