@@ -143,7 +143,7 @@ def counts_on_host(bucket: Bucket, parameter: torch.Tensor) -> bool:
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_state_is_where_it_computes(optimizer: str, precision: str, tuned: str) -> None:
-    options = PRECISIONS[precision] | {"optimizer": {"name": optimizer}}
+    options: dict[str, Any] = PRECISIONS[precision] | {"optimizer": {"name": optimizer}}
     run = tiny_run(LayoutSpec(), finetune=TUNED[tuned], **options)
     assert misplaced(build(run)) == []
 
