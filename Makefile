@@ -10,7 +10,7 @@ BIN    := $(VENV)/bin
 # Else each of the hundreds of processes that the tests start would compile the sources again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help install demo compare gpu gpu-kit test test-all test-engines test-slurm test-fast test-site site mutants attack check docs clean
+.PHONY: test-isa help install demo compare gpu gpu-kit test test-all test-engines test-slurm test-fast test-site site mutants attack check docs clean
 
 help:            ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
@@ -74,6 +74,20 @@ test-slurm: $(VENV)/.dev ## run the documented Slurm script on a Slurm of two ma
 
 test-fast: $(VENV)/.dev ## run what finds most mistakes, in minutes: of tests over several ranks one case each
 	@$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder --fast
+
+# Each setting stands for a kind of processor on one that has more: oneDNN's instructions, PyTorch's own, MKL's.
+NUMERICS := tests/test_models_cpu_kernels.py tests/test_kernel_choice.py tests/test_models_loss.py tests/test_models_decoder.py \
+	tests/test_models_documents.py tests/test_models_moe.py tests/test_attention_kernels.py tests/test_blockwise.py tests/test_low_precision.py \
+	tests/test_poison.py tests/test_optim.py tests/test_optim_8bit.py tests/test_optim_bf16.py tests/test_precision.py tests/test_golden.py \
+	tests/test_generate.py tests/test_solo.py
+AVX2        := ONEDNN_MAX_CPU_ISA=AVX2 ATEN_CPU_CAPABILITY=avx2 MKL_ENABLE_INSTRUCTIONS=AVX2
+AVX512      := ONEDNN_MAX_CPU_ISA=AVX512_CORE ATEN_CPU_CAPABILITY=avx512 MKL_ENABLE_INSTRUCTIONS=AVX512
+AVX512_BF16 := ONEDNN_MAX_CPU_ISA=AVX512_CORE_BF16 ATEN_CPU_CAPABILITY=avx512
+ALL         := ONEDNN_MAX_CPU_ISA=DEFAULT
+test-isa: $(VENV)/.dev ## run the numerics' tests under each instruction set that this processor has (nightly); ISA=AVX2 for one
+	@for isa in $(or $(ISA),AVX2 AVX512 AVX512_BF16 ALL); do \
+		case $$isa in AVX2) set -- $(AVX2);; AVX512) set -- $(AVX512);; AVX512_BF16) set -- $(AVX512_BF16);; *) set -- $(ALL);; esac; \
+		echo "$$isa: $$*"; env "$$@" $(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder $(NUMERICS) || exit 1; done
 
 attack: $(VENV)/.dev ## damage every kind of file, kill and starve runs, attack servers; fails where anything is silent, hangs or shows a trace
 	@PYTHONPATH=src:tests $(BIN)/python -P -m attack $(ATTACK)

@@ -19,6 +19,7 @@ from meshwright.data.prepare import prepare_corpus
 from meshwright.families import parameter_table, resolve_model
 from meshwright.models import build_model, initialize
 from meshwright.models.decoder import Decoder
+from meshwright.models.kernel_choice import Shapes
 from meshwright.spec.data import DataSpec
 from meshwright.spec.model import ModelFields, ModelSpec
 
@@ -70,6 +71,13 @@ class Workload:
             vocab=self.vocab,
             max_positions=self.length,
         )
+
+    @property
+    def shapes(self) -> Shapes:
+        """The sizes by which a CPU's kernels are chosen."""
+        spec, dtype = self.spec, torch.float32 if self.precision == "fp32" else torch.bfloat16
+        heads = self.batch * spec.num_heads
+        return Shapes(self.batch * self.length, spec.hidden, spec.ffn, heads, heads, self.length, spec.head_dim, dtype)
 
     @property
     def spec(self) -> ModelSpec:

@@ -375,6 +375,16 @@ def test_doctor_reports_this_machine_as_ready(capsys):
     assert "gloo" in found["distributed"]["detail"]
 
 
+def test_doctor_says_that_python_s_headers_are_missing(monkeypatch, tmp_path):
+    """Without them Triton cannot compile its launcher, although there is a compiler."""
+    monkeypatch.setattr(doctor.shutil, "which", lambda name: f"/usr/bin/{name}")
+    monkeypatch.setattr(doctor.sysconfig, "get_path", lambda name: str(tmp_path))
+    assert doctor._compiler().state == "optional"
+    assert "Python.h" in doctor._compiler().detail
+    (tmp_path / "Python.h").touch()
+    assert doctor._compiler().state == "ok"
+
+
 def test_doctor_names_what_is_missing_and_the_fix(monkeypatch, capsys):
     monkeypatch.setattr(doctor.importlib.metadata, "requires", lambda name: ["torch>=99,<100", "no-such-package>=1"])
     assert main(["doctor"]) == 1

@@ -28,7 +28,8 @@ API = {
     "token_file tokenizer tools",
     "finetune": "",
     "launch": "forkserver launcher memory programs signals status supervise",
-    "models": "attention batch compiled dtypes foreign from_disk generate head logits loss masks packed rope",
+    "models": "attention batch compiled dtypes foreign from_disk generate head kernel_choice logits loss masks packed "
+    "rope",
     "objectives": "",
     "parallel": "data materialize tensor",
     "prove": "difference inputs pairs reference shrink tolerance verify",

@@ -10,6 +10,7 @@ from meshwright.spec.layout import LayoutSpec
 from meshwright.spec.run import ResolvedRun
 from meshwright.testing.equivalence import build_here, loader_for
 from meshwright.testing.host_reads import host_reads
+from meshwright.testing.layouts import LAYOUTS as TESTED
 from tiny import tiny_run
 
 ONCE = {"trainer/step.py:__call__": 1}
@@ -23,18 +24,11 @@ ON_THE_HOST = ("optim/parameterwise.py:next_step", "models/masks.py:spans", "mod
 documents' offsets; batches, which GPUs get from pinned memory without a wait."""
 
 LAYOUTS: dict[str, LayoutSpec] = {
-    "single": LayoutSpec(),
-    "ddp": LayoutSpec(dp_replicate=2),
-    "zero-1": LayoutSpec(dp_shard=2, zero=1),
-    "zero-2": LayoutSpec(dp_shard=2, zero=2),
-    "zero-3": LayoutSpec(dp_shard=2),
-    "hybrid": LayoutSpec(dp_replicate=2, dp_shard=2),
+    **TESTED,
     "quantized": LayoutSpec(dp_shard=2, quantized_weights="int8", quantized_gradients="int8"),
-    "tp": LayoutSpec(tp=2),
     "cp-ring": LayoutSpec(cp=2, cp_method="ring"),
     "cp-all-gather": LayoutSpec(cp=2, cp_method="all_gather"),
     "cp-ulysses": LayoutSpec(cp=2, cp_method="ulysses"),
-    "pp": LayoutSpec(pp=2),
     "pp-zero-bubble": LayoutSpec(pp=2, schedule="interleaved-zero-bubble", stages_per_rank=1),
     "pp-tp-zero-1": LayoutSpec(pp=2, tp=2, dp_shard=2, zero=1),
     "pipedream": LayoutSpec(pp=2, schedule="pipedream-2bw"),
@@ -75,7 +69,7 @@ def reads_of_a_step(run: ResolvedRun, documents: bool = False) -> Counter[str]:
 @pytest.mark.parametrize("name", LAYOUTS)
 @pytest.mark.every(4)
 def test_a_layout_waits_once(ranks, name: str) -> None:
-    run = tiny_run(LAYOUTS[name], accumulation=MICROBATCHES)
+    run = tiny_run(LAYOUTS[name], accumulation=MICROBATCHES if LAYOUTS[name].data_parallel < 3 else 1)
     for counts in ranks.run(run.run.layout.world_size, reads_of_a_step, run):
         assert counts == ONCE | HOST
 
@@ -99,6 +93,15 @@ def test_experts_wait_for_their_load(ranks) -> None:
     run = tiny_run(LayoutSpec(), family="mixtral", accumulation=MICROBATCHES, precision="fp32")
     (counts,) = ranks.run(1, reads_of_a_step, run)
     assert counts == ONCE | HOST | {"optim/balance.py:update": 1}
+
+
+@pytest.mark.parametrize("precision", ["fp8", "mxfp8"])
+def test_experts_in_low_precision_wait_for_their_rows(ranks, precision: str) -> None:
+    """Their rows' counts become shapes of quantized matrices: three matrices a layer and microbatch."""
+    run = tiny_run(LayoutSpec(), family="mixtral", accumulation=MICROBATCHES, precision=precision, width=64)
+    (counts,) = ranks.run(1, reads_of_a_step, run)
+    rows = {"models/moe.py:read_counts": 3 * run.model.num_layers * MICROBATCHES}
+    assert counts == ONCE | HOST | {"optim/balance.py:update": 1} | rows
 
 
 @pytest.mark.parametrize(("recompute", "passes"), [("none", 1), ("full", 2)])

@@ -240,6 +240,8 @@ NAMES_DEVICES = {
     "devices.py": "the file for it",
     "torch_internals.py": "the history of allocations, which is not public",
     "spec/run.py": "the recipe's word",
+    "spec/fit.py": "the recipe's word",
+    "state/store.py": "FSDP2's setting of pinned memory",
     "machine.py": "the recipe's word, and names of the driver's programs",
     "cli/common.py": "the option with the recipe's words",
     "cli/accept.py": "the option with the recipe's words",
@@ -249,12 +251,21 @@ NAMES_DEVICES = {
 """Files that name a kind of device -> why."""
 
 
+OF_DEVICES = {"cuda", "is_cuda", "xpu", "is_xpu", "mps", "is_mps", "accelerator", "cudart", "Stream"}
+OF_DEVICES |= {"pin_memory", "is_pinned", "get_device_module", "get_rng_state", "set_rng_state"}
+"""Attributes of torch and of tensors that belong to a kind of device."""
+KINDS = re.compile(r"(cuda|xpu|mps|hip)(:\d+)?|nccl|xccl")
+"""Words for kinds of devices, and for backends of their collectives."""
+
+
 def names_of_devices(file: str) -> Iterator[str]:
-    """Uses of a device by its kind: torch's modules for one, tensors' attributes, and words."""
+    """Uses of a device by its kind: torch's modules, streams, pinned memory and seeds, tensors' attributes, words."""
     for node in nodes(modules()[file]):
-        if isinstance(node, ast.Attribute) and node.attr in ("cuda", "is_cuda", "xpu", "mps", "accelerator"):
+        if isinstance(node, ast.Attribute) and node.attr in OF_DEVICES:
             yield f"{file}:{node.lineno} {ast.unparse(node)}"
-        if isinstance(node, ast.Constant) and node.value in ("cuda", "xpu", "mps", "nccl", "cuda:0"):
+        if isinstance(node, ast.keyword) and node.arg == "pin_memory" and ast.unparse(node.value) != "False":
+            yield f"{file}:{node.value.lineno} pin_memory={ast.unparse(node.value)}"
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and KINDS.fullmatch(node.value):
             yield f"{file}:{node.lineno} {node.value!r}"
 
 

@@ -366,3 +366,32 @@ def is_running(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except FileNotFoundError:
         return False
+
+
+FAILING_WORKER = """
+import runpy, sys, threading
+from meshwright.launch import launcher
+def fail(*_):
+    raise {error}
+launcher.find_worker = fail
+sys.argv = ["worker", *{words}]
+threading.Thread(target=threading.Event().wait).start()  # as NCCL's teardown may: Python's own end waits for it
+runpy.run_module({module!r}, run_name="__main__")
+"""
+
+
+@pytest.mark.parametrize(
+    ("module", "words"),
+    [
+        ("meshwright.trainer.worker", ["--resolved", "resolved.yaml"]),
+        ("meshwright.prove.worker", ["--folder", "proof", "--steps", "1"]),
+        ("meshwright.cli.ranks", ["generate"]),
+    ],
+)
+def test_a_rank_that_fails_ends_at_once(module: str, words: list[str]) -> None:
+    """With its error, so that the other ranks need not wait for their time-out."""
+    program = FAILING_WORKER.format(error='KeyError("planted")', words=words, module=module)
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    assert ended.returncode == 1
+    assert "Traceback" in ended.stderr
+    assert "KeyError: 'planted'" in ended.stderr

@@ -24,7 +24,7 @@ from meshwright.models.low_precision import (
     has_kernel,
 )
 from meshwright.models.moe import ExpertLinear, Rows
-from meshwright.models.scaling import E2M1, E4M3, E5M2, Scaling, encode, hadamard, round_e2m1
+from meshwright.models.scaling import AT_ONCE, E2M1, E4M3, E5M2, Scaling, encode, hadamard, round_e2m1
 from meshwright.models.slots import unreduced
 from meshwright.parallel.recompute import KEPT, PRODUCTS
 from meshwright.parallel.weight_gradients import WeightGradients, add_weight_gradients
@@ -264,7 +264,7 @@ def test_gradients_are_rounded_by_the_numbers_of_tokens_alone() -> None:
 def test_a_matrix_quantized_in_parts_has_the_same_bits(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
     x, dy = matrix(2, M // 2, D), matrix(2, M // 2, N, seed=5)
     whole = gradients_of(layer_of(recipe), x, dy)
-    monkeypatch.setattr("meshwright.models.scaling.AT_ONCE", 5 * D)  # parts of 5 rows, or of one row of blocks
+    monkeypatch.setitem(AT_ONCE, "cpu", 5 * D)  # parts of 5 rows, or of one row of blocks
     assert all(torch.equal(*pair) for pair in zip(gradients_of(layer_of(recipe), x, dy), whole, strict=True))
 
 
@@ -274,11 +274,19 @@ def test_kernels_multiply_what_is_emulated(recipe: str, monkeypatch: pytest.Monk
     """torch's kernel on a CPU replaces a GPU's: the same codes and scales, in the layout that it requires."""
     x, dy = matrix(2, M // 2, D), matrix(2, M // 2, N, seed=5)
     emulated = gradients_of(layer_of(recipe, bias=False), x, dy)
-    calls = []
+    calls, fast = [], []
     monkeypatch.setattr(low_precision, "has_kernel", lambda *_: calls.append(1) or True)
+    scaled_mm = torch.nn.functional.scaled_mm
+
+    def recorded(*args: Any, use_fast_accum: bool, **options: Any) -> torch.Tensor:
+        fast.append(use_fast_accum)
+        return scaled_mm(*args, **options)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_mm", recorded)
     for ours, other in zip(gradients_of(layer_of(recipe, bias=False), x, dy), emulated, strict=True):
         torch.testing.assert_close(ours, other, rtol=2**-7, atol=1e-3 * other.abs().max().item())
     assert len(calls) == 3
+    assert fast == [True, False, False]  # forward passes alone may sum in fewer bits
 
 
 class Seen(torch_internals.DispatchMode):

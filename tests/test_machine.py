@@ -2,6 +2,7 @@
 
 import json
 import os
+import sys
 import types
 from collections.abc import Callable
 from pathlib import Path
@@ -10,8 +11,10 @@ import pytest
 import torch
 
 from meshwright import machine
-from meshwright.machine import ASK_TORCH, Gpu, Machine, cores_there, find_gpus, find_machine
+from meshwright.machine import ASK_TORCH, Gpu, Machine, cores_there, find_gpus, find_machine, find_named
 from meshwright.spec.errors import UserError
+from meshwright.spec.fit import device_misfits
+from meshwright.spec.run import Run
 from meshwright.trainer import device as device_module
 from meshwright.trainer.device import check_own_gpu, choose_device
 
@@ -28,7 +31,7 @@ def answers(smi: list[str] | None, seen: list[tuple[str, int]] | None = None) ->
             return None if smi is None else "\n".join(smi)
         assert command[-1] == ASK_TORCH
         assert seen is not None, "torch was asked"
-        return json.dumps(["2.13.0", seen])
+        return json.dumps(["2.13.0", seen, "cuda"])
 
     return ask
 
@@ -76,6 +79,41 @@ def test_a_gpu_that_torch_cannot_use_is_told(driver: Path, tmp_path_factory: pyt
     gpus, note = find_gpus({"CUDA_VISIBLE_DEVICES": "MIG-x"}, driver, answers(EIGHT, []))
     assert note.endswith("sees no GPU (CUDA_VISIBLE_DEVICES='MIG-x' hides others)")
     assert find_gpus({}, tmp_path_factory.mktemp("no driver"), answers(None)) == ([], "")
+
+
+@pytest.mark.parametrize(
+    ("device", "kind", "seen", "expected"),
+    [
+        ("mps", "mps", [("Apple GPU", 2**34)], [Gpu("Apple GPU", 2**34)]),
+        ("xpu", "xpu", [("Intel Arc B580", 2**33)] * 2, [Gpu("Intel Arc B580", 2**33)] * 2),
+        ("xpu", "cuda", [(H100, 2**36)], "torch 2.13.0 sees no Intel GPU"),
+        ("mps", None, [], "torch 2.13.0 sees no Apple GPU"),
+    ],
+)
+def test_gpus_that_the_recipe_names(device: str, kind: str | None, seen: list, expected: list[Gpu] | str) -> None:
+    found, note = find_named(device, lambda command: json.dumps(["2.13.0", seen, kind]))
+    assert (found or note) == expected
+
+
+def test_torch_answers_the_question() -> None:
+    """This build's; the question is asked of another process."""
+    version, seen, kind = json.loads(machine.run_program([sys.executable, "-P", "-c", ASK_TORCH]) or "")
+    assert version == torch.__version__
+    assert bool(seen) == (kind is not None)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"layout": {"dp_shard": 2}}, "an Apple GPU is one process's"),
+        ({"training": {"precision": "fp64"}}, "use fp32, bf16 or fp16"),
+        ({"training": {"precision": "fp8"}}, "use fp32, bf16 or fp16"),
+        ({"training": {"precision": "bf16"}}, None),
+    ],
+)
+def test_what_an_apple_gpu_cannot_do_is_refused(changes: dict, message: str | None) -> None:
+    misfits = device_misfits(Run.model_validate({"model": {"name": "gpt2"}, "device": "mps", **changes}))
+    assert (message in misfits[0]) if message else not misfits
 
 
 def test_cores_are_counted_where_the_system_does_not_tell_this_processs(monkeypatch: pytest.MonkeyPatch) -> None:

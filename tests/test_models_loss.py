@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.overrides import TorchFunctionMode
 
 from meshwright.models import loss as loss_module
 from meshwright.models.loss import linear_cross_entropy, linear_token_losses
@@ -170,3 +171,48 @@ def test_never_holds_all_logits():
     with Largest():
         linear_cross_entropy(*case()).backward()
     assert 0 < Largest.seen <= 64 * 8 * 7 < N * V * 8
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_few_passes_give_the_same_numbers(monkeypatch, dtype):
+    """A GPU's order of operations, on a CPU: its probabilities are rounded once, as ours."""
+    hidden, weight, labels = (
+        torch.randn(37, 16, dtype=dtype, requires_grad=True),
+        torch.randn(101, 16, dtype=dtype, requires_grad=True),
+        torch.randint(0, 101, (37,)),
+    )
+    labels[5] = -100
+    results = []
+    for soften in (loss_module._soften_from_cache, loss_module._soften_in_few_passes):
+        monkeypatch.setattr(loss_module, "_soften_from_cache", soften)
+        loss = linear_cross_entropy(hidden, weight, labels)
+        results.append((loss.detach(), *torch.autograd.grad(loss, (hidden, weight))))
+    assert all(map(torch.equal, *results))
+
+
+def test_a_gpu_s_softmax_makes_three_passes_over_all_logits():
+    """Each costs as much as a matrix product of a small model's head."""
+    logits, wide, targets = torch.randn(8, 64).bfloat16(), torch.empty(8, 64), torch.zeros(8, 1, dtype=torch.int64)
+    passes = {}
+    for soften in (loss_module._soften_from_cache, loss_module._soften_in_few_passes):
+        with Large(8 * 64) as large:
+            soften(logits, targets, wide, *(torch.empty(8, 1) for _ in range(4)))
+        passes[soften.__name__] = large.names
+    assert len(passes["_soften_from_cache"]) == 5
+    assert passes["_soften_in_few_passes"] == ["max", "softmax", "copy_"]
+
+
+class Large(TorchFunctionMode):
+    """The functions that read all of a tensor of a size, without those that look up a few numbers."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self._size, self.names = size, []
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        name = getattr(func, "__name__", "")
+        if name not in ("gather", "__get__") and any(
+            isinstance(one, torch.Tensor) and one.numel() == self._size for one in args
+        ):
+            self.names.append(name)
+        return func(*args, **(kwargs or {}))

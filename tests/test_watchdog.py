@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from meshwright.launch import watchdog
 from meshwright.launch.launcher import Nodes, Worker, join_group, start_workers
 from meshwright.launch.signals import StopRequest
 from meshwright.launch.status import STUCK, StuckError
@@ -142,6 +143,25 @@ def test_a_rank_that_stops_or_spins_is_named(tmp_path: Path, how: str, expected:
     assert all(text in said for text in expected), said
     assert "rank 2, step 6: gloo:all_reduce" in said
     assert str(failure.value).count(f"died with status {STUCK}") == (2 if how == "stop" else 3)
+
+
+def test_a_recorder_that_hangs_with_the_gpu_hides_no_report(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    hangs, ended = threading.Event(), threading.Event()
+
+    def asks_a_gpu() -> list[Collective]:
+        hangs.wait()
+        return []
+
+    monkeypatch.setattr(watchdog, "ANSWER_SECONDS", 0.2)
+    monkeypatch.setattr(watchdog, "last_collectives", asks_a_gpu)
+    with Watchdog(GuardSpec(stuck_after=0.001), end=lambda status: ended.set()) as watched:
+        watched.enter("step", 1)
+        told = ended.wait(20)
+        hangs.set()
+    assert told
+    assert "no progress" in capsys.readouterr().err
 
 
 def test_a_rank_that_never_starts_is_named() -> None:

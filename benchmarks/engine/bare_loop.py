@@ -1,8 +1,12 @@
 """Engine `bare`: the simplest PyTorch loop over the same module, to show the trainer's overhead."""
 
+from pathlib import Path
+
 import torch
 from workload import BETAS, CLIP, EPS, LR, decay_groups, describe, read_arguments
 
+from meshwright.models.cpu_kernels import CHOSEN
+from meshwright.models.kernel_choice import kept
 from meshwright.parallel.compile import apply_compile
 from meshwright.spec.batch import Batch
 from meshwright.trainer.device import keep_freed_memory
@@ -18,6 +22,8 @@ if workload.precision == "bf16":  # the model computes with copies of fp32 weigh
 if workload.compile:
     apply_compile(model)
 optimizer = torch.optim.AdamW(decay_groups(weights), lr=LR, betas=BETAS, eps=EPS, fused=True)
+# A CPU's kernels, chosen as our trainer chooses them.
+CHOSEN.set(kept(workload.shapes, Path(workload.cache)).kernels)
 for inputs, labels in workload.batches():
     loss = model(Batch(inputs, labels), lambda x, head, batch: head.loss(x, batch.labels)) / labels.numel()
     loss.backward()

@@ -1,8 +1,10 @@
 """The devices and the memory of this machine, found without torch, within the limits of its control groups."""
 
 import functools
+import hashlib
 import json
 import os
+import platform
 import shutil
 import subprocess
 import sys
@@ -58,14 +60,14 @@ class Machine:
 @functools.cache
 def find_machine(device: str = "auto") -> Machine:
     """The machine as the recipe's `device` sees it; raises `UserError` if it needs a GPU and there is none."""
-    gpus, note = ([], "") if device == "cpu" else find_gpus()
+    gpus, note = ([], "") if device == "cpu" else find_named(device) if device in NAMED else find_gpus()
     if gpus:
         smallest = min(gpus, key=lambda gpu: gpu.memory_bytes)
         if len({gpu.name for gpu in gpus}) > 1:
             note = f"the GPUs differ: {', '.join(gpu.name for gpu in gpus)}; all are taken for {smallest.name}"
         shared = device == "cuda_shared"
         return Machine("gpu", smallest.name, len(gpus), smallest.memory_bytes, memory_there(), note, shared)
-    if device in ("cuda", "cuda_shared"):
+    if device in ("cuda", "cuda_shared", *NAMED):
         raise UserError(f"device={device}, but {note or 'this machine has no GPU'}; use device=cpu")
     return Machine("cpu", "cpu", cores_there(), memory_there(), note=note)
 
@@ -73,6 +75,22 @@ def find_machine(device: str = "auto") -> Machine:
 def cores_there() -> int:
     """Processor cores that this process may use; of the whole machine where the system does not tell (macOS)."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+@functools.cache
+def processor(root: Path = Path("/")) -> str:
+    """The processor's name and a digest of its instruction sets; the architecture where the system tells no more."""
+    lines: list[str] = []
+    with suppress(OSError):
+        lines = (root / "proc/cpuinfo").read_text().splitlines()
+    known = sorted({line for line in lines if line.startswith(PROCESSOR)})
+    names = [line.partition(":")[2].strip() for line in known if line.startswith("model name")]
+    digest = hashlib.sha256("/".join(known).encode()).hexdigest()[:6]
+    return f"{names[0] if names else platform.machine()} {digest}"
+
+
+PROCESSOR = ("model name", "flags", "Features", "CPU part")
+"""Lines of /proc/cpuinfo with the processor's name and instruction sets."""
 
 
 @dataclass(frozen=True)
@@ -88,11 +106,19 @@ VISIBLE = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"
 SIGNS = ("dev/nvidiactl", "dev/kfd", "dev/dxg")
 """Files of a GPU's driver: NVIDIA's, AMD's, and Windows' for its Linux subsystem."""
 COLUMNS = "index,uuid,name,memory.total,mig.mode.current"
+NAMED = {"xpu": "Intel GPU", "mps": "Apple GPU"}
+"""GPUs that are used only where the recipe names them, because nobody has trained on one yet."""
 ASK_TORCH = """
 import json, torch
-of = torch.get_device_module()
-gpus = [of.get_device_properties(i) for i in range(torch.accelerator.device_count())]
-print(json.dumps([torch.__version__, [[gpu.name, gpu.total_memory] for gpu in gpus]]))
+of, kind = torch.get_device_module(), torch.accelerator.current_accelerator()
+if kind is None:
+    gpus = []
+elif hasattr(of, "get_device_properties"):
+    gpus = [of.get_device_properties(i) for i in range(torch.accelerator.device_count())]
+    gpus = [[gpu.name, gpu.total_memory] for gpu in gpus]
+else:
+    gpus = [["Apple GPU", of.recommended_max_memory()]]
+print(json.dumps([torch.__version__, gpus, kind and kind.type]))
 """
 
 
@@ -127,10 +153,18 @@ def find_gpus(
     answer = ask([sys.executable, "-P", "-c", ASK_TORCH])
     if answer is None:
         return [], "a GPU's driver is here, but torch cannot be asked for GPUs"
-    version, seen = json.loads(answer)
+    version, seen, _ = json.loads(answer)
     hides = f" ({VISIBLE[0]}={hidden!r} hides others)" if hidden is not None else ""
     note = f"a GPU's driver is here, but torch {version} sees no GPU{hides}"
     return [Gpu(name, memory) for name, memory in seen], "" if seen else note
+
+
+def find_named(device: str, ask: Ask = run_program) -> tuple[list[Gpu], str]:
+    """The GPUs of `NAMED` that torch sees, and a note if there is none."""
+    version, seen, kind = json.loads(ask([sys.executable, "-P", "-c", ASK_TORCH]) or '["", [], null]')
+    if kind == device and seen:
+        return [Gpu(name, memory) for name, memory in seen], ""
+    return [], f"torch {version} sees no {NAMED[device]}".replace("  ", " ")
 
 
 def _listed(ask: Ask) -> list[list[str]]:

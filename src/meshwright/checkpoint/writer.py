@@ -27,7 +27,7 @@ from meshwright.checkpoint.dcp import ShardPlan, local_part, plan_shards, write_
 from meshwright.checkpoint.manifest import STAGING, TRAINER, checkpoint_name, describe_file, point_at, prune, publish
 from meshwright.checkpoint.metadata import METADATA
 from meshwright.comm.objects import from_first, gather, rank
-from meshwright.devices import on_cpu, synchronize_all, with_my_device
+from meshwright.devices import host_tensors, synchronize_all, with_my_device
 from meshwright.spec.checkpoint import CheckpointSpec
 
 Files = dict[str, dict[str, Any]]
@@ -136,9 +136,9 @@ class CheckpointWriter:
 
     def _copy(self, parts: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Host copies of `parts`, in buffers that every save reuses; pinned if `parts` are on a GPU."""
+        if not self._buffers:
+            self._buffers = host_tensors(parts)
         for name, part in parts.items():
-            if name not in self._buffers:
-                self._buffers[name] = torch.empty_like(part, device="cpu", pin_memory=not on_cpu(part))
             self._buffers[name].copy_(part, non_blocking=True)
         synchronize_all(parts.values())
         return self._buffers

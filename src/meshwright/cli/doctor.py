@@ -8,6 +8,7 @@ import platform
 import re
 import shutil
 import sys
+import sysconfig
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -76,6 +77,7 @@ def examine() -> Iterator[Finding]:
     yield from _host()
     if importlib.util.find_spec("torch"):
         yield from _torch()
+        yield from _kernels()
     yield _compiler()
     for package, purpose in EXTRAS.items():
         yield _extra(package, purpose)
@@ -165,11 +167,28 @@ def _torch() -> Iterator[Finding]:
         yield Finding("distributed", "ok", ", ".join(backends))
 
 
+def _kernels() -> Iterator[Finding]:
+    """The kernels that runs on this processor choose, for the sizes of a small GPT-2; imports torch."""
+    import torch
+
+    from meshwright.models.kernel_choice import Shapes, here, measure
+
+    for dtype in (torch.float32, torch.bfloat16):
+        shapes = Shapes(tokens=512, into=384, out=1536, heads=48, shared=48, length=256, width=64, dtype=dtype)
+        if (measured := measure(shapes)).milliseconds:
+            yield Finding("kernels", "ok", f"{measured.chosen} for {shapes} ({measured})")
+    yield Finding("processor", "ok", here())
+
+
 def _compiler() -> Finding:
     """The C++ compiler: torch.compile generates C++ on the CPU, and Triton on GPUs needs a C compiler."""
     compiler = next(filter(shutil.which, ("g++", "clang++", "c++")), None)
-    if compiler:
+    header = Path(sysconfig.get_path("include")) / "Python.h"
+    if compiler and header.is_file():
         return Finding("compiler", "ok", f"{compiler}, for training.compile: true")
+    if compiler:
+        fix = "for training.compile: true, install Python's headers (apt install python3-dev)"
+        return Finding("compiler", "optional", f"{compiler}, but no {header}", fix)
     return Finding("compiler", "optional", "no C++ compiler", "for training.compile: true, install g++")
 
 

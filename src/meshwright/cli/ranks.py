@@ -153,6 +153,6 @@ def _joined(worker: Any, degree: int, device_name: str) -> Any:
 
 
 if __name__ == "__main__":
-    from meshwright.launch.launcher import exit_at_once
+    from meshwright.launch.launcher import exit_with
 
-    exit_at_once(main())
+    exit_with(main)

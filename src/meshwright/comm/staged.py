@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from meshwright.devices import BACKENDS
+from meshwright.devices import ACCELERATORS
 from meshwright.torch_internals import finished_work, leaves, serve_by_gloo, tree_map
 
 STAGED = "staged"
@@ -114,4 +114,5 @@ class StagedGroup(dist.ProcessGroup):
     barrier: Any = _meeting
 
 
-dist.Backend.register_backend(STAGED, StagedGroup, devices=["cpu", *BACKENDS])
+SEVERAL = [kind for kind, there in ACCELERATORS.items() if there.backend]
+dist.Backend.register_backend(STAGED, StagedGroup, devices=["cpu", *SEVERAL])

@@ -160,8 +160,8 @@ class Watchdog:
         faulthandler.cancel_dump_traceback_later()
         mine = self._report(seconds)
         mine.stack = "".join(traceback.format_stack(sys._current_frames()[self._main]))
-        mine.collectives = last_collectives()
         patience = max(ANSWER_SECONDS, 6 * self._pulse)
+        mine.collectives = within(patience / 2, last_collectives)
         with contextlib.suppress(dist.DistError):  # the store ends with the first rank; by then everything is reported
             self._publish("report", mine)
             noticed = int(self._store.compare_set("stuck", "", str(self._rank)))
@@ -179,6 +179,15 @@ class Watchdog:
         deadline = time.monotonic() + seconds
         while not self._store.check(keys) and time.monotonic() < deadline:
             time.sleep(0.05)
+
+
+def within(seconds: float, read: Callable[[], list[Collective]]) -> list[Collective]:
+    """The answer of `read`; empty if it takes longer: NCCL's recorder asks the GPU, which may hang as the run does."""
+    answer: list[Collective] = []
+    reader = threading.Thread(target=lambda: answer.extend(read()), name="meshwright-recorder", daemon=True)
+    reader.start()
+    reader.join(seconds)
+    return list(answer)
 
 
 def last_collectives() -> list[Collective]:

@@ -15,7 +15,7 @@ from torch import nn
 
 from meshwright.devices import accelerator_is_here, on_cpu
 from meshwright.models.cache import LayerCache
-from meshwright.models.cpu_kernels import causal_attention, serves_training
+from meshwright.models.cpu_kernels import attends, causal_attention
 from meshwright.models.linear import Linear
 from meshwright.models.masks import Documents, Mask
 from meshwright.models.norm import build_norm
@@ -166,7 +166,7 @@ def scaled_dot_product(
         k_BGSK, v_BGSK = k_BGSK.repeat_interleave(repeats, 1), v_BGSK.repeat_interleave(repeats, 1)
         repeats = 1
     is_causal = mask is None and q_BHTK.shape[2] > 1
-    if is_causal and serves_training(q_BHTK):
+    if is_causal and attends(q_BHTK):
         return causal_attention(q_BHTK, k_BGSK, v_BGSK)
     return F.scaled_dot_product_attention(
         q_BHTK, k_BGSK, v_BGSK, attn_mask=mask, is_causal=is_causal, enable_gqa=repeats > 1

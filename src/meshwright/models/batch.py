@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from meshwright.devices import on_cpu
+from meshwright.devices import on_cpu, sent, widest
 from meshwright.spec.batch import Batch
 
 TensorBatch = Batch[torch.Tensor]
@@ -17,7 +17,8 @@ def to_device(batch: Batch[np.ndarray], device: torch.device) -> TensorBatch:
 
     def move(array: np.ndarray) -> torch.Tensor:
         tensor = torch.from_numpy(array)
-        return tensor.pin_memory().to(device, non_blocking=True) if not on_cpu(device) else tensor
+        tensor = tensor.to(widest(device)) if tensor.dtype == torch.float64 else tensor
+        return tensor if on_cpu(device) else sent(tensor, device)
 
     if batch.document_ids is not None:  # found on the host: a device's answer would have to be waited for
         batch = replace(batch, document_offsets=document_offsets(batch.document_ids))

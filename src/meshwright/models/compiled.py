@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from meshwright.machine import processor
 from meshwright.models.attention import Attention, Core
 from meshwright.models.batch import TensorBatch
 from meshwright.models.cache import Cache
@@ -49,8 +50,6 @@ AHEAD = 4096
 LANES = 16
 """Numbers computed together; as in `decode.cpp`."""
 OPENMP = re.compile(r"lib(gomp|iomp|omp)\b.*\.so")
-PROCESSOR = ("model name", "flags", "Features", "CPU part")
-"""Lines of /proc/cpuinfo with the processor's instruction sets."""
 
 
 class _Matrix(ctypes.Structure):
@@ -321,8 +320,7 @@ def _openmp() -> str | None:
 def _fingerprint(compiler: str, openmp: str | None) -> str:
     """A hash of everything that the compiled code depends on; `-march=native` is this processor."""
     version = subprocess.run([compiler, "--version"], capture_output=True, check=False).stdout
-    processor = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith(PROCESSOR)]
-    parts = [SOURCE.read_bytes(), version, repr((compiler, FLAGS, openmp is None, sorted(set(processor)))).encode()]
+    parts = [SOURCE.read_bytes(), version, repr((compiler, FLAGS, openmp is None, processor())).encode()]
     return hashlib.sha256(b"/".join(parts)).hexdigest()[:16]
 
 

@@ -1,9 +1,12 @@
 """Replacements for torch kernels that are slow on CPUs; delete each one when torch's is faster.
 
 - `linear`: torch gives fp32 matrix products to MKL, which does not use AVX-512 on AMD. oneDNN, in the same build of
-  torch, is twice as fast there and equally fast elsewhere. Both compute in full fp32.
+  torch, is twice as fast there; on Intel's MKL is faster, in weight gradients by a third. Both compute in full fp32.
 - `causal_attention`: the backward pass of torch's bf16 flash kernel takes twice as long as the few batched matrix
-  products that it consists of; with short rows, so does its forward pass.
+  products that it consists of; with short rows, so does its forward pass. Without bf16 units, torch's is faster.
+
+Where neither is faster everywhere, `models/kernel_choice.py` measures which a run takes.
+
 - `gelu_tanh`: torch computes every tanh twice, once in each pass. Ours computes it once and saves the derivative for
   the backward pass instead of the input.
 
@@ -13,7 +16,10 @@ K head_dim; C pairs (batch, G) computed together, Q queries of a block, q = R Q 
 
 import functools
 from collections.abc import Callable
+from contextvars import ContextVar
+from dataclasses import dataclass
 from math import pi
+from typing import Literal, get_args
 
 import torch
 import torch.nn.functional as F
@@ -37,6 +43,28 @@ GELUS = 2**18
 """Values that `gelu_tanh` widens to fp32 at a time: few enough for the cache, many enough for every thread."""
 
 
+ProductsName = Literal["onednn", "mkl"]
+AttentionKernel = Literal["blocks", "torch"]
+PRODUCTS, ATTENTION = get_args(ProductsName), get_args(AttentionKernel)
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """The kernels in use: of products in fp32, and of causal attention in bf16."""
+
+    products: ProductsName = "onednn"
+    attention: AttentionKernel = "blocks"
+
+    def __post_init__(self) -> None:
+        if self.products not in PRODUCTS or self.attention not in ATTENTION:
+            raise ValueError(f"no such kernels: {self}")
+
+
+FIXED = Kernels()
+CHOSEN: ContextVar[Kernels] = ContextVar("CHOSEN", default=FIXED)
+"""A slot: the kernels in use."""
+
+
 def linear(input: torch.Tensor, weight_ND: torch.Tensor, bias_N: torch.Tensor | None = None) -> torch.Tensor:
     """`F.linear`, by oneDNN for fp32 on a CPU: [..., D] to [..., N]."""
     if not _by_onednn(input, weight_ND):
@@ -56,6 +84,11 @@ def serves_training(x: torch.Tensor) -> bool:
     return x.dtype == torch.bfloat16 and trained and _is_plain(x)
 
 
+def attends(q_BHTK: torch.Tensor) -> bool:
+    """Whether `causal_attention` applies, and is chosen."""
+    return serves_training(q_BHTK) and CHOSEN.get().attention == "blocks"  # compilers cannot read the slot
+
+
 def causal_attention(q_BHTK: torch.Tensor, k_BGTK: torch.Tensor, v_BGTK: torch.Tensor) -> torch.Tensor:
     """`F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)` with a faster backward pass."""
     return _CausalAttention.apply(q_BHTK, k_BGTK, v_BGTK)
@@ -73,7 +106,8 @@ def _is_plain(tensor: torch.Tensor) -> bool:
 
 
 def _by_onednn(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return a.dtype == torch.float32 and ONEDNN and _is_plain(a) and _is_plain(b)
+    usable = a.dtype == torch.float32 and ONEDNN and _is_plain(a) and _is_plain(b)
+    return usable and CHOSEN.get().products == "onednn"
 
 
 def _onednn(a: torch.Tensor, b_ND: torch.Tensor, bias_N: torch.Tensor | None = None) -> torch.Tensor:

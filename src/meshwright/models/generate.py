@@ -12,6 +12,7 @@ from math import ceil, isfinite
 
 import torch
 
+from meshwright.devices import widest
 from meshwright.spec.errors import UserError
 
 LEAST_PENALTY, MOST_PENALTY = 1e-6, 1e6
@@ -107,9 +108,10 @@ def choose(logits_BV: torch.Tensor, sampling: Sampling, streams: Sequence[random
     """One token id [B] per row of logits [B, V]; each row takes one number from its stream, unless temperature is 0."""
     if sampling.temperature == 0:
         return logits_BV.argmax(-1)
-    drawn_B = torch.tensor([stream.random() for stream in streams], dtype=torch.float64, device=logits_BV.device)
+    wide = widest(logits_BV)
+    drawn_B = torch.tensor([stream.random() for stream in streams], dtype=wide, device=logits_BV.device)
     temperature = max(sampling.temperature, COLDEST)
-    probability_BV, order_BV = _allowed((logits_BV.double() / temperature).softmax(-1), sampling)
+    probability_BV, order_BV = _allowed((logits_BV.to(wide) / temperature).softmax(-1), sampling)
     cumulative_BV = probability_BV.cumsum(-1)
     total_B1 = cumulative_BV[:, -1:]
     # Never the total itself, to which a product may be rounded: only forbidden tokens come after it.

@@ -187,18 +187,13 @@ def _cross_entropy_(logits_CV: torch.Tensor, targets_C1: torch.Tensor, share: Vo
     largest_C1, peak_C1, below_C1, target_C1 = (
         torch.empty_like(targets_C1, dtype=wide(logits_CV.dtype)) for _ in range(4)
     )
-    rows = _wide_rows(logits_CV)
+    rows, soften = _wide_rows(logits_CV), of_kind({"cpu": _soften_from_cache, "gpu": _soften_in_few_passes}, logits_CV)
     wide_RV = largest_C1.new_empty(min(rows, len(logits_CV)), logits_CV.shape[1])
     for start in range(0, len(logits_CV), rows):
         block = slice(start, start + rows)
         logits_RV, targets_R1 = logits_CV[block], targets_C1[block]
-        work_RV = wide_RV[: len(logits_RV)].copy_(logits_RV)
-        torch.amax(work_RV, 1, keepdim=True, out=largest_C1[block])
-        torch.sub(largest_C1[block], work_RV.gather(1, targets_R1), out=below_C1[block])
-        torch.softmax(work_RV, 1, out=work_RV)
-        torch.amax(work_RV, 1, keepdim=True, out=peak_C1[block])
-        torch.gather(work_RV, 1, targets_R1, out=target_C1[block])
-        logits_RV.copy_(work_RV)
+        parts = largest_C1[block], peak_C1[block], below_C1[block], target_C1[block]
+        soften(logits_RV, targets_R1, wide_RV[: len(logits_RV)], *parts)
     if share is None:
         # logsumexp is the largest logit less the logarithm of its probability, which is never small.
         losses_C1 = below_C1 - peak_C1.log()
@@ -216,6 +211,35 @@ def _cross_entropy_(logits_CV: torch.Tensor, targets_C1: torch.Tensor, share: Vo
     places = torch.arange(len(logits_CV), device=logits_CV.device)[:, None], targets_C1
     logits_CV[places] = gradients_C1.where(here_C1, logits_CV[places])
     return losses_C1
+
+
+def _soften_from_cache(
+    logits_RV: torch.Tensor, targets_R1: torch.Tensor, wide_RV: torch.Tensor, *parts_R1: torch.Tensor
+) -> None:
+    """`logits` become probabilities; the parts are those that `_cross_entropy_` needs. `wide` stays in the cache."""
+    largest_R1, peak_R1, below_R1, target_R1 = parts_R1
+    wide_RV.copy_(logits_RV)
+    torch.amax(wide_RV, 1, keepdim=True, out=largest_R1)
+    torch.sub(largest_R1, wide_RV.gather(1, targets_R1), out=below_R1)
+    torch.softmax(wide_RV, 1, out=wide_RV)
+    torch.amax(wide_RV, 1, keepdim=True, out=peak_R1)
+    torch.gather(wide_RV, 1, targets_R1, out=target_R1)
+    logits_RV.copy_(wide_RV)
+
+
+def _soften_in_few_passes(
+    logits_RV: torch.Tensor, targets_R1: torch.Tensor, wide_RV: torch.Tensor, *parts_R1: torch.Tensor
+) -> None:
+    """The same, in three passes over all logits instead of five: a GPU's memory bounds them. Its softmax widens as it
+    reads, and the largest probability is the largest logit's."""
+    largest_R1, peak_R1, below_R1, target_R1 = parts_R1
+    top_R1, places_R1 = logits_RV.max(1, keepdim=True)
+    largest_R1.copy_(top_R1)
+    torch.sub(largest_R1, logits_RV.gather(1, targets_R1), out=below_R1)
+    torch.softmax(logits_RV, 1, dtype=wide_RV.dtype, out=wide_RV)
+    torch.gather(wide_RV, 1, places_R1, out=peak_R1)
+    torch.gather(wide_RV, 1, targets_R1, out=target_R1)
+    logits_RV.copy_(wide_RV)
 
 
 def add_product_(total_VD: torch.Tensor, grad_CV: torch.Tensor, hidden_CD: torch.Tensor) -> None:

@@ -245,7 +245,7 @@ class LowPrecision(Product):
     def product_of(self, encoded: Encoded, weights: Weights, dtype: torch.dtype) -> torch.Tensor:
         """The output [M, N] of an input in codes."""
         right = self._encode("weight", weights["weight"], self.recipe.forward[1], ("out", "in"))
-        y, bias_N = self._multiply(encoded, right, dtype), weights.get("bias")
+        y, bias_N = self._multiply(encoded, right, dtype, fast=True), weights.get("bias")
         return y if bias_N is None else y + bias_N
 
     def input_gradient(self, grad: torch.Tensor, weights: Weights) -> torch.Tensor:
@@ -309,11 +309,12 @@ class LowPrecision(Product):
         mixed = self.recipe.four_bits and dims[1] == "tokens"
         return encode(tensor_KS, scaling, spread, amax=scale, uniform=uniform, mixed=mixed)
 
-    def _multiply(self, left: Encoded, right: Encoded, dtype: torch.dtype) -> torch.Tensor:
-        """[K, S] times [N, S], transposed: [K, N]."""
+    def _multiply(self, left: Encoded, right: Encoded, dtype: torch.dtype, *, fast: bool = False) -> torch.Tensor:
+        """[K, S] times [N, S], transposed: [K, N]. `fast`: a kernel may sum in fewer bits, as torchao and Transformer
+        Engine do in forward passes."""
         sizes = (*left.shape, right.shape[0])
         if self.has_kernel(left.codes.device, dtype) and not any(size % KERNEL_SIZES for size in sizes):
-            return _by_kernel(left, right, dtype)
+            return _by_kernel(left, right, dtype, fast)
         return linear(left.decode(), right.decode()).to(dtype)
 
     def _numbers(self, weights: Weights) -> torch.Tensor | None:
@@ -342,7 +343,7 @@ def has_kernel(recipe: Recipe, device: torch.device, dtype: torch.dtype) -> bool
     return capability_of(device) >= KERNEL_CAPABILITY
 
 
-def _by_kernel(left: Encoded, right: Encoded, dtype: torch.dtype) -> torch.Tensor:
+def _by_kernel(left: Encoded, right: Encoded, dtype: torch.dtype, fast: bool) -> torch.Tensor:
     """The product of codes with one scale, or one scale per row."""
     scaling = F.ScalingType.TensorWise if left.scales.numel() == 1 else F.ScalingType.RowWise
     (a_KS, scale_a), (b_NS, scale_b) = ((one.whole(one.codes), 1 / one.scales) for one in (left, right))
@@ -355,4 +356,5 @@ def _by_kernel(left: Encoded, right: Encoded, dtype: torch.dtype) -> torch.Tenso
         scale_b=scale_b.reshape(shapes[1]),
         scale_recipe_b=scaling,
         output_dtype=dtype,
+        use_fast_accum=fast,
     )

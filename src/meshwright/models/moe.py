@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from meshwright.devices import on_cpu
+from meshwright.devices import on_cpu, widest
 from meshwright.models.dropout import Draws
 from meshwright.models.feed_forward import FeedForward, gate
 from meshwright.models.slots import Viewed, Wrapped, unreduced
@@ -90,7 +90,7 @@ class Router(Viewed):
         """Lower the bias of experts with more load than the mean by `balance_rate` and raise it for experts with less
         (Wang et al., "Auxiliary-Loss-Free Load Balancing", 2024). `load`: [E], of the whole global batch."""
         if self.bias is not None:
-            self.bias += self.spec.balance_rate * (load_E.double().mean() - load_E).sign().to(self.bias)
+            self.bias += self.spec.balance_rate * (load_E.to(widest(load_E)).mean() - load_E).sign().to(self.bias)
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> "Router":
         """Keeps the bias in fp32 or wider when the model is cast, because its steps are small."""

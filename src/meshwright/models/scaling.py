@@ -22,6 +22,8 @@ from typing import Literal, NamedTuple, assert_never
 import torch
 import torch.nn.functional as F
 
+from meshwright.devices import of_kind
+
 SMALLEST = 1e-12
 """The assumed largest value of a block of zeros."""
 
@@ -45,9 +47,9 @@ def _transform() -> torch.Tensor:
 TRANSFORM = _transform()
 """The random Hadamard transform [16, 16]: orthogonal."""
 
-AT_ONCE = 2**21
-"""Numbers of a matrix that are quantized at a time; intermediates take up to 24 bytes each. Compiled code fuses them
-instead."""
+AT_ONCE = {"cpu": 2**21, "gpu": 2**24}
+"""Numbers of a matrix that are quantized at a time; intermediates take up to 24 bytes each. On a GPU so many that most
+matrices are one piece, whose kernels take longer than their launches. Compiled code fuses them instead."""
 
 Spread = Callable[[torch.Tensor], torch.Tensor]
 """Reduces maxima over this rank's part of a dim to maxima over all of it."""
@@ -171,7 +173,9 @@ def encode(
 def _parts(x_KS: torch.Tensor, scaling: Scaling) -> list[slice]:
     """The rows that are quantized at a time: whole blocks."""
     rows, unit = x_KS.shape[0], scaling.rows or 1
-    most = rows if torch.compiler.is_compiling() else max(1, AT_ONCE // max(1, x_KS.shape[1] * unit)) * unit
+    most = (
+        rows if torch.compiler.is_compiling() else max(1, of_kind(AT_ONCE, x_KS) // max(1, x_KS.shape[1] * unit)) * unit
+    )
     return [slice(start, min(start + most, rows)) for start in range(0, max(1, rows), max(1, most))]
 
 

@@ -13,6 +13,7 @@ from typing import Any, ClassVar, Literal
 import torch
 import torch.nn.functional as F
 
+from meshwright.devices import widest
 from meshwright.models.batch import TensorBatch
 from meshwright.models.head import Head
 from meshwright.objectives.objective import Objective, Sums
@@ -55,7 +56,7 @@ class DPO(Objective):
         z_BP = self.beta * (margins_BP - reference_BP.nan_to_num().to(margins_BP.dtype))
         smoothing = self.label_smoothing
         terms_BP = -(1 - smoothing) * F.logsigmoid(z_BP) - smoothing * F.logsigmoid(-z_BP)
-        gained_BP = margins_BP.detach().double() - reference_BP  # NaN if there is no such pair
+        gained_BP = margins_BP.detach().to(widest(margins_BP)) - reference_BP  # NaN if there is no such pair
         metrics = {"accuracy": (gained_BP > 0).sum(), "margin": self.beta * gained_BP.nansum()}
         return Sums((terms_BP * is_pair_BP).sum(), metrics)
 

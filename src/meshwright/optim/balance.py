@@ -4,6 +4,7 @@ import torch
 from torch import nn
 
 from meshwright.comm import collectives
+from meshwright.devices import widest
 from meshwright.models import Decoder
 from meshwright.models.moe import Router
 
@@ -40,5 +41,5 @@ class ExpertBalance:
         for router in self.routers:
             if router.weight.requires_grad:
                 router.move_bias(loads_LE[router.layer])
-        share_LE = loads_LE / loads_LE.double().mean(1, keepdim=True)  # NaN if a layer has no experts
+        share_LE = loads_LE / loads_LE.to(widest(loads_LE)).mean(1, keepdim=True)  # NaN if a layer has no experts
         self.load = share_LE.nan_to_num(0.0).max().item()

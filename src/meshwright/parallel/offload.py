@@ -22,7 +22,7 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.tensor import DTensor
 
-from meshwright.devices import current_stream, on_cpu, on_stream, side_stream
+from meshwright.devices import CPU, current_stream, has_streams, host_rooms, on_stream, side_stream
 from meshwright.models.slots import Compute, Wrapped
 from meshwright.torch_internals import leaves, local_tensor
 
@@ -36,10 +36,12 @@ class HostCopy:
     def __init__(self, tensor: torch.Tensor) -> None:
         self.device = tensor.device
         self._back: torch.Tensor | None = None
-        if on_cpu(self.device):
-            self._host = tensor.detach().clone()
+        if not has_streams(self.device):
+            self._host = tensor.detach().to(CPU, copy=True)
             return
-        self._host = torch.empty_like(tensor, device="cpu", pin_memory=True)
+        rooms = host_rooms(self.device)
+        self._host = rooms.like(tensor)
+        weakref.finalize(self, rooms.give_back, self._host)
         side = side_stream(self.device)
         side.wait_stream(current_stream(self.device))
         with on_stream(side):
@@ -48,7 +50,7 @@ class HostCopy:
 
     def fetch(self) -> None:
         """Begin the copy to the device."""
-        if self._back is None and not on_cpu(self.device):
+        if self._back is None and has_streams(self.device):
             with on_stream(side_stream(self.device)):
                 self._back = self._host.to(self.device, non_blocking=True)
                 self._ready = current_stream(self.device).record_event()
@@ -57,7 +59,7 @@ class HostCopy:
         """The tensor on its device; the same one at every call."""
         self.fetch()
         if self._back is None:
-            return self._host
+            return self._host.to(self.device)
         stream = current_stream(self.device)
         stream.wait_event(self._ready)
         self._back.record_stream(stream)

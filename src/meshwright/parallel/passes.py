@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from meshwright.devices import widest
 from meshwright.models import Decoder
 from meshwright.models.batch import TensorBatch
 from meshwright.models.decoder import Read
@@ -90,8 +91,9 @@ class Passes(ABC):
         """The objective's sums over all terms that this rank counts, each a scalar in fp64."""
         names, total = self.objective.metrics, torch.zeros(1 + len(self.objective.metrics), dtype=torch.float64)
         for sums in self.read(batches, self.sums):
-            added = torch.stack([part.double() for part in (sums.loss, *(sums.metrics[name] for name in names))])
-            total = total.to(added.device) + added
+            parts = sums.loss, *(sums.metrics[name] for name in names)
+            added = torch.stack([part.to(widest(part)) for part in parts])
+            total = total.to(added) + added
         loss, *metrics = total
         return Sums(loss, dict(zip(names, metrics, strict=True)))
 
@@ -162,7 +164,7 @@ class WholeModel(Passes):
             self.sync.announce(self.model.modules(), index == len(batches) - 1)
             loss = self.model(batch, self.loss)
             (loss * scale_of(scale, index)).backward()
-            losses.append(loss.detach().double())
+            losses.append(loss.detach().to(widest(loss)))
         return torch.stack(losses).sum()
 
     @torch.no_grad()

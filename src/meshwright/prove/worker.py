@@ -4,7 +4,7 @@ import argparse
 import pickle
 from pathlib import Path
 
-from meshwright.launch.launcher import Worker, exit_at_once, find_worker, leave_group
+from meshwright.launch.launcher import Worker, exit_with, find_worker, leave_group
 from meshwright.launch.signals import end_with
 from meshwright.launch.status import MISUSE
 from meshwright.prove.inputs import proof_weights
@@ -46,4 +46,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    exit_at_once(main())
+    exit_with(main)

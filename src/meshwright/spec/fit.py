@@ -9,6 +9,8 @@ from meshwright.spec.errors import UserError
 from meshwright.spec.finetune import FinetuneSpec
 from meshwright.spec.layout import NEAREST, ContextMethod, LayoutSpec
 from meshwright.spec.model import ForeignModel, ModelSpec
+from meshwright.spec.precision import FP64, NARROW
+from meshwright.spec.run import Run
 from meshwright.spec.training import TrainingSpec
 
 
@@ -276,3 +278,18 @@ def _asynchronous_misfits(layout: LayoutSpec, model: ModelSpec) -> Iterator[str]
             f"layout.schedule={layout.schedule}: {model.family} balances experts by biases that change at every "
             f"step, also between a forward pass and its backward pass; {NEAREST} schedule=1f1b"
         )
+
+
+def device_misfits(run: Run) -> list[str]:
+    """Reasons why a run's device cannot compute it."""
+    if run.device != "mps":
+        return []
+    misfits = []
+    if run.layout.world_size > 1:
+        misfits.append(
+            f"device=mps with {run.layout.world_size} ranks: an Apple GPU is one process's; use layout: {{}} or "
+            "device=cpu"
+        )
+    if run.training.precision in (FP64.name, *NARROW):
+        misfits.append(f"device=mps with training.precision={run.training.precision}: use fp32, bf16 or fp16")
+    return misfits

@@ -57,9 +57,10 @@ class Run(Spec):
     """When to save and what to keep."""
     guards: GuardSpec = GuardSpec()
     """Faults that a run detects: spikes, diverging replicas, hung ranks, crashes."""
-    device: Literal["auto", "cpu", "cuda", "cuda_shared"] = "auto"
-    """auto uses GPUs if there are any, one for each rank. cuda_shared puts several ranks on each GPU, to try a layout
-    without a cluster: their messages go through host memory, which is slow."""
+    device: Literal["auto", "cpu", "cuda", "cuda_shared", "xpu", "mps"] = "auto"
+    """auto uses NVIDIA's and AMD's GPUs if there are any, one for each rank. cuda_shared puts several ranks on each
+    GPU, to try a layout without a cluster: their messages go through host memory, which is slow. xpu: Intel's GPUs;
+    mps: Apple's, with one process and without fp64. Nobody has trained on these two yet."""
     run_dir: str = "runs/run"
     """Folder that receives everything the run writes."""
     trackers: tuple[str, ...] = ()

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch
 
+from meshwright.devices import CPU, host_bytes, on_cpu
 from meshwright.spec.errors import UserError
 
 BLOCK = 4096
@@ -196,9 +197,11 @@ def rounded(size: int, block: int = BLOCK) -> int:
     return max(1, -(-size // block)) * block
 
 
-def aligned_buffer(size: int, *, pinned: bool = False) -> torch.Tensor:
-    """A byte buffer that begins at a multiple of `BLOCK`."""
-    whole = torch.empty(size + BLOCK, dtype=torch.uint8, pin_memory=pinned)
+def aligned_buffer(size: int, device: torch.device = CPU) -> torch.Tensor:
+    """A byte buffer that begins at a multiple of `BLOCK`, for state that a step on `device` needs."""
+    if not on_cpu(device):
+        return host_bytes(size, device)
+    whole = torch.empty(size + BLOCK, dtype=torch.uint8)
     start = -whole.data_ptr() % BLOCK
     return whole[start : start + size]
 

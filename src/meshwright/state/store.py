@@ -22,7 +22,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 
-from meshwright.devices import CPU
+from meshwright.devices import CPU, has_streams
 from meshwright.models.dtypes import torch_dtype
 from meshwright.optim.build import Builder, Optimizers, build_optimizers
 from meshwright.optim.clip import scale_gradients
@@ -212,4 +212,4 @@ class HostStore(StateStore):
     @staticmethod
     def offload_policy(device_type: str) -> OffloadPolicy:
         """See `StateStore`: pinned memory, which a GPU reads while it computes."""
-        return CPUOffloadPolicy(pin_memory=device_type != CPU.type)
+        return CPUOffloadPolicy(pin_memory=has_streams(torch.device(device_type)))

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from meshwright.devices import of_kind, on_cpu
 from meshwright.optim.adamw import ShardedAdamW
 from meshwright.optim.plugged import Plugged
 from meshwright.spec.errors import UserError
@@ -29,6 +30,9 @@ from meshwright.torch_internals import allocate_each, local_tensor
 ALIGNED = 64
 """Alignment of tensors in a bucket."""
 
+LARGER = {"cpu": 1, "gpu": 4}
+"""How many times as large buckets are: a GPU starts a copy and an update of each in turn."""
+
 
 @dataclass(frozen=True)
 class _Slot:
@@ -38,10 +42,10 @@ class _Slot:
     home: torch.Tensor
     offset: int
 
-    def place(self, buffer: torch.Tensor, device: torch.device) -> torch.Tensor:
-        """The tensor's view of a buffer, on the device."""
-        part = buffer[self.offset : self.offset + self.home.nbytes]
-        return part.view(self.home.dtype).view(self.home.shape).to(device)
+    def place(self, buffer: torch.Tensor) -> torch.Tensor:
+        """The tensor's view of its bucket's bytes."""
+        part = buffer.narrow(0, self.offset, self.home.nbytes)
+        return part.view(self.home.dtype).view(self.home.shape)
 
 
 @dataclass(frozen=True)
@@ -65,7 +69,8 @@ class TieredStore(StateStore):
     def begin(self, model: nn.Module, tier: Tier | None) -> None:
         assert tier is not None
         self.tier, self._mover = tier, Mover(tier)
-        self._in_hand: torch.Tensor | None = None
+        self._in_hand: torch.Tensor | None = None  # a bucket's bytes on the host, and on the device of its step
+        self._here: torch.Tensor | None = None
         self._gradient_homes: dict[int, tuple[_Slot, int]] = {}
         self._cache_room = tier.cache_room
         self._warned = False
@@ -76,9 +81,11 @@ class TieredStore(StateStore):
         self._missing = {index: len(moved.gradients) for index, moved in self._moved.items()}
 
     def cut(self, rows: tuple[Parameter, ...]) -> Iterator[tuple[Parameter, ...]]:
-        """See `StateStore`: up to `PieceSizes.bucket` parameters each, the same on every rank that shares them."""
+        """See `StateStore`: up to `PieceSizes.bucket` parameters each, on a GPU more, the same on every rank that
+        shares them."""
         left = iter(rows)
-        for count in cut_evenly([_on_a_rank(self.parameters[row.name]) for row in rows], PIECES.get().bucket):
+        most = PIECES.get().bucket * of_kind(LARGER, self.tier.device)
+        for count in cut_evenly([_on_a_rank(self.parameters[row.name]) for row in rows], most):
             yield tuple(islice(left, count))
 
     def _moved_buckets(self) -> Iterator[tuple[int, _Moved]]:
@@ -101,10 +108,10 @@ class TieredStore(StateStore):
                 self.stays(bucket)
 
     def _moved_bucket(self, bucket: Bucket) -> _Moved:
+        states = [local_tensor(tensor) for state in bucket.state.values() for tensor in state.values()]
         for optimizer in bucket.optimizers.optimizers:
             if isinstance(optimizer, ShardedAdamW):
                 optimizer.count_on(self.tier.device)
-        states = [local_tensor(tensor) for state in bucket.state.values() for tensor in state.values()]
         kept = [tensor for tensor in (*self.weights_in(bucket), *states) if tensor.dim() and tensor.numel()]
         gradients = self.gradients_in(bucket)
         offsets, end = _offsets(list(map(self.room_of, kept)), 0)
@@ -154,19 +161,22 @@ class TieredStore(StateStore):
         moved = self._moved.get(bucket.index)
         if moved is None:
             return
-        buffer = self._mover.read(bucket.index, moved.home, self._bytes_read(bucket, moved))
+        size = self._bytes_read(bucket, moved)
+        buffer = self._mover.read(bucket.index, moved.home, size)
         if following := self._moved.get(bucket.index + 1):
-            size = self._bytes_read(self.buckets[bucket.index + 1], following)
-            self._mover.read_ahead(bucket.index + 1, following.home, size)
-        self._in_hand = buffer
+            ahead = self._bytes_read(self.buckets[bucket.index + 1], following)
+            self._mover.read_ahead(bucket.index + 1, following.home, ahead)
+        # One copy for the whole bucket, which nobody waits for.
+        here = buffer if on_cpu(self.tier.device) else buffer[:size].to(self.tier.device, non_blocking=True)
+        self._in_hand, self._here = buffer, here
         given = [name for name in moved.gradients if bucket.parameters[name].grad is not None]
         for name in given:
             bucket.parameters[name].grad = None  # its home may be on another device
         for slot in moved.kept:
-            slot.tensor.data = slot.place(buffer, self.tier.device)
+            slot.tensor.data = slot.place(here)
         for name in given:
             slot = moved.gradients[name]
-            gradient = slot.home.to(self.tier.device) if moved.cached else slot.place(buffer, self.tier.device)
+            gradient = slot.home.to(self.tier.device) if moved.cached else slot.place(here)
             bucket.parameters[name].grad = _part_like(bucket.parameters[name], gradient)
 
     def _bytes_read(self, bucket: Bucket, moved: _Moved) -> int:
@@ -177,15 +187,15 @@ class TieredStore(StateStore):
     def put(self, bucket: Bucket) -> None:
         """See `StateStore`: a thread writes the bucket while the next one is stepped."""
         super().put(bucket)
-        moved, buffer = self._moved.get(bucket.index), self._in_hand
-        if moved is None or buffer is None:
+        moved, buffer, here = self._moved.get(bucket.index), self._in_hand, self._here
+        if moved is None or buffer is None or here is None:
             return
-        self._in_hand = None
+        self._in_hand = self._here = None
         for name in moved.gradients:
             bucket.parameters[name].grad = None
+        if here is not buffer:
+            buffer.narrow(0, 0, moved.kept_bytes).copy_(here.narrow(0, 0, moved.kept_bytes), non_blocking=True)
         for slot in moved.kept:
-            if slot.tensor.device != buffer.device:
-                slot.place(buffer, buffer.device).copy_(slot.tensor)
             slot.tensor.data = slot.home
         self._mover.write(bucket.index, moved.home, buffer, moved.kept_bytes)
 

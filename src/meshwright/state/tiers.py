@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from meshwright.devices import on_cpu
+from meshwright.devices import after
 from meshwright.spec.offload import PAGE_CACHE_SHARE, OffloadSpec
 from meshwright.state.files import Home, StateFile, aligned_buffer, check_directory, rounded
 
@@ -25,8 +25,8 @@ M_MMAP_THRESHOLD, LARGE = -3, 2**16
 class HostMemory(Home):
     """A bucket's home in host memory, pinned for a GPU."""
 
-    def __init__(self, size: int, *, pinned: bool) -> None:
-        self._bytes = aligned_buffer(rounded(size), pinned=pinned)
+    def __init__(self, size: int, device: torch.device) -> None:
+        self._bytes = aligned_buffer(rounded(size), device)
         self._bytes.zero_()
 
     def tensor(self, offset: int, like: torch.Tensor) -> torch.Tensor:
@@ -71,11 +71,11 @@ class Tier:
         """A new home of this many bytes, zeros."""
         if self.offload.optimizer == "disk":
             return StateFile(self.directory, f"rank{self.rank}-{name}", size, checksums=self.offload.checksums)
-        return HostMemory(size, pinned=not on_cpu(self.device))
+        return HostMemory(size, self.device)
 
     def buffer(self, size: int) -> torch.Tensor:
         """A buffer for reading and writing a home."""
-        return aligned_buffer(size, pinned=not on_cpu(self.device))
+        return aligned_buffer(size, self.device)
 
 
 def give_back_what_is_freed() -> None:
@@ -144,10 +144,11 @@ class Mover:
 
     def write(self, key: int, home: Home, buffer: torch.Tensor, size: int) -> None:
         """Begin to write the first `size` bytes of a buffer, which then belongs to the thread; first waits for the
-        previous write."""
-        part = buffer[:size]
+        previous write. The thread waits for copies from the device to the buffer."""
+        part, filled = buffer[:size], after(self.tier.device)
 
         def write() -> None:
+            filled()
             home.write(part)
             self._free.append(buffer)
 

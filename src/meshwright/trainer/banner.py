@@ -51,6 +51,7 @@ def banner(trainer: Trainer, corpus: Corpus) -> str:
         "memory": _memory(resolved),
         "attention": _attention(trainer),
         "products": _products(trainer),
+        "kernels": f"{trainer.kernels.chosen}, measured: {trainer.kernels}" if trainer.kernels else "",
         "pipeline": describe_pipeline(resolved) if run.layout.pp > 1 else "",
         "devices": f"{trainer.worker.world_size} x {trainer.machine.name}, "
         f"mfu against {peak / 1e12:.3g} TFLOP/s ({origin})" + f"; {trainer.machine.note}" * bool(trainer.machine.note),

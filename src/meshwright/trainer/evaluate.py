@@ -13,6 +13,7 @@ from meshwright.data.loader import BatchShare, HostBatch, evaluation_batches
 from meshwright.data.mixture import held_out_samples
 from meshwright.data.packing import Samples
 from meshwright.data.prepare import Corpus
+from meshwright.devices import widest
 from meshwright.launch.signals import StopRequest
 from meshwright.models.batch import TensorBatch, to_device
 from meshwright.parallel import Passes
@@ -72,7 +73,7 @@ def evaluate(
 
     loss, metrics = passes.evaluate(batches())
     sums = loss, *metrics.values(), torch.tensor(terms, dtype=torch.float64)
-    totals = torch.stack([part.to(device) for part in sums])
+    totals = torch.stack([part.to(device, widest(device)) for part in sums])
     release_gathered(passes.model)
     if repeats_loss:
         totals.zero_()

@@ -39,8 +39,10 @@ LARGEST = 5
 """Tensors that are named."""
 MOST_RETRIES = 4
 """The maximum number of restarts; every remedy needs less memory than the one before."""
-REFUSED = re.compile(r"can't allocate memory|not enough memory|out of memory|Cannot allocate memory", re.IGNORECASE)
-"""The messages of allocators: torch's on a CPU, CUDA's, the system's."""
+REFUSED = re.compile(
+    r"can't allocate memory|not enough memory|out of memory|Cannot allocate memory|_STATUS_ALLOC_FAILED", re.IGNORECASE
+)
+"""The messages of allocators: torch's on a CPU, CUDA's and its libraries' (cuBLAS, cuDNN), the system's."""
 SIZE_REQUESTED = re.compile(r"allocate ([\d.]+) (bytes|[KMGT]iB)")
 UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 SAVING, BUILDING, KILLED = "saving", "building the model", "killed by the kernel"

@@ -1,5 +1,7 @@
 """Peak rates that model FLOPs utilization is measured against."""
 
+import re
+
 from meshwright.spec.precision import BF16, Dtype
 
 PEAK_BF16_TFLOPS = {
@@ -17,13 +19,14 @@ PEAK_BF16_TFLOPS = {
     "A100": 312.0,
     "A800": 312.0,
     "L40S": 362.0,
+    "L40": 181.0,
     "A40": 149.7,
     "A10G": 70.0,
     "A10": 125.0,
     "L4": 121.0,
     "RTX 3090": 71.0,
 }
-"""Dense bf16 tensor-core rate by a part of the product's name, the more specific names first.
+"""Dense bf16 tensor-core rate by words of the product's name, the more specific names first.
 
 From NVIDIA's datasheets, as collected by stas00/ml-engineering, karpathy/nanochat and NVIDIA-NeMo/Automodel.
 """
@@ -34,6 +37,6 @@ def datasheet_flops(device_name: str, dtype: Dtype) -> float | None:
     if dtype.bytes != BF16.bytes:
         return None
     for name, teraflops in PEAK_BF16_TFLOPS.items():
-        if name in device_name:
+        if re.search(rf"\b{name}\b", device_name):  # an RTX A1000 is no A100
             return teraflops * 1e12
     return None

@@ -19,6 +19,7 @@ from meshwright.trainer.corpus import check_corpus, corpus_of
 from meshwright.trainer.device import free_all
 from meshwright.trainer.display import Display, ProgressLine
 from meshwright.trainer.folder import TOKENIZER, write_run_files
+from meshwright.trainer.kernels import measured_kernels
 from meshwright.trainer.loop import train_loop
 from meshwright.trainer.metrics import MetricsJournal
 from meshwright.trainer.origin import describe_environment, describe_origin
@@ -44,9 +45,11 @@ def train_rank(resolved: ResolvedRun, worker: Worker, stop: StopRequest, resume:
     try:
         place = find_place(resolved.run, worker)
         corpus = _same_corpus(resolved, worker, resume)
-        trainer = _build(resolved, place, corpus, plugins)
-        with _started(trainer, corpus, stop, resume, plugins) as session:
-            signal = train_loop(session)
+        with measured_kernels(resolved, place) as measured:
+            trainer = _build(resolved, place, corpus, plugins)
+            trainer.kernels = measured
+            with _started(trainer, corpus, stop, resume, plugins) as session:
+                signal = train_loop(session)
         if signal:
             session.say(f"stopped by {signal_name(signal)} after step {trainer.step}")
         elif session.reason:

@@ -96,7 +96,7 @@ def margins_of(trainer: Trainer, samples: Samples, pairs: Sequence[np.ndarray]) 
     margins = passes.read((to_device(batch, trainer.device) for batch in batches), pair_margins)
     for number, margins_BP in enumerate(margins):
         first = (number * ranks + trainer.data_rank) * micro_batch
-        for index, margins_P in enumerate(margins_BP.double().cpu(), start=first):
+        for index, margins_P in enumerate(margins_BP.cpu().double(), start=first):
             if index < len(samples):
                 table[torch.from_numpy(pairs[index])] = margins_P[: len(pairs[index])]
     release_gathered(passes.model)

@@ -22,6 +22,7 @@ from meshwright.models import build_model, named_tensors
 from meshwright.models.attention_kernels import Asked, check_kernel
 from meshwright.models.dtypes import torch_dtype
 from meshwright.models.foreign import ForeignDecoder
+from meshwright.models.kernel_choice import MeasuredKernels
 from meshwright.objectives import Objective, build_objective
 from meshwright.optim.build import Optimizers
 from meshwright.parallel import Meshes, Passes, apply_parallelism, build_meshes
@@ -90,6 +91,8 @@ class Trainer:
     """On the first rank, the identity of the data (`Corpus.identity`); checkpoints store it for resumed runs."""
     origin: dict[str, Any] = field(default_factory=dict)
     """On the first rank, the run's origin (`trainer/origin.py`), which checkpoints keep."""
+    kernels: MeasuredKernels | None = None
+    """The kernels that were measured and are in use; None: the fixed ones."""
     process_bytes: int = 0
     """Memory that the process held before the model was built."""
     callbacks: dict[str, Callback] = field(default_factory=dict)

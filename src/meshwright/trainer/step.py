@@ -9,6 +9,7 @@ import torch
 from meshwright.comm import collectives
 from meshwright.comm.objects import total
 from meshwright.data.loader import HostBatch
+from meshwright.devices import widest
 from meshwright.families import low_precision_state
 from meshwright.models.batch import to_device
 from meshwright.optim.balance import ExpertBalance
@@ -175,9 +176,9 @@ class TrainStep:
         return self.norm().item() / self._scale
 
     def norm(self) -> torch.Tensor:
-        """The 2-norm of the gradient in `store`, still on the device: 0-dim in fp64."""
+        """The 2-norm of the gradient in `store`, still on the device: 0-dim in its widest dtype."""
         counted = (tensor for name, tensor in self.store.each_parameter() if name not in self.passes.counted_elsewhere)
-        return global_gradient_norm(counted, self.passes.stages, self.device).to(self.device, torch.float64)
+        return global_gradient_norm(counted, self.passes.stages, self.device).to(self.device, widest(self.device))
 
     def update(self, step: int, gnorm: float, lr: float | None = None) -> None:
         """Clip and make one optimizer step with the gradients in `store`, whose unscaled norm is `gnorm`.

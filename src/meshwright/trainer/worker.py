@@ -5,13 +5,12 @@ import json
 import os
 import sys
 import time
-import traceback
 from dataclasses import replace
 from pathlib import Path
 
 import torch.distributed as dist
 
-from meshwright.launch.launcher import exit_at_once, find_worker
+from meshwright.launch.launcher import exit_with, find_worker
 from meshwright.launch.signals import StopRequest, end_with
 from meshwright.launch.status import MISUSE, RunError
 from meshwright.spec.errors import UserError
@@ -68,10 +67,4 @@ def report_to_parent(message: str) -> None:
 
 
 if __name__ == "__main__":
-    try:
-        status = main()
-    except Exception:
-        # Printed here: Python's own end waits for NCCL, which may wait for the other ranks, and they for this one.
-        traceback.print_exc()
-        status = 1
-    exit_at_once(status)
+    exit_with(main)

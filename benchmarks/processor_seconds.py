@@ -1,0 +1,121 @@
+"""Processor seconds of a forward and a backward pass, ours and nanoGPT's, in turns on one thread of one process.
+
+    python benchmarks/processor_seconds.py --nanogpt PATH/TO/nanoGPT
+
+`engines.py` compares whole training programs by the clock, on a machine without other work. Processor time of one
+thread depends less on other programs, so this compares on a busy machine: A B B A A B ..., the ratio of the medians,
+and the range of ratios of single turns. Ours computes by the kernels that it would choose, by the fixed ones, and in
+bf16 with bf16 weights, as our trainer does; nanoGPT by its own modules under its own autocast.
+"""
+
+import argparse
+import contextlib
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from workload import Workload
+
+from meshwright.families import hf_tensors
+from meshwright.models.cpu_kernels import FIXED
+from meshwright.models.kernel_choice import MeasuredKernels, here, measure, using
+from meshwright.spec.batch import Batch
+from meshwright.trainer.device import keep_freed_memory
+
+Step = Callable[[], None]
+
+
+def main() -> None:
+    """Print a table with a row for each vocabulary and precision."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--nanogpt", type=Path, required=True)
+    parser.add_argument("--vocab", type=int, nargs="+", default=[4096, 50257])
+    parser.add_argument("--precision", nargs="+", default=["fp32", "bf16"])
+    parser.add_argument("--batch", type=int, default=4)
+    parser.add_argument("--turns", type=int, default=7)
+    arguments = parser.parse_args()
+    sys.path.insert(0, str(arguments.nanogpt))
+    torch.set_num_threads(1)
+    keep_freed_memory()
+    print(f"{here()}\n")
+    columns = (
+        "vocabulary",
+        "precision",
+        "chosen",
+        "ours s",
+        "fixed s",
+        "nanogpt s",
+        "x nanogpt (turns)",
+        "fixed x nanogpt",
+    )
+    print(f"| {' | '.join(columns)} |\n{'|---' * len(columns)}|")
+    for vocab in arguments.vocab:
+        for precision in arguments.precision:
+            print(compare(Workload(vocab, precision, 1, 1, 0, batch=arguments.batch), arguments.turns), flush=True)
+
+
+def compare(workload: Workload, turns: int) -> str:
+    """A row of the table."""
+    inputs, labels = (torch.randint(0, 4096, (workload.batch, workload.length)) for _ in range(2))
+    measured, steps = measure(workload.shapes), {}
+    steps["ours"], steps["fixed"] = ours(workload, inputs, labels, measured), ours(workload, inputs, labels, None)
+    steps["nanogpt"] = nanogpt(workload, inputs, labels)
+    for step in steps.values():
+        step()
+    seconds: dict[str, list[float]] = {name: [] for name in steps}
+    for turn in range(turns):
+        for name in sorted(steps, reverse=bool(turn % 2)):
+            began = time.thread_time()
+            steps[name]()
+            seconds[name].append(time.thread_time() - began)
+    mine, fixed, theirs = (statistics.median(seconds[name]) for name in ("ours", "fixed", "nanogpt"))
+    single = [b / a for a, b in zip(seconds["ours"], seconds["nanogpt"], strict=True)]
+    return (
+        f"| {workload.vocab} | {workload.precision} | {measured.chosen} | {mine:.3f} | {fixed:.3f} | {theirs:.3f} | "
+        f"{theirs / mine:.2f} ({min(single):.2f}-{max(single):.2f}) | {theirs / fixed:.2f} |"
+    )
+
+
+def ours(workload: Workload, inputs: torch.Tensor, labels: torch.Tensor, measured: MeasuredKernels | None) -> Step:
+    """Our module's forward and backward pass, by the kernels measured, or by the fixed ones."""
+    model = workload.model()
+    if workload.precision == "bf16":
+        model.bfloat16()
+
+    def step() -> None:
+        with using(FIXED if measured is None else measured.kernels):
+            loss = model(Batch(inputs, labels), lambda x, head, batch: head.loss(x, batch.labels)) / labels.numel()
+            loss.backward()
+        model.zero_grad(set_to_none=True)
+
+    return step
+
+
+def nanogpt(workload: Workload, inputs: torch.Tensor, labels: torch.Tensor) -> Step:
+    """nanoGPT's forward and backward pass, from our weights."""
+    from model import GPT, GPTConfig  # pyright: ignore[reportMissingImports]
+
+    config = GPTConfig(workload.length, workload.vocab, workload.layers, workload.heads, workload.width, 0.0, True)
+    with contextlib.redirect_stdout(sys.stderr):
+        model = GPT(config)
+    theirs, places = dict(model.named_parameters()), hf_tensors(workload.spec)
+    with torch.no_grad():
+        for name, tensor in workload.model().named_parameters():
+            place = places[name]
+            theirs[place.key][place.offset : place.offset + len(tensor)].copy_(tensor)
+    low = workload.precision == "bf16"
+
+    def step() -> None:
+        with torch.autocast("cpu", torch.bfloat16) if low else contextlib.nullcontext():
+            _, loss = model(inputs, labels)
+        loss.backward()
+        model.zero_grad(set_to_none=True)
+
+    return step
+
+
+if __name__ == "__main__":
+    main()
