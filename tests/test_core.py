@@ -55,7 +55,7 @@ SEAMS = {
     "trainer/calibrate.py": "plan",
     "trainer/tasks.py": "tasks",
     "trainer/run.py": "pages",
-    "callbacks/memory_page.py": "pages",
+    "callbacks/memory.py": "pages",
 }
 """File of the core -> the satellite that it asks."""
 

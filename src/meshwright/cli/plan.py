@@ -9,10 +9,12 @@ from typing import Any
 
 from meshwright.cli.common import (
     PORTS,
+    add_page_argument,
     check_folder_of,
     check_page_name,
     foreign_files_named,
     serve_until_interrupted,
+    write_page,
 )
 from meshwright.cli.output import add_json_argument, print_result
 from meshwright.pages.live import ADDRESS
@@ -26,7 +28,6 @@ from meshwright.planner.server import serve_planner
 from meshwright.planner.site import write_site
 from meshwright.spec.errors import UserError
 from meshwright.spec.recipe import dump_recipe
-from meshwright.storage.durable import write_durably
 from meshwright.validate.doubts import Doubt
 from meshwright.validate.judge import Judged, judge, regret, report, worst
 from meshwright.validate.table import read_table
@@ -96,7 +97,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="do not compare full fine-tuning, LoRA and QLoRA, which takes most of the time on a large cluster",
     )
     parser.add_argument("--write", metavar="FILE", type=Path, help="write the recipe with the chosen layout")
-    parser.add_argument("--html", metavar="FILE", type=Path, help="write the plan as one offline page")
+    add_page_argument(parser, "the plan")
     parser.add_argument(
         "--serve", action="store_true", help=f"serve the planner's page on {ADDRESS} until Ctrl-C, without RECIPE"
     )
@@ -189,8 +190,7 @@ def _plan(arguments: argparse.Namespace) -> int:
         lines = plan_lines(planned[0].facts) if len(planned) == 1 else cluster_lines([one.facts for one in planned])
         print_result(arguments, as_json(planned), lines)
     if arguments.html:
-        write_durably(arguments.html, plan_page(planned))
-        print(f"{arguments.html} written", file=sys.stderr)
+        write_page(arguments.html, plan_page(planned))
     if arguments.write:
         arguments.write.write_text(planned[0].write(), encoding="utf-8")
         print(f"{arguments.write} written", file=sys.stderr)

@@ -3,13 +3,23 @@
 import argparse
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, NamedTuple, get_args
 
-from meshwright.cli.common import add_recipe_arguments, positive, read_recipe, stoppable
+from meshwright.cli.common import (
+    add_page_argument,
+    add_recipe_arguments,
+    check_page_name,
+    positive,
+    read_recipe,
+    stoppable,
+    write_page,
+)
 from meshwright.cli.output import add_json_argument, print_json, progress_on_stderr
 from meshwright.launch.status import CRASH_LOOP, TrainingStopped
 from meshwright.machine import find_machine
+from meshwright.pages.proof import proof_page
 from meshwright.prove.pairs import MOST_RANKS, pair_layouts
 from meshwright.prove.shrink import shrink
 from meshwright.spec.errors import UserError
@@ -61,6 +71,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="with --engine: end a program that completes no step for this long (default 600)",
     )
     parser.add_argument("--checkout", metavar="DIR", type=Path, help="with --engine nanogpt: the folder of its code")
+    add_page_argument(parser, "every tensor's difference on the model's graph")
     add_json_argument(parser)
     parser.epilog = (
         "Runs one process per rank, on random tokens.\n"
@@ -81,6 +92,8 @@ def run(arguments: argparse.Namespace) -> int:
     recipe = read_recipe(arguments)
     if arguments.engine:
         return _prove_engine(recipe, arguments)
+    if arguments.html:
+        check_page_name(arguments.html)
     for option in ("patience", "checkout", "python"):
         if getattr(arguments, option):
             raise UserError(f"--{option} applies only to --engine")
@@ -91,36 +104,53 @@ def run(arguments: argparse.Namespace) -> int:
     if resolved.run.layout.world_size > 1 and untouched:
         forkserver.fork_here()
     if resolved.run.layout.world_size <= MOST_RANKS or arguments.full:
-        status, answer = _prove(recipe, resolved, arguments)
-        if arguments.json and answer is not None:
-            print_json(answer)
-        return status
+        proved = _prove(recipe, resolved, arguments)
+        if arguments.json and proved.data is not None:
+            print_json(proved.data)
+        _write_page(arguments, [proved])
+        return proved.status
     return _prove_pairs(recipe, resolved, arguments)
+
+
+class _Proved(NamedTuple):
+    """The exit status of a proof; as data, None if nothing was compared; and as lines of text."""
+
+    status: int
+    data: dict[str, Any] | None
+    lines: Sequence[str] = ()
+
+
+def _write_page(arguments: argparse.Namespace, proofs: Sequence[_Proved]) -> None:
+    compared = [(proof.data, proof.lines) for proof in proofs if proof.data is not None]
+    if arguments.html and compared:
+        write_page(arguments.html, proof_page(compared))
 
 
 def _prove_pairs(recipe: Run, whole: ResolvedRun, arguments: argparse.Namespace) -> int:
     """Prove each pair of axes, up to the first difference."""
-    layouts, answers = pair_layouts(whole.run.layout), []
+    layouts, proofs = pair_layouts(whole.run.layout), list[_Proved]()
     stream = sys.stderr if arguments.json else sys.stdout
     what = f"{whole.run.layout.strategy} has {whole.run.layout.world_size} ranks"
     print(f"{what}: {len(layouts)} pairs of its axes are proved one by one (--full: the whole layout)", file=stream)
-    status, began = 0, time.monotonic()
+    began = time.monotonic()
     for number, layout in enumerate(layouts):
         left = (time.monotonic() - began) / number * (len(layouts) - number) if number else None
         estimate = "" if left is None else f"; about {left:.0f} s left"
         print(f"\nproof {number + 1} of {len(layouts)}: {layout.strategy}{estimate}", file=stream, flush=True)
         pair = recipe.model_copy(update={"layout": layout})
-        status, answer = _prove(pair, _prepare(pair, arguments), arguments)
-        answers.append(answer)
-        if status:
+        proofs.append(_prove(pair, _prepare(pair, arguments), arguments))
+        if proofs[-1].status:
             break
+    status = proofs[-1].status
     if arguments.json:
+        answers = [proof.data for proof in proofs]
         print_json({"strategy": whole.run.layout.strategy, "equal": status == 0, "pairs": answers})
+    _write_page(arguments, proofs)
     return status
 
 
-def _prove(recipe: Run, resolved: ResolvedRun, arguments: argparse.Namespace) -> tuple[int, dict[str, Any] | None]:
-    """Prove one layout and report it; returns the exit status, and the JSON data if it was compared."""
+def _prove(recipe: Run, resolved: ResolvedRun, arguments: argparse.Namespace) -> _Proved:
+    """Prove one layout and report it."""
     # Torch loads here, so that errors in the recipe are reported at once.
     from meshwright.prove.verify import LayoutFailed, verify
 
@@ -132,16 +162,17 @@ def _prove(recipe: Run, resolved: ResolvedRun, arguments: argparse.Namespace) ->
             proof = verify(resolved, steps=arguments.steps, own=own, device=device)
     except LayoutFailed:
         print("error: the layout's processes failed, so there is nothing to compare", file=sys.stderr)
-        return CRASH_LOOP, None
+        return _Proved(CRASH_LOOP, None)
     except TrainingStopped:
         print("stopped before the proof was complete", file=sys.stderr)
         raise
+    steps = (line for comparison in proof.comparisons for line in _step(comparison))
+    more = (*_whole(proof), *_formats(recipe, proof), *_quantized(resolved, proof), *_cost(proof))
+    lines = [*steps, *more, *_conclusion(proof).split("\n")]
     if not arguments.json:
-        for comparison in proof.comparisons:
-            print("\n".join(_step(comparison)))
-        lines = [*_whole(proof), *_formats(recipe, proof), *_quantized(resolved, proof), *_cost(proof)]
-        print("\n".join([*lines, _conclusion(proof)]))
-    return 0 if proof.equal else DIFFERENT, {"strategy": resolved.run.layout.strategy, **proof.as_data()}
+        print("\n".join(lines))
+    data = {"strategy": resolved.run.layout.strategy, **proof.as_data()}
+    return _Proved(0 if proof.equal else DIFFERENT, data, [*_what(resolved, arguments).split("\n"), *lines])
 
 
 def _prove_engine(recipe: Run, arguments: argparse.Namespace) -> int:
@@ -150,6 +181,8 @@ def _prove_engine(recipe: Run, arguments: argparse.Namespace) -> int:
     from meshwright.engines.parity import PATIENCE, verify_engine
     from meshwright.engines.registry import find_engine
 
+    if arguments.html:
+        raise UserError("--html shows this program's own layouts; leave it out with --engine")
     if arguments.precision or arguments.full or arguments.device != "cpu":
         option = "--precision" if arguments.precision else "--full" if arguments.full else "--device"
         raise UserError(f"--engine compares the whole layout in fp32; leave {option} out")

@@ -14,6 +14,8 @@ from meshwright.spec.errors import UserError
 STATIC = Path(__file__).with_name("static")
 WORDS = {"FAILED": "failed", "ok": "passed"}
 """Cells that have a colour."""
+SHORT = 20
+"""Letters of a cell that stays on one line if it begins with a number."""
 UPLOT = "uplot-python"
 """The package that ships uPlot's script. Its Python is never imported."""
 
@@ -81,6 +83,12 @@ def section(title: str, *parts: str, about: str = "") -> str:
     return f'<section class="card"><h2>{escape(title)}</h2>{line}{"".join(parts)}</section>'
 
 
+def verdict(good: bool, title: str, lines: Iterable[str]) -> str:
+    """A card with the answer of a check, and lines about it."""
+    rest = "".join(f"<p>{escape(line)}</p>" for line in lines)
+    return f'<section class="card"><h2 class="{"passed" if good else "failed"}">{escape(title)}</h2>{rest}</section>'
+
+
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """A table of texts."""
     names = "".join(f"<th>{escape(name)}</th>" for name in head)
@@ -90,6 +98,8 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def _cell(text: str) -> str:
+    if len(text) > SHORT:
+        return f"<td>{escape(text)}</td>"
     kind = "n" if text[:1].isdigit() or (text[:1] in "+-.$" and text[1:2].isdigit()) else WORDS.get(text, "")
     return f'<td class="{kind}">{escape(text)}</td>' if kind else f"<td>{escape(text)}</td>"
 
