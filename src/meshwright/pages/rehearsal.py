@@ -24,15 +24,16 @@ def rehearsal_page(reports: Sequence[Report], *, about: str, findings: Sequence[
             _bars(reports, "peak_by_kind", memory),
             about=f"The red mark is the device's memory, {size(memory)}.",
         ),
-        section("Between steps, by rank", _bars(reports, "at_rest")),
+        *(section(f"Memory of {_name(report)} over a step", _timeline(report), about=order) for report in reports),
         section("Collectives by rank", _sent(reports), about="Bytes of whole tensors in one step."),
+        section("Between steps, by rank", _bars(reports, "at_rest")),
+        *map(_details, reports),
     ]
-    for report in reports:
-        drawn = report["timeline"]
-        title = f"Memory of {_name(report)} over a step"
-        body.append(section(title, memory_picture(drawn["points"], timed=False), about=order))
-        body.append(_details(report))
     return page("Rehearsal - meshwright", body, parts=("reports.css",))
+
+
+def _timeline(report: Report) -> str:
+    return memory_picture(report["timeline"]["points"], timed=False)
 
 
 def _name(report: Report) -> str:
