@@ -2,10 +2,10 @@
 
     python docs/make_screenshots.py [PAGE ...]        # or: make screenshots
 
-Writes docs/pictures/PAGE-WIDTH-COLOURS.webp for every page, 1280 and 400 pixels wide, light and dark. Two small runs are
-trained for them in a temporary folder; all pages take about 15 minutes on two cores. Needs playwright and Chromium, as
-the browser tests do. Staged are the answers in the chat page, because so small a model writes none, the votes that are
-counted, and the fault that `verify` finds, which is planted in a copy of the source.
+Writes docs/pictures/PAGE-WIDTH-COLOURS.webp for every page, 1280 and 400 pixels wide, light and dark. Two small runs
+are trained for them in a temporary folder; all pages take about 15 minutes on two cores. Needs playwright and Chromium,
+as the browser tests do. Staged are the answers in the chat page, because so small a model writes none, the votes that
+are counted, and the fault that `verify` finds, which is planted in a copy of the source.
 """
 
 import argparse
@@ -55,7 +55,12 @@ run_dir: runs/first
 """
 TALKS = """\
 model: {family: llama, hidden: 64, num_layers: 2, num_heads: 2}
-data: {sources: talks.jsonl, tokenizer: runs/first/tokenizer, sequence_length: 512, packing: best_fit}
+data:
+  sources: talks.jsonl
+  tokenizer: runs/first/tokenizer
+  sequence_length: 512
+  packing: best_fit
+  chat: {template: plain}
 training: {steps: 4, global_batch: 4, precision: fp32}
 device: cpu
 run_dir: talks
@@ -114,6 +119,8 @@ class Pages:
     def runs(self) -> Path:
         """Two runs; the first was stopped and continued from an earlier checkpoint."""
         recipe = self.folder / "run.yaml"
+        if (self.folder / "runs" / "second").exists():
+            return self.folder / "runs"
         recipe.write_text(RECIPE.replace("STDLIB", str(Path(subprocess.__file__).parent)))
         for words in (
             ["training.steps=200"],
@@ -190,6 +197,10 @@ class Pages:
         self.verb("compare", recipe, *small)
         return next((self.folder / "runs").rglob("compare.html")).as_uri()
 
+    def accept(self) -> str:
+        self.verb("accept", "--device", "cpu", "--steps", "machine,train,kernels", "--out", "accept")
+        return (self.folder / "accept" / "report.html").as_uri()
+
 
 def talk(number: int) -> Iterator[dict[str, str]]:
     """A conversation."""
@@ -204,7 +215,7 @@ FILES: dict[str, Callable[[Pages], str]] = {
     name.replace("_", "-"): getattr(Pages, name)
     for name in (
         *("view_one", "view_two", "memory", "eval", "plan", "plan_two", "verify", "rehearse", "audit", "judge"),
-        "compare",
+        *("compare", "accept"),
     )
 }
 SERVED = ("planner", "chat", "arena")
@@ -270,13 +281,16 @@ def main() -> None:
     """Make the pictures."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("pages", nargs="*", metavar="PAGE", help=f"one of {', '.join((*FILES, *SERVED))}; default: all")
-    names = parser.parse_args().pages or [*FILES, *SERVED]
+    parser.add_argument("--work", metavar="DIR", type=Path, help="keep runs and pages here, and take runs from here")
+    arguments = parser.parse_args()
+    names = arguments.pages or [*FILES, *SERVED]
     warnings.simplefilter("ignore")
     from playwright.sync_api import sync_playwright
 
     PICTURES.mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory() as folder, sync_playwright() as playwright:
-        pages = Pages(Path(folder))
+        pages = Pages(arguments.work or Path(folder))
+        pages.folder.mkdir(exist_ok=True)
         browser = playwright.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
         for name in names:
             if name in FILES:

@@ -59,9 +59,9 @@ def proof_page(proofs: Sequence[tuple[dict[str, Any], Sequence[str]]]) -> str:
         body.append(verdict(data["equal"], f"{data['strategy']}: {lines[end]}", lines[end + 1 :]))
         cells = list(_cells(data["comparisons"]))
         if cells:
+            body.append(section("On the model's graph", _graph(cells, data["location"]), about=_explained(cells)))
             about = "A dot is a tensor in a step. Above the red line, rounding does not explain its difference."
             body.append(section("Every tensor's difference", _picture(cells), about=about))
-            body.append(section("On the model's graph", _graph(cells, data["location"]), about=_explained(cells)))
         body.append(section("In numbers", f"<pre>{escape(chr(10).join(lines))}</pre>"))
     return page("Proof - meshwright", body, parts=("reports.css",))
 
