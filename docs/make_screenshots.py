@@ -125,7 +125,7 @@ class Pages:
         for words in (
             ["training.steps=200"],
             ["--resume", "step-00000150"],
-            ["run_dir=runs/second", "training.optimizer.lr=6e-3"],
+            ["run_dir=runs/second", "training.optimizer.lr=6e-3", "training.steps=150"],
         ):
             self.verb("train", recipe, *words)
         return self.folder / "runs"

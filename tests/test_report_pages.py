@@ -60,7 +60,7 @@ def tips(page: str) -> list[str]:
 
 def test_a_proof_shows_every_tensor() -> None:
     page = page_of(proof())
-    graph = tips(page[page.index('class="graph"') :])
+    graph = tips(page[: page.index('class="plot"')])
     assert len(graph) == 2 * (3 * len(NAMES) + 1), "gradient, weight and moment of each in two steps, and a buffer"
     assert sorted(set(tips(page))) == sorted(set(graph)), "the picture has the same"
     assert f"{NAMES[1]}\ngradient, step 1: 1.00e-16 of 1.00e-13 allowed, worst on rank 1" in graph

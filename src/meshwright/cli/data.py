@@ -28,6 +28,7 @@ from meshwright.data.prepare import Corpus, prepare_corpus
 from meshwright.pages.audit import audit_page
 from meshwright.spec.errors import UserError
 from meshwright.spec.run import ResolvedRun, Run
+from meshwright.spec.text import counted
 from meshwright.terminal import printable
 from meshwright.trainer.corpus import starting_model, with_datasets
 from meshwright.trainer.display import ProgressLine, short
@@ -166,7 +167,8 @@ def _audit(arguments: argparse.Namespace, recipe: Run, corpus: Corpus) -> int:
     facts |= {"steps": planned.steps, "ranks": planned.world_size, "overlap": [asdict(one) for one in overlaps]}
     masked = any(stream.train.trained is not None for stream in corpus.streams)
     left_out = ({"attention"} if planned.sees is None else set()) | (set() if masked else {"answers"})
-    about = f"{planned.steps} steps on {planned.world_size} ranks: {report.samples} samples, {report.tokens} labels"
+    where = f"{counted(planned.steps, 'step')} on {counted(planned.world_size, 'rank')}"
+    about = f"{where}: {report.samples} samples, {report.tokens} labels"
     beside = [
         f"announced: {describe_mixture(corpus, planned.mixture, planned.steps * planned.global_batch)}",
         *_records(corpus),

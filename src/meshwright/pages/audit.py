@@ -29,18 +29,18 @@ def audit_page(
         header("Audit of the data", escape(about)),
         verdict(not faults, "Every check holds.", faults),
         section(
-            "Checks",
-            table(("check", "", "claim, and what was found"), checks),
-            *(f"<p>{escape(one)}</p>" for one in lines),
-        ),
-        section("What the first rows hold", _shares(rows)),
-        section(
             "Packing",
             _packing(rows, length),
             about="The first rows of the run in its order. Colours alternate by document; the dark line is trained.",
         ),
         section("Attention", _masks(rows[:MASKS]), about=f"A coloured token is seen. {separate}"),
+        section("What the first rows hold", _shares(rows)),
         *(_text(row, first=row is rows[0]) for row in rows),
+        section(
+            "Checks",
+            table(("check", "", "claim, and what was found"), checks),
+            *(f"<p>{escape(one)}</p>" for one in lines),
+        ),
         section("Tokens of a document", _histogram(lengths)),
     ]
     return page("Audit - meshwright", body, parts=("reports.css",))

@@ -64,7 +64,8 @@ def memory_picture(points: list[dict[str, Any]], *, timed: bool = True) -> str:
     """Kinds stacked over a step, on bands that show the phases. `timed`: over seconds, else over allocations."""
     first = points[0]["index"] if points else 0
     places = [point["seconds"] if timed else point["index"] - first for point in points]
-    x = Scale(0.0, max([*places, 1e-9]), (lambda value: f"{1e3 * value:.3g} ms") if timed else (lambda n: f"{n:.0f}"))
+    unit, of_unit = ("s", 1.0) if max(places, default=0.0) >= 1 else ("ms", 1e3)
+    x = Scale(0.0, max([*places, 1e-9]), lambda at: f"{of_unit * at:.3g} {unit}" if timed else f"{at:.0f}")
     y = Scale(0.0, 1.05 * max([*(point["total"] for point in points), 1]), size)
     spans = list(pairwise([*places, x.high]))
     phases = {phase: fill for phase, fill in PHASES.items() if any(point["phase"] == phase for point in points)}
