@@ -60,6 +60,7 @@ data:
   tokenizer: runs/first/tokenizer
   sequence_length: 512
   packing: best_fit
+  separate_documents: true
   chat: {template: plain}
 training: {steps: 4, global_batch: 4, precision: fp32}
 device: cpu
@@ -198,7 +199,7 @@ class Pages:
         return next((self.folder / "runs").rglob("compare.html")).as_uri()
 
     def accept(self) -> str:
-        self.verb("accept", "--device", "cpu", "--steps", "machine,train,kernels", "--out", "accept")
+        self.verb("accept", "--device", "cpu", "--steps", "machine", "--out", "accept")
         return (self.folder / "accept" / "report.html").as_uri()
 
 
