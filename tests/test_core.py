@@ -31,7 +31,7 @@ API = {
     "models": "attention batch compiled dtypes foreign from_disk generate head logits loss masks packed rope",
     "objectives": "",
     "parallel": "data materialize tensor",
-    "prove": "difference inputs pairs reference shrink tolerance verify",
+    "prove": "difference inputs pairs reference shrink text tolerance verify",
     "trainer": "calibrate corpus derived device display evaluate folder metrics out_of_memory remedies resolve run "
     "start weights worker",
 }
@@ -41,7 +41,7 @@ INSIDE = {
     "models": "attention_kernels blockwise dropout grouped_low_precision low_precision moe norm partial_attention "
     "slots",
     "optim": "adamw bf16 shards",
-    "parallel": "error_feedback expert ledger offload pipeline traffic",
+    "parallel": "error_feedback expert ledger offload pipeline timeline traffic",
     "state": "",
     "trainer": "peaks setup state",
 }
