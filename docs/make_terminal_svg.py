@@ -1,9 +1,10 @@
-"""The picture of the README: what `plan`, `verify` and `train` print, as an SVG made from real runs of them.
+"""The picture of the README: a recording of `plan`, `verify` and `train`, as an SVG that plays, made from real runs.
 
     python docs/make_terminal_svg.py
 
 Runs the three commands in a temporary folder (a minute on two cores) and writes docs/terminal.svg. Lines that a panel
-leaves out are marked by an ellipsis; nothing else is edited.
+leaves out are marked by an ellipsis, and pauses are at most `LONGEST` seconds; nothing else is edited. Where motion is
+unwanted (`prefers-reduced-motion`), and on paper, all of it is shown at once.
 """
 
 import argparse
@@ -13,6 +14,7 @@ import re
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 PICTURE = Path(__file__).with_name("terminal.svg")
@@ -27,30 +29,56 @@ device: cpu
 run_dir: run
 """
 
+LONGEST, LETTERS_A_SECOND = 1.5, 28
+"""The longest pause in seconds, and how fast a command is typed."""
 COLUMNS, FONT, LINE, PADDING, BAR = 128, 13, 18, 16, 34
 WIDTH = int(COLUMNS * FONT * 0.602) + 2 * PADDING
 BACKGROUND, TEXT, DIM, PROMPT, GOOD = "#11151c", "#d5dbe5", "#7f8a9c", "#7cc7ff", "#8fd694"
 
 
-def output(command: str, folder: Path) -> list[str]:
-    """The lines that a command prints."""
-    environment = {**os.environ, "COLUMNS": str(COLUMNS)}
-    words = [sys.executable, "-m", *command.split()]
-    done = subprocess.run(words, cwd=folder, env=environment, capture_output=True, text=True, check=False)
-    return [line.rstrip() for line in (done.stdout + done.stderr).splitlines() if line.strip()]
+Timed = tuple[float, str]
+"""Seconds since the start of the command, and a line."""
 
 
-def shown(lines: list[str], patterns: list[str]) -> list[str]:
+def output(command: str, folder: Path) -> list[Timed]:
+    """The lines that a command prints, and when."""
+    environment = {**os.environ, "COLUMNS": str(COLUMNS), "PYTHONUNBUFFERED": "1"}
+    words, lines, began = [sys.executable, "-m", *command.split()], list[Timed](), time.monotonic()
+    with subprocess.Popen(
+        words, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    ) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            if line.strip():
+                lines.append((time.monotonic() - began, line.rstrip()))
+    return lines
+
+
+def shown(lines: list[Timed], patterns: list[str]) -> list[Timed]:
     """The lines that match a pattern, in their order, an ellipsis where others were left out between them."""
-    found, gap = [], False
-    for line in lines:
+    found, gap = list[Timed](), False
+    for seconds, line in lines:
         if any(re.search(pattern, line) for pattern in patterns):
-            found += ["..."] if gap and found else []
-            found.append(line)
+            found += [(seconds, "...")] if gap and found else []
+            found.append((seconds, line))
             gap = False
         else:
             gap = True
     return found
+
+
+def schedule(panels: list[tuple[str, list[Timed]]]) -> list[Timed]:
+    """All lines of the picture, and when they appear: commands are typed, and no pause is longer than `LONGEST`."""
+    now, lines = 0.4, list[Timed]()
+    for command, printed in panels:
+        lines.append((now, f"$ {command}"))
+        now, before = now + len(command) / LETTERS_A_SECOND, 0.0
+        for seconds, line in printed:
+            now, before = now + min(LONGEST, seconds - before), seconds
+            lines.append((now, line))
+        lines.append((now, ""))
+        now += LONGEST
+    return lines[:-1]
 
 
 def colour(line: str) -> str:
@@ -62,14 +90,23 @@ def colour(line: str) -> str:
     return GOOD if line.startswith(("*", "equal", "saved")) else TEXT
 
 
-def picture(lines: list[str]) -> str:
-    """The SVG of a terminal that shows the lines."""
-    height = BAR + len(lines) * LINE + PADDING
-    rows = "\n".join(
-        f'<text x="{PADDING}" y="{BAR + LINE * (number + 1) - 5}" fill="{colour(line)}" xml:space="preserve">'
-        f"{html.escape(line if len(line) <= COLUMNS else line[: COLUMNS - 1] + '…')}</text>"
-        for number, line in enumerate(lines)
+def row(number: int, seconds: float, line: str) -> str:
+    """A line of the picture, which appears after some seconds."""
+    typed = line.startswith("$ ")
+    motion = (
+        f"t {len(line) / LETTERS_A_SECOND:.1f}s steps({len(line)}) {seconds:.2f}s" if typed else f"l 1ms {seconds:.2f}s"
     )
+    text = html.escape(line if len(line) <= COLUMNS else line[: COLUMNS - 1] + "…")
+    place = f'x="{PADDING}" y="{BAR + LINE * (number + 1) - 5}"'
+    return (
+        f'<text {place} fill="{colour(line)}" xml:space="preserve" style="animation:{motion} backwards">{text}</text>'
+    )
+
+
+def picture(lines: list[Timed]) -> str:
+    """The SVG of a terminal in which the lines appear."""
+    height = BAR + len(lines) * LINE + PADDING
+    rows = "\n".join(row(number, seconds, line) for number, (seconds, line) in enumerate(lines) if line)
     dots = "".join(
         f'<circle cx="{PADDING + 5 + 18 * number}" cy="{BAR // 2}" r="5.5" fill="{fill}"/>'
         for number, fill in enumerate(("#ff5f57", "#febc2e", "#28c840"))
@@ -78,6 +115,8 @@ def picture(lines: list[str]) -> str:
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" width="{WIDTH}" height="{height}" '
         f'role="img" aria-label="meshwright plan, verify and train in a terminal" '
         f'font-family="ui-monospace, SFMono-Regular, Menlo, Consolas, monospace" font-size="{FONT}">\n'
+        "<style>@keyframes l{from{opacity:0}}@keyframes t{from{clip-path:inset(0 100% 0 0)}to{clip-path:inset(0)}}"
+        "@media print,(prefers-reduced-motion:reduce){text{animation:none!important}}</style>\n"
         f'<rect width="{WIDTH}" height="{height}" rx="9" fill="{BACKGROUND}"/>\n{dots}\n{rows}\n</svg>\n'
     )
 
@@ -100,13 +139,13 @@ PANELS = (
 
 def main() -> None:
     """Run the commands and write the picture."""
-    lines: list[str] = []
+    panels: list[tuple[str, list[Timed]]] = []
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "8b.yaml").write_text(RECIPE_8B)
         (Path(folder) / "run.yaml").write_text(RECIPE_SMALL)
         for command, patterns in PANELS:
-            lines += [f"$ {command}", *shown(output(command, Path(folder)), patterns), ""]
-    PICTURE.write_text(picture(lines[:-1]), encoding="utf-8")
+            panels.append((command, shown(output(command, Path(folder)), patterns)))
+    PICTURE.write_text(picture(schedule(panels)), encoding="utf-8")
 
 
 if __name__ == "__main__":

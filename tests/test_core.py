@@ -32,7 +32,7 @@ API = {
     "rope",
     "objectives": "",
     "parallel": "data materialize tensor",
-    "prove": "difference inputs pairs reference shrink tolerance verify",
+    "prove": "difference inputs pairs reference shrink text tolerance verify",
     "trainer": "calibrate corpus derived device display evaluate folder metrics out_of_memory remedies resolve run "
     "start weights worker",
 }
@@ -42,7 +42,7 @@ INSIDE = {
     "models": "attention_kernels blockwise dropout grouped_low_precision low_precision moe norm partial_attention "
     "slots",
     "optim": "adamw bf16 shards",
-    "parallel": "error_feedback expert ledger offload pipeline traffic",
+    "parallel": "error_feedback expert ledger offload pipeline timeline traffic",
     "state": "",
     "trainer": "peaks setup state",
 }
@@ -56,7 +56,7 @@ SEAMS = {
     "trainer/calibrate.py": "predict",
     "trainer/tasks.py": "tasks",
     "trainer/run.py": "pages",
-    "callbacks/memory_page.py": "pages",
+    "callbacks/memory.py": "pages",
 }
 """File of the core -> the satellite that it asks."""
 

@@ -66,7 +66,7 @@ def test_every_rank_does_what_its_class_does(ranks: RankPool, name: str) -> None
     layout, options = JOBS[name]
     run = tiny_run(layout, **options)
     divided = classes(run)
-    reports = rehearse(run, [members[0] for members in divided], on_gpu=False, records=True)
+    reports = rehearse(run, [members[0] for members in divided], on_gpu=False, kind="record")
     by_symmetry = records_of_all(divided, reports)
     real = ranks.run(layout.world_size, recorded, run)
     for rank, (ours, theirs) in enumerate(zip(by_symmetry, real, strict=True)):

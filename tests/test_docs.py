@@ -119,3 +119,15 @@ def test_recipes_load(block: str) -> None:
 @pytest.mark.parametrize("block", each("python"))
 def test_python_compiles(block: str) -> None:
     compile(block, "snippet", "exec")
+
+
+def test_every_page_has_its_four_pictures() -> None:
+    """Of one size, and small: what `make screenshots` writes, all of it shown, and nothing else."""
+    folder = ROOT / "docs" / "pictures"
+    made = {path.name for path in folder.iterdir()}
+    pages = {name.rsplit("-", 2)[0] for name in made}
+    assert made == {
+        f"{page}-{width}-{colours}.webp" for page in pages for width in (1280, 400) for colours in ("light", "dark")
+    }
+    assert set(re.findall(r"\(pictures/([^)]*)\)", PAGES["docs/pages.md"])) == made
+    assert sum(path.stat().st_size for path in folder.iterdir()) < 3_000_000

@@ -518,3 +518,40 @@ def test_a_precision_of_the_trainer_beside_accelerates_is_told_in_either_order(
     assert recipe["training"]["precision"] == {"no": "fp32"}.get(accelerates, accelerates)
     note = f"args.json: {ours}=True: the Trainer takes this, not Accelerate's precision"
     assert any(text.startswith(note) for text in reading.notes) == bool(lost)
+
+
+FASTCHAT = """\
+export WANDB_PROJECT=vicuna
+torchrun --nproc_per_node=4 --master_port=20001 fastchat/train/train_mem.py \\
+    --model_name_or_path gpt2 --data_path data/talks.json --bf16 True --output_dir out \\
+    --num_train_epochs 3 --per_device_train_batch_size 2 --gradient_accumulation_steps 16 \\
+    --learning_rate 2e-5 --weight_decay 0. --lr_scheduler_type "cosine" --fsdp "full_shard auto_wrap" \\
+    --model-max-length 2048 --gradient_checkpointing True --tf32 True
+"""
+
+
+def test_flags_of_a_script_are_training_arguments(tmp_path: Path) -> None:
+    """As FastChat's and Alpaca's scripts start the Trainer; the same as the arguments in a file."""
+    recipe, reading = imported(tmp_path, None, train_sh=FASTCHAT)
+    arguments = {"model_name_or_path": "gpt2", "bf16": True, "output_dir": "out", "num_train_epochs": 3}
+    arguments |= {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 16, "learning_rate": 2e-5}
+    arguments |= {"weight_decay": 0.0, "lr_scheduler_type": "cosine", "fsdp": "full_shard auto_wrap"}
+    arguments |= {"gradient_checkpointing": True, "max_length": 2048}
+    expected, _ = imported(tmp_path, 4, args_json=arguments)
+    assert recipe["data"] == {"sources": ["data/talks.json"], "sequence_length": 2048}
+    recipe.pop("data"), expected.pop("data", None)
+    assert recipe == expected
+    assert recipe["layout"]["dp_shard"] == 4
+    assert recipe["training"]["global_batch"] == 2 * 16 * 4
+    assert not told(reading, "master_port")
+    assert told(reading, "tf32")
+    other = tmp_path / "other.sh"
+    other.write_text("python train.py --lr 3\n")
+    with pytest.raises(UserError, match=r"neither Megatron-LM's flags .* nor TrainingArguments"):
+        import_files([other], ranks=1, model="gpt2")
+
+
+def test_a_program_of_alpa_is_named(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("import alpa\n\n@alpa.parallelize\ndef step(state, batch): ...\n")
+    with pytest.raises(UserError, match="a program of Alpa, which is configured in code"):
+        import_files([tmp_path / "train.py"], ranks=1, model="gpt2")

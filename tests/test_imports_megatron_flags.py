@@ -323,7 +323,7 @@ def test_what_a_family_lacks_is_named(tmp_path: Path) -> None:
 
 def test_a_script_without_flags_is_no_yaml(tmp_path: Path) -> None:
     (tmp_path / "s.sh").write_text("while true; do x; done\n")
-    with pytest.raises(UserError, match=r"s\.sh: has none of Megatron-LM's flags"):
+    with pytest.raises(UserError, match=r"s\.sh: has neither Megatron-LM's flags"):
         import_files([tmp_path / "s.sh"])
 
 

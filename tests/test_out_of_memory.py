@@ -20,11 +20,11 @@ import pytest
 import torch
 
 from meshwright.callbacks import Callback
-from meshwright.callbacks.memory_page import memory_page
 from meshwright.cli.main import main
 from meshwright.launch.status import OUT_OF_MEMORY, STUCK, OutOfMemoryError, TrainingFailed
 from meshwright.machine import Machine
 from meshwright.models.batch import to_device
+from meshwright.pages.memory import memory_page
 from meshwright.parallel.ledger import Ledger, Storages
 from meshwright.parallel.timeline import BACKWARD, FORWARD, NAMED_EVERY, RecordingLedger
 from meshwright.predict.forecast import forecast

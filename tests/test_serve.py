@@ -29,7 +29,7 @@ from meshwright.models.compiled import compile_where_possible
 from meshwright.models.generate import Sampling
 from meshwright.models.packed import weight_bytes
 from meshwright.serve import engine as engine_file
-from meshwright.serve.browser import CHAT, STYLE, page
+from meshwright.serve.browser import page
 from meshwright.serve.connections import configured
 from meshwright.serve.conversation import PromptEncoder
 from meshwright.serve.engine import InferenceEngine, Request
@@ -467,8 +467,7 @@ def test_a_key_opens(base: Any) -> None:
 
 def test_the_page_needs_nothing_from_elsewhere(server: Running) -> None:
     answer = httpx.get(server.url)
-    assert answer.text == page(CHAT)[0]
-    assert STYLE not in answer.text
+    assert answer.text == page("chat")[0]
     assert "box-sizing: border-box" in answer.text
     assert "connect-src 'self'" in answer.headers["content-security-policy"]
     assert not re.search(r"https?://|src=|@import|url\(|innerHTML|insertAdjacent|document\.write", answer.text)

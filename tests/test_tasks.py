@@ -288,7 +288,10 @@ def test_a_run_is_asked_as_it_trains(tmp_path, monkeypatch, capsys):
     assert main(["eval", "run", "--device", "cpu", "--tasks", "verbs.jsonl", "--log", "log.jsonl"]) == 0
     assert [json.loads(line)["right"] for line in (tmp_path / "log.jsonl").read_text().splitlines()] == ["C", "B"]
     assert "acc" in capsys.readouterr().out
-    assert main(["eval", "run", "--device", "cpu", "--tasks", "verbs.jsonl", "--all-checkpoints"]) == 0
+    assert (
+        main(["eval", "run", "--device", "cpu", "--tasks", "verbs.jsonl", "--all-checkpoints", "--html", "x.html"]) == 0
+    )
+    assert f"step 2: verbs acc {told[-1]['verbs/acc']:.4f}" in (tmp_path / "x.html").read_text()
     acc = told[-1]["verbs/acc"]
     assert re.search(
         rf"verbs acc, from .*\n  step        1 .*\n  step        2  {acc:>10.4f}  #", capsys.readouterr().out

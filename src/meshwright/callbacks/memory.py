@@ -5,8 +5,8 @@ from collections.abc import Iterator
 import torch
 
 from meshwright.callbacks.callback import Callback, Record, Training
-from meshwright.callbacks.memory_page import memory_page
 from meshwright.devices import on_cpu
+from meshwright.pages.memory import memory_page
 from meshwright.parallel.timeline import RecordingLedger
 from meshwright.spec.errors import UserError
 from meshwright.torch_internals import all_tensors, local_tensor, passing_tensors, record_allocations, save_allocations

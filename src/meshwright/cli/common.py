@@ -18,6 +18,7 @@ from meshwright.spec.precision import ComputeName
 from meshwright.spec.problems import RecipeError, did_you_mean, setting_called
 from meshwright.spec.recipe import load_recipe
 from meshwright.spec.run import Run
+from meshwright.storage.durable import write_durably
 
 RECIPES = Path(__file__).resolve().parents[1] / "recipes"
 """Folder of the preset recipes."""
@@ -66,6 +67,17 @@ def serve_until_interrupted(server: ThreadingHTTPServer) -> None:
         print()
     finally:
         server.server_close()
+
+
+def add_page_argument(parser: argparse.ArgumentParser, what: str) -> None:
+    """Add the option `--html`; `what` is on the page."""
+    parser.add_argument("--html", metavar="FILE", type=Path, help=f"write {what} as one page that needs no other file")
+
+
+def write_page(path: Path, page: str) -> None:
+    """Write the page of `--html`, and say so beside the results."""
+    write_durably(path, page)
+    print(f"{path} written", file=sys.stderr)
 
 
 def check_page_name(path: Path) -> None:

@@ -6,18 +6,29 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from meshwright.cli.common import add_recipe_arguments, positive, read_recipe
+from meshwright.cli.common import (
+    add_page_argument,
+    add_recipe_arguments,
+    check_page_name,
+    positive,
+    read_recipe,
+    write_page,
+)
 from meshwright.cli.output import add_json_argument, print_result
 from meshwright.data.audit import CHECKS, EXAMPLES, AuditReport, PlannedRun, audit
-from meshwright.data.describe import describe_formats, describe_mixture, describe_sample, length_histogram
+from meshwright.data.describe import describe_formats, describe_mixture, describe_sample, length_histogram, parts_of
 from meshwright.data.loader import Loader
 from meshwright.data.mixture import held_out_samples, training_samples
 from meshwright.data.overlap import NGRAM, Overlap, find_overlap
 from meshwright.data.prepare import Corpus, prepare_corpus
+from meshwright.pages.audit import audit_page
+from meshwright.spec.errors import UserError
 from meshwright.spec.run import ResolvedRun, Run
+from meshwright.spec.text import counted
 from meshwright.terminal import printable
 from meshwright.trainer.corpus import starting_model, with_datasets
 from meshwright.trainer.display import ProgressLine, short
@@ -25,6 +36,8 @@ from meshwright.trainer.resolve import resolve_run
 from meshwright.trainer.start import require_plugins
 
 ACTIONS = ("prepare", "show", "audit")
+PAGE_ROWS = 8
+"""Rows on the page of an audit."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -48,6 +61,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=positive,
         help=f"--against: consecutive tokens that count as shared (default {NGRAM})",
     )
+    add_page_argument(parser, "audit: documents, packing, masks and what is trained")
     add_json_argument(parser)
     parser.epilog = (
         "exit status: 0 success, 1 audit found a fault, 2 invalid command line\n\n"
@@ -58,6 +72,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the action."""
+    if arguments.html and arguments.action != "audit":
+        raise UserError("--html applies only to data audit")
+    if arguments.html:
+        check_page_name(arguments.html)
     recipe = read_recipe(arguments)
     require_plugins(recipe)
     recipe = with_datasets(recipe, arguments.recipe.parent)
@@ -112,8 +130,7 @@ def _records(corpus: Corpus) -> list[str]:
 def _show(arguments: argparse.Namespace, recipe: Run, corpus: Corpus) -> int:
     mixture, seed = training_samples(corpus, recipe.data), recipe.training.seed
     places = [mixture.locate(position, seed) for position in range(arguments.samples)]
-    starts = [stream.train.starts() for stream in corpus.streams]
-    histogram = length_histogram(np.concatenate([np.diff(of_stream) for of_stream in starts]))
+    histogram = _lengths(corpus)
     samples = [
         {
             "position": position,
@@ -134,6 +151,10 @@ def _show(arguments: argparse.Namespace, recipe: Run, corpus: Corpus) -> int:
     return 0
 
 
+def _lengths(corpus: Corpus) -> list[dict[str, int]]:
+    return length_histogram(np.concatenate([np.diff(stream.train.starts()) for stream in corpus.streams]))
+
+
 def _audit(arguments: argparse.Namespace, recipe: Run, corpus: Corpus) -> int:
     resolved = resolve_run(recipe, base_dir=arguments.recipe.parent)
     with ExitStack() as stack:
@@ -146,15 +167,41 @@ def _audit(arguments: argparse.Namespace, recipe: Run, corpus: Corpus) -> int:
     facts |= {"steps": planned.steps, "ranks": planned.world_size, "overlap": [asdict(one) for one in overlaps]}
     masked = any(stream.train.trained is not None for stream in corpus.streams)
     left_out = ({"attention"} if planned.sees is None else set()) | (set() if masked else {"answers"})
-    lines = [
-        f"{planned.steps} steps on {planned.world_size} ranks: {report.samples} samples, {report.tokens} labels",
+    where = f"{counted(planned.steps, 'step')} on {counted(planned.world_size, 'rank')}"
+    about = f"{where}: {report.samples} samples, {report.tokens} labels"
+    beside = [
         f"announced: {describe_mixture(corpus, planned.mixture, planned.steps * planned.global_batch)}",
         *_records(corpus),
-        *_verdicts(report, left_out),
-        *(line for overlap in overlaps for line in _overlap_lines(overlap, arguments.ngram or NGRAM)),
     ]
+    shared = [line for overlap in overlaps for line in _overlap_lines(overlap, arguments.ngram or NGRAM)]
+    lines = [about, *beside, *_verdicts(report, left_out), *shared]
     print_result(arguments, {"ok": ok, **facts, "checks": checks}, lines)
+    if arguments.html:
+        named = [
+            (name, "FAILED" if report.counts[name] else "ok", "\n".join([claim, *_findings(report, name)]))
+            for name, claim in CHECKS.items()
+            if name not in left_out
+        ]
+        page = audit_page(
+            about=about, lines=beside + shared, checks=named, rows=_first_rows(planned), lengths=_lengths(corpus)
+        )
+        write_page(arguments.html, page)
     return 0 if ok else 1
+
+
+def _first_rows(planned: PlannedRun) -> list[dict[str, Any]]:
+    """The first samples of the run, as a page shows them."""
+    rows = []
+    for position in range(min(PAGE_ROWS, planned.steps * planned.global_batch)):
+        stream, index = planned.mixture.locate(position, planned.seed)
+        parts = parts_of(planned.mixture.streams[stream], index, planned.corpus.tokenizer)
+        rows.append({"name": f"row {position}, sample {index} of {planned.corpus.streams[stream].name}", **parts})
+    return rows
+
+
+def _findings(report: AuditReport, name: str) -> list[str]:
+    more = report.counts[name] - len(report.findings[name])
+    return [*report.findings[name], *([f"and {more} more"] if more > 0 else [])]
 
 
 def _overlap_lines(overlap: Overlap, ngram: int) -> Iterator[str]:
@@ -211,9 +258,6 @@ def attention_sees(documents_bT: np.ndarray) -> np.ndarray:
 
 def _verdicts(report: AuditReport, left_out: set[str]) -> Iterator[str]:
     for name, claim in CHECKS.items():
-        if name in left_out:
-            continue
-        yield f"{'FAULT' if report.counts[name] else 'ok':<6}{name:<11}{claim}"
-        yield from (f"      {message}" for message in report.findings[name])
-        if report.counts[name] > len(report.findings[name]):
-            yield f"      and {report.counts[name] - len(report.findings[name])} more"
+        if name not in left_out:
+            yield f"{'FAULT' if report.counts[name] else 'ok':<6}{name:<11}{claim}"
+            yield from (f"      {line}" for line in _findings(report, name))

@@ -6,9 +6,18 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from meshwright.cli.common import add_model_arguments, open_model, positive, whole
+from meshwright.cli.common import (
+    add_model_arguments,
+    add_page_argument,
+    check_page_name,
+    open_model,
+    positive,
+    whole,
+    write_page,
+)
 from meshwright.cli.output import add_json_argument, print_result, progress_on_stderr
 from meshwright.cli.ranks import started
+from meshwright.pages.scores import checkpoints_page
 from meshwright.spec.errors import UserError
 from meshwright.spec.tasks import TaskSpec
 from meshwright.storage.durable import write_durably
@@ -44,6 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--all-checkpoints", action="store_true", help="evaluate every checkpoint of the run, and plot the curve"
     )
+    add_page_argument(parser, "--all-checkpoints: the curves")
     add_json_argument(parser)
     parser.epilog = (
         "examples:\n"
@@ -68,6 +78,10 @@ def run(arguments: argparse.Namespace) -> int:
             raise UserError(f"--{name.replace('_', '-')} only applies to tasks; name them with --tasks")
     if arguments.log and arguments.all_checkpoints:
         raise UserError("--log writes the answers of one checkpoint; name it, or leave --all-checkpoints out")
+    if arguments.html and not arguments.all_checkpoints:
+        raise UserError("--html draws curves over checkpoints; add --all-checkpoints, or leave it out")
+    if arguments.html:
+        check_page_name(arguments.html)
     measure = _tasks(arguments) if arguments.tasks else _loss(arguments)
     if arguments.all_checkpoints:
         return _curve(arguments, measure)
@@ -143,7 +157,10 @@ def _curve(arguments: argparse.Namespace, measure: Callable[[Path], Measured]) -
             _, figures, _ = measure(checkpoint)
         rows.append((step_of(checkpoint), figures))
     facts = {"model": str(arguments.model), "checkpoints": [{"step": step, **figures} for step, figures in rows]}
-    print_result(arguments, facts, _plot([(step, _columns(figures)) for step, figures in rows]))
+    columns = [(step, _columns(figures)) for step, figures in rows]
+    print_result(arguments, facts, _plot(columns))
+    if arguments.html:
+        write_page(arguments.html, checkpoints_page(str(arguments.model), columns))
     return 0
 
 

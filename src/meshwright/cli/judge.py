@@ -9,7 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from meshwright.cli.common import positive
+from meshwright.cli.common import add_page_argument, check_page_name, positive, write_page
 from meshwright.cli.output import add_json_argument, print_result, progress_on_stderr
 from meshwright.cli.serve import check_key, read_key
 from meshwright.judge.client import Client
@@ -26,6 +26,7 @@ from meshwright.judge.run import (
     unclear,
     verdicts_of,
 )
+from meshwright.pages.scores import judge_page
 from meshwright.spec.errors import UserError
 from meshwright.storage.durable import write_durably
 
@@ -69,6 +70,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--device", metavar="D", default="auto", help="device of the models that answer (default: auto)"
     )
+    add_page_argument(parser, "ratings with their intervals, and wins, ties and losses,")
     add_json_argument(parser)
     parser.epilog = (
         "examples:\n"
@@ -80,6 +82,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Judge the answers without a verdict, and print the comparison."""
+    if arguments.html:
+        check_page_name(arguments.html)
+        if arguments.dry_run:
+            raise UserError("--html: --dry-run judges nothing; leave one of the two out")
     questions = [] if arguments.questions is None else read_questions(arguments.questions, arguments.limit)
     if not questions and not arguments.votes:
         raise UserError("nothing to judge; give QUESTIONS with --answers and --judge, or --votes")
@@ -109,6 +115,8 @@ def run(arguments: argparse.Namespace) -> int:
         if questions:
             write_durably(arguments.out / "report.json", json.dumps(report, indent=2) + "\n")
     print_result(arguments, report, _lines(report))
+    if arguments.html:
+        write_page(arguments.html, judge_page(report, list(_lines(report))))
     return 0
 
 

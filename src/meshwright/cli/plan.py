@@ -9,10 +9,12 @@ from typing import Any
 
 from meshwright.cli.common import (
     PORTS,
+    add_page_argument,
     check_folder_of,
     check_page_name,
     foreign_files_named,
     serve_until_interrupted,
+    write_page,
 )
 from meshwright.cli.output import add_json_argument, print_result
 from meshwright.cli.plan_solve import (
@@ -34,7 +36,6 @@ from meshwright.predict.changes import CHANGES, GROUPS
 from meshwright.predict.text import cluster_lines, plan_lines
 from meshwright.spec.errors import UserError
 from meshwright.spec.recipe import dump_recipe
-from meshwright.storage.durable import write_durably
 from meshwright.terminal import columns
 from meshwright.validate.doubts import Doubt
 from meshwright.validate.judge import Judged, judge, regret, report, worst
@@ -106,7 +107,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add_tokens_argument(parser)
     parser.add_argument("--write", metavar="FILE", type=Path, help="write the recipe with the chosen layout")
-    parser.add_argument("--html", metavar="FILE", type=Path, help="write the plan as one offline page")
+    add_page_argument(parser, "the plan")
     parser.add_argument(
         "--serve", action="store_true", help=f"serve the planner's page on {ADDRESS} until Ctrl-C, without RECIPE"
     )
@@ -209,8 +210,7 @@ def _plan(arguments: argparse.Namespace) -> int:
         lines = plan_lines(facts[0], columns(sys.stdout)) if len(facts) == 1 else cluster_lines(facts)
         print_result(arguments, as_json(planned), lines)
     if arguments.html:
-        write_durably(arguments.html, plan_page(planned))
-        print(f"{arguments.html} written", file=sys.stderr)
+        write_page(arguments.html, plan_page(planned))
     if arguments.write:
         arguments.write.write_text(planned[0].write(), encoding="utf-8")
         print(f"{arguments.write} written", file=sys.stderr)

@@ -5,13 +5,13 @@ import sys
 import time
 from pathlib import Path
 
+from meshwright.cli.common import write_page
 from meshwright.cli.output import print_result
 from meshwright.planner.query import Query
 from meshwright.planner.solve import QUANTITIES, PlanQuestion, solve
 from meshwright.planner.solved import parse_duration, parse_tokens, solved_json, solved_lines, solved_page
 from meshwright.spec.errors import UserError
 from meshwright.spec.run import Run
-from meshwright.storage.durable import write_durably
 
 QUIET = 2.0
 """Seconds without a line before the values that are planned are named."""
@@ -69,8 +69,7 @@ def answer_question(arguments: argparse.Namespace, query: Query, recipe: Run, ba
     solved = solve(query, PlanQuestion(arguments.solve, deadline, arguments.budget), recipe, base_dir, progress)
     print_result(arguments, solved_json(solved), solved_lines(solved, recipe))
     if arguments.html:
-        write_durably(arguments.html, solved_page(solved, recipe))
-        print(f"{arguments.html} written", file=sys.stderr)
+        write_page(arguments.html, solved_page(solved, recipe))
     if arguments.write:
         if solved.answer is None or solved.answer.planned is None:
             raise UserError("--solve has no answer, so no recipe is written")

@@ -4,10 +4,18 @@ import argparse
 import re
 from typing import Any
 
-from meshwright.cli.common import add_recipe_arguments, positive, read_recipe
+from meshwright.cli.common import (
+    add_page_argument,
+    add_recipe_arguments,
+    check_page_name,
+    positive,
+    read_recipe,
+    write_page,
+)
 from meshwright.cli.output import add_json_argument, print_result, size_text
 from meshwright.cli.waiting import waiting
 from meshwright.machine import Machine
+from meshwright.pages.rehearsal import rehearsal_page
 from meshwright.predict.hardware import resolve_cluster
 from meshwright.spec.cluster import ClusterSpec
 from meshwright.spec.errors import UserError
@@ -38,6 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="instead of memory, prove for all ranks that NCCL's rules hold and no rank waits for ever",
     )
+    add_page_argument(parser, "memory over a step and collectives, rank by rank,")
     add_json_argument(parser)
     parser.epilog = (
         "exit status: 0 nothing would break, 1 something would, 2 invalid command line\n\n"
@@ -54,6 +63,10 @@ def run(arguments: argparse.Namespace) -> int:
 
     if arguments.deadlocks and arguments.memory:
         raise UserError("--memory: is not compared with --deadlocks, which measures none; leave one of the two out")
+    if arguments.html and arguments.deadlocks:
+        raise UserError("--html: shows memory and collectives, which --deadlocks does not measure; leave one out")
+    if arguments.html:
+        check_page_name(arguments.html)
     recipe = read_recipe(arguments)
     if arguments.world is not None:
         recipe = fill_world(recipe, arguments.world)
@@ -72,9 +85,9 @@ def _measure(arguments: argparse.Namespace, resolved: ResolvedRun, cluster: Clus
 
     recipe = resolved.run
     ranks = arguments.ranks or typical_ranks(recipe.layout)
-    on_gpu = cluster.device != "cpu"
+    on_gpu, kind = cluster.device != "cpu", "timeline" if arguments.html else "memory"
     with waiting("rehearsing"):
-        reports = rehearse(resolved, ranks, on_gpu=on_gpu, fp8="fp8" in cluster.tflops)
+        reports = rehearse(resolved, ranks, on_gpu=on_gpu, fp8="fp8" in cluster.tflops, kind=kind)
     memory_bytes = int(cluster.memory_gb * 1e9)
     problems = findings(reports, recipe.layout, memory_bytes=memory_bytes, per_node=cluster.per_node)
     fits = all(device_peak(report) <= memory_bytes for report in reports)
@@ -86,6 +99,11 @@ def _measure(arguments: argparse.Namespace, resolved: ResolvedRun, cluster: Clus
     if not fits:
         lines += ["predicted to fit, fastest first:", *(f"  {line}" for line in remedy_lines(would_fit))]
     print_result(arguments, facts, lines)
+    if arguments.html:
+        write_page(
+            arguments.html,
+            rehearsal_page(reports, about=lines[0], findings=problems, memory=memory_bytes),
+        )
     return 1 if problems else 0
 
 

@@ -3,16 +3,35 @@
 import argparse
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, NamedTuple, get_args
 
-from meshwright.cli.common import add_recipe_arguments, positive, read_recipe, stoppable
+from meshwright.cli.common import (
+    add_page_argument,
+    add_recipe_arguments,
+    check_page_name,
+    positive,
+    read_recipe,
+    stoppable,
+    write_page,
+)
 from meshwright.cli.output import add_json_argument, print_json, progress_on_stderr
 from meshwright.cli.waiting import waiting
 from meshwright.launch.status import CRASH_LOOP, TrainingStopped
 from meshwright.machine import find_machine
+from meshwright.pages.proof import proof_page
 from meshwright.prove.pairs import MOST_RANKS, pair_layouts
 from meshwright.prove.shrink import shrink
+from meshwright.prove.text import (
+    amount,
+    conclusion,
+    cost_lines,
+    format_lines,
+    quantized_lines,
+    step_lines,
+    whole_lines,
+)
 from meshwright.spec.errors import UserError
 from meshwright.spec.precision import FP32, FP64
 from meshwright.spec.run import ResolvedRun, Run
@@ -62,6 +81,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="with --engine: end a program that completes no step for this long (default 600)",
     )
     parser.add_argument("--checkout", metavar="DIR", type=Path, help="with --engine nanogpt: the folder of its code")
+    add_page_argument(parser, "every tensor's difference on the model's graph")
     add_json_argument(parser)
     parser.epilog = (
         "Runs one process per rank, on random tokens.\n"
@@ -82,6 +102,8 @@ def run(arguments: argparse.Namespace) -> int:
     recipe = read_recipe(arguments)
     if arguments.engine:
         return _prove_engine(recipe, arguments)
+    if arguments.html:
+        check_page_name(arguments.html)
     for option in ("patience", "checkout", "python"):
         if getattr(arguments, option):
             raise UserError(f"--{option} applies only to --engine")
@@ -92,36 +114,53 @@ def run(arguments: argparse.Namespace) -> int:
     if resolved.run.layout.world_size > 1 and untouched:
         forkserver.fork_here()
     if resolved.run.layout.world_size <= MOST_RANKS or arguments.full:
-        status, answer = _prove(recipe, resolved, arguments)
-        if arguments.json and answer is not None:
-            print_json(answer)
-        return status
+        proved = _prove(recipe, resolved, arguments)
+        if arguments.json and proved.data is not None:
+            print_json(proved.data)
+        _write_page(arguments, [proved])
+        return proved.status
     return _prove_pairs(recipe, resolved, arguments)
+
+
+class _Proved(NamedTuple):
+    """The exit status of a proof; as data, None if nothing was compared; and as lines of text."""
+
+    status: int
+    data: dict[str, Any] | None
+    lines: Sequence[str] = ()
+
+
+def _write_page(arguments: argparse.Namespace, proofs: Sequence[_Proved]) -> None:
+    compared = [(proof.data, proof.lines) for proof in proofs if proof.data is not None]
+    if arguments.html and compared:
+        write_page(arguments.html, proof_page(compared))
 
 
 def _prove_pairs(recipe: Run, whole: ResolvedRun, arguments: argparse.Namespace) -> int:
     """Prove each pair of axes, up to the first difference."""
-    layouts, answers = pair_layouts(whole.run.layout), []
+    layouts, proofs = pair_layouts(whole.run.layout), list[_Proved]()
     stream = sys.stderr if arguments.json else sys.stdout
     what = f"{whole.run.layout.strategy} has {whole.run.layout.world_size} ranks"
     print(f"{what}: {len(layouts)} pairs of its axes are proved one by one (--full: the whole layout)", file=stream)
-    status, began = 0, time.monotonic()
+    began = time.monotonic()
     for number, layout in enumerate(layouts):
         left = (time.monotonic() - began) / number * (len(layouts) - number) if number else None
         estimate = "" if left is None else f"; about {left:.0f} s left"
         print(f"\nproof {number + 1} of {len(layouts)}: {layout.strategy}{estimate}", file=stream, flush=True)
         pair = recipe.model_copy(update={"layout": layout})
-        status, answer = _prove(pair, _prepare(pair, arguments), arguments)
-        answers.append(answer)
-        if status:
+        proofs.append(_prove(pair, _prepare(pair, arguments), arguments))
+        if proofs[-1].status:
             break
+    status = proofs[-1].status
     if arguments.json:
+        answers = [proof.data for proof in proofs]
         print_json({"strategy": whole.run.layout.strategy, "equal": status == 0, "pairs": answers})
+    _write_page(arguments, proofs)
     return status
 
 
-def _prove(recipe: Run, resolved: ResolvedRun, arguments: argparse.Namespace) -> tuple[int, dict[str, Any] | None]:
-    """Prove one layout and report it; returns the exit status, and the JSON data if it was compared."""
+def _prove(recipe: Run, resolved: ResolvedRun, arguments: argparse.Namespace) -> _Proved:
+    """Prove one layout and report it."""
     # Torch loads here, so that errors in the recipe are reported at once.
     from meshwright.prove.verify import LayoutFailed, verify
 
@@ -134,16 +173,17 @@ def _prove(recipe: Run, resolved: ResolvedRun, arguments: argparse.Namespace) ->
                 proof = verify(resolved, steps=arguments.steps, own=own, device=device)
     except LayoutFailed:
         print("error: the layout's processes failed, so there is nothing to compare", file=sys.stderr)
-        return CRASH_LOOP, None
+        return _Proved(CRASH_LOOP, None)
     except TrainingStopped:
         print("stopped before the proof was complete", file=sys.stderr)
         raise
+    steps = (line for comparison in proof.comparisons for line in step_lines(comparison))
+    more = (*whole_lines(proof), *format_lines(recipe, proof), *quantized_lines(resolved, proof), *cost_lines(proof))
+    lines = [*steps, *more, *conclusion(proof).split("\n")]
     if not arguments.json:
-        for comparison in proof.comparisons:
-            print("\n".join(_step(comparison)))
-        lines = [*_whole(proof), *_formats(recipe, proof), *_quantized(resolved, proof), *_cost(proof)]
-        print("\n".join([*lines, _conclusion(proof)]))
-    return 0 if proof.equal else DIFFERENT, {"strategy": resolved.run.layout.strategy, **proof.as_data()}
+        print("\n".join(lines))
+    data = {"strategy": resolved.run.layout.strategy, **proof.as_data()}
+    return _Proved(0 if proof.equal else DIFFERENT, data, [*_what(resolved, arguments).split("\n"), *lines])
 
 
 def _prove_engine(recipe: Run, arguments: argparse.Namespace) -> int:
@@ -152,6 +192,8 @@ def _prove_engine(recipe: Run, arguments: argparse.Namespace) -> int:
     from meshwright.engines.parity import PATIENCE, verify_engine
     from meshwright.engines.registry import find_engine
 
+    if arguments.html:
+        raise UserError("--html shows this program's own layouts; leave it out with --engine")
     if arguments.precision or arguments.full or arguments.device != "cpu":
         option = "--precision" if arguments.precision else "--full" if arguments.full else "--device"
         raise UserError(f"--engine compares the whole layout in fp32; leave {option} out")
@@ -172,7 +214,7 @@ def _prove_engine(recipe: Run, arguments: argparse.Namespace) -> int:
         for step in range(1, arguments.steps + 1):
             worst = [proof.worst(step, what) for what in ("loss", "gradient", "norm", "update")]
             lines = (
-                f"  {one.what:<10}differs by {_amount(one.difference)}{one.name and ', ' + one.name}" for one in worst
+                f"  {one.what:<10}differs by {amount(one.difference)}{one.name and ', ' + one.name}" for one in worst
             )
             print("\n".join([f"step {step}, the largest difference of each kind", *lines]))
         print(_engine_conclusion(proof))
@@ -184,7 +226,7 @@ def _engine_conclusion(proof: Any) -> str:
     if first is None:
         return f"\nequal: every difference is within {proof.relative:.1e} in the first step, which rounding explains"
     name = f" of {first.name}" if first.name else ""
-    return f"\ndifferent; first in step {first.step}, the {first.what}{name}\n           by {_amount(first.difference)}"
+    return f"\ndifferent; first in step {first.step}, the {first.what}{name}\n           by {amount(first.difference)}"
 
 
 def _device(resolved: ResolvedRun, arguments: argparse.Namespace) -> str:
@@ -233,143 +275,3 @@ def _where(resolved: ResolvedRun, arguments: argparse.Namespace) -> str:
     machine = find_machine(arguments.device)
     shared = "; ranks share them, messages go through host memory" if _device(resolved, arguments) != "cuda" else ""
     return f" on {machine.devices} x {machine.name}{shared}"
-
-
-def _step(comparison: Any) -> list[str]:
-    """The comparison of a step as lines of text."""
-
-    def tensors(differences: dict[str, Any]) -> str:
-        worst = max(differences, key=lambda name: differences[name].share)
-        wrong = sum(not difference.equal for difference in differences.values())
-        equal = f"{len(differences) - wrong} of {len(differences)} equal"
-        return f"{equal}; largest difference in {worst}: {_amount(differences[worst])}"
-
-    lines = [
-        f"step {comparison.step}",
-        f"  loss       {comparison.reference['loss']:.6f}, differs by {_amount(comparison.loss)}",
-        f"  gradients  {tensors(comparison.gradients)}",
-    ]
-    if comparison.gnorm is None:
-        return lines
-    return [
-        *lines,
-        f"  norm       {comparison.reference['gnorm']:.6f}, differs by {_amount(comparison.gnorm)}",
-        f"  updates    {tensors(comparison.updates)}",
-        f"  state      {tensors(comparison.state)}",
-    ]
-
-
-def _whole(proof: Any) -> list[str]:
-    """The comparison of whole steps as lines of text."""
-
-    def summary(comparison: Any) -> str:
-        if comparison.wrong:
-            name, difference = comparison.wrong
-            return f"differs in {name}, by {_amount(difference)}"
-        both = comparison.numbers | comparison.tensors
-        equal = f"{len(both)} of {len(both)} equal"
-        if comparison.is_scaled:
-            return equal
-        worst = max(both, key=lambda name: both[name].share)
-        return f"{equal}; largest difference in {worst}: {_amount(both[worst])}"
-
-    lines = [f"  {comparison.name:<17}  {summary(comparison)}" for comparison in proof.whole]
-    return ["whole steps, as in training", *lines] if lines else []
-
-
-def _formats(recipe: Run, proof: Any) -> list[str]:
-    """The check of the recipe's own precision."""
-    dtypes = recipe.training.dtypes
-    if not proof.whole or not dtypes.narrow or not (proof.equal or proof.location.phase == "formats"):
-        return []
-    facts = f"gradients summed in {dtypes.reduce.name}, copies equal to their masters"
-    steps = "" if recipe.training.product_recipe or proof.measured else "steps within its rounding, "
-    return [f"  in {dtypes.compute.name:<14}  {'differs' if proof.location else steps + facts}"]
-
-
-def _is_rounded(proof: Any) -> bool:
-    return any(comparison.rounded is not None for comparison in proof.comparisons)
-
-
-def _quantized(resolved: ResolvedRun, proof: Any) -> list[str]:
-    """The tolerance added for quantized collectives, and their effect."""
-    layout, lines = resolved.run.layout, list[str]()
-    if layout.quantized_weights == "fp8":
-        lines.append("  weights    gathered in fp8; one process gathers none, and must get the same result")
-    elif layout.quantized_weights != "none":
-        lines.append(
-            f"  weights    gathered in {layout.quantized_weights}; one process used the same quantized weights"
-        )
-    if layout.quantized_gradients != "none":
-        moved = [comparison.rounded for comparison in proof.comparisons if comparison.rounded is not None]
-        by = f", which changed them by {max(moved):.1%}" if moved else ""
-        allowed = "half a quantization step per rank is allowed"
-        if layout.gradient_error_feedback:
-            allowed = "the errors carried into and out of a step, half a quantization step per rank each, are allowed"
-        lines.append(f"  gradients  reduced in {layout.quantized_gradients}{by}; {allowed}")
-    return ["quantized collectives", *lines] if lines else []
-
-
-def _cost(proof: Any) -> list[str]:
-    """The effect of low precision, shown with the proof."""
-    if (cost := proof.cost) is None:
-        return []
-    loss = proof.comparisons[-1].reference["loss"] if proof.comparisons[-1:] else cost.loss
-    what = "rounding itself" if "gathered" in cost.beside else "low precision itself"
-    return [
-        f"{what}, in step {cost.step} on one process",
-        f"  loss       {cost.loss:.6f} in {cost.beside}, {loss - cost.loss:+.1e} with it",
-        f"  gradients  {cost.gradients:.1%} from those in {cost.beside}; the worst {cost.worst}: {cost.worst_by:.1%}",
-    ]
-
-
-def _amount(difference: Any) -> str:
-    factor = ""
-    if difference.factor is not None:
-        off = difference.factor - 1
-        factor = f", a factor of {f'1 {off:+.1e}' if abs(off) < 1e-5 else f'{difference.factor:.6g}'}"
-    return f"{difference.by:.1e} of {difference.allowed:.1e} allowed{factor}"
-
-
-def _place(location: Any) -> str:
-    """Where the first difference is, in words."""
-    return {
-        "start": f"the weight {location.name}, before the first step",
-        "data": f"the data: {location.name}",
-        "forward": f"the forward pass: {location.name}",
-        "loss": "the loss, although all activations are equal: "
-        + (
-            "of these ranks"
-            if location.ranks
-            else "each rank's own loss is right, so the sum over ranks or the number of terms is wrong"
-        ),
-        "backward": f"the backward pass: the gradient of {location.name}, although the whole forward pass is equal",
-        "reduction": f"the gradient of the weight {location.name}, although every activation and its gradient are "
-        "equal: the sum over microbatches or ranks is wrong",
-        "norm": "the gradient norm, although every gradient is equal",
-        "update": f"the update of the weight {location.name}, although every gradient and the norm are equal",
-        "state": f"{location.name} after the step, although every weight is equal",
-        "whole": f"whole steps, although single steps are equal: {location.name}",
-        "formats": f"the recipe's own precision: {location.name}",
-    }[location.phase]
-
-
-def _conclusion(proof: Any) -> str:
-    if proof.equal:
-        steps = ", plus the half steps of quantized gradients" if _is_rounded(proof) else ""
-        explained = f"{proof.relative:.1e}, which rounding explains"
-        within = "the rounding measured on one process" if proof.measured else explained
-        return f"\nequal: every difference is within {within}{steps} (docs/verify.md)"
-    location = proof.location
-    what = _place(location)
-    difference = location.difference
-    if location.phase == "data":
-        return f"\ndifferent; first in {what}"
-    if difference is None:
-        where = "no rank computed it"
-    else:
-        ranks = ", ".join(str(rank) for rank in location.ranks)
-        where = f"by {_amount(difference)}, worst on rank {difference.rank}"
-        where += f" at {difference.place}" if difference.place else ""
-        where += f"; ranks that differ: {ranks}" if len(location.ranks) > 1 else ""
-    return f"\ndifferent; first in {what}\n           {where}"

@@ -4,7 +4,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from meshwright.cli.common import PORTS, check_page_name, serve_until_interrupted
+from meshwright.cli.common import PORTS, add_page_argument, check_page_name, serve_until_interrupted
 from meshwright.pages.live import ADDRESS, serve_page
 from meshwright.pages.runs import find_runs
 from meshwright.pages.terminal_curves import terminal_view
@@ -15,7 +15,7 @@ from meshwright.spec.errors import UserError
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the operands and options of `view`."""
     parser.add_argument("runs", metavar="RUN", nargs="+", type=Path, help="run directory, or a folder of runs")
-    parser.add_argument("--html", metavar="FILE", type=Path, help="write the page to a file that needs no other file")
+    add_page_argument(parser, "the runs")
     parser.add_argument("--terminal", action="store_true", help="draw the curves in the terminal")
     parser.add_argument(
         "--port", metavar="N", type=PORTS, default=0, help="port of the live page (default: a free one)"

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from itertools import accumulate, pairwise
+from typing import Any
 
 import numpy as np
 
@@ -10,6 +11,7 @@ from meshwright.data.packing import NO_LABEL, BestFitSamples, Sample, Samples
 from meshwright.data.prepare import Corpus
 from meshwright.data.token_file import TokenFile
 from meshwright.data.tokenizer import TextTokenizer
+from meshwright.spec.text import counted
 from meshwright.terminal import printable
 
 WIDTH = 100
@@ -72,6 +74,36 @@ def describe_sample(samples: Samples, index: int, tokenizer: TextTokenizer, *, m
         left_out = len(text) - max_lines
         text = [*text[: max_lines - last], f"({left_out} lines left out)", *text[len(text) - last :]]
     return lines + text
+
+
+def parts_of(samples: Samples, index: int, tokenizer: TextTokenizer) -> dict[str, Any]:
+    """Sample `index` as plain data: its documents, each with its tokens, its text in runs that are trained or not, and
+    the spans of positions that are trained; the padding; whether attention separates documents."""
+    sample = samples[index]
+    lengths = [piece.length for piece in samples.pieces(index)]
+    borders = set(_borders(sample, lengths))
+    if sample.documents is None:
+        borders |= {int(place) + 1 for place in np.flatnonzero(sample.inputs[: sum(lengths)] == tokenizer.eos_id)}
+    trained = np.append(False, sample.labels != NO_LABEL)[:-1]
+    parts = []
+    for number, (start, end) in enumerate(pairwise(sorted(borders)), start=1):
+        marks = trained[start:end]
+        runs = list(pairwise([0, *(np.flatnonzero(np.diff(marks)) + 1).tolist(), end - start]))
+        parts.append(
+            {
+                "document": number,
+                "title": f"{_headline(sample, number)}, {counted(end - start, 'token')}",
+                "tokens": end - start,
+                "trained": int(marks.sum()),
+                "spans": [(start + a, start + b) for a, b in runs if marks[a]],
+                "text": [(bool(marks[a]), tokenizer.decode(sample.inputs[start + a : start + b])) for a, b in runs],
+            }
+        )
+    return {
+        "parts": parts,
+        "padding": len(sample.inputs) - sum(lengths),
+        "separate": sample.documents is not None,
+    }
 
 
 def length_histogram(lengths: np.ndarray) -> list[dict[str, int]]:

@@ -28,7 +28,7 @@ from meshwright.imports.rules import (
     words,
 )
 from meshwright.imports.schedules import schedule_words
-from meshwright.imports.shell import read_flags
+from meshwright.imports.shell import take_flags
 from meshwright.spec.errors import UserError
 
 DEFAULTS: Mapping[str, Any] = {
@@ -274,15 +274,10 @@ def is_flags(text: str) -> bool:
 
 def read_script(reading: Reading, text: str, file: str) -> None:
     """Read a script, or a file of flags."""
-    flags = read_flags(text, file, SWITCHES, LISTS)
-    for name, value in flags.replaced:
-        reading.drop(f"{file}: {name}={value}", f"the script gives it again: {flags.values[name]}, which is taken")
-    for word in dict.fromkeys(flags.unset):
-        reading.drop(f"{file}: {' '.join(word.split())}", "the file does not set it; flags that it holds are missing")
-    reading.notes += flags.notes
+    values = take_flags(reading, text, file, SWITCHES, LISTS)
     for program in dict.fromkeys(OTHER_MODELS.findall(text)):
         reading.drop(f"{file}: {program}", OTHER)
-    read_megatron(reading, flags.values, file)
+    read_megatron(reading, values, file)
 
 
 def read_megatron(reading: Reading, values: Mapping[str, Any], file: str) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from meshwright.imports.reading import Reading
 from meshwright.imports.shell_values import Values, is_unset
 from meshwright.imports.shell_words import Command, Word, read_commands
 from meshwright.spec.errors import UserError
@@ -56,6 +57,19 @@ def read_flags(text: str, file: str, switches: Collection[str], lists: Collectio
         if name not in reader.values.put_in and any(HOLDS_FLAG.search(one) for one in fields):
             reader.arguments(fields)
     return reader.result()
+
+
+def take_flags(
+    reading: Reading, text: str, file: str, switches: Collection[str] = (), lists: Collection[str] = ()
+) -> dict[str, Any]:
+    """The flags and their values, as in `read_flags`; what cannot be known is listed."""
+    flags = read_flags(text, file, switches, lists)
+    for name, value in flags.replaced:
+        reading.drop(f"{file}: {name}={value}", f"the script gives it again: {flags.values[name]}, which is taken")
+    for word in dict.fromkeys(flags.unset):
+        reading.drop(f"{file}: {' '.join(word.split())}", "the file does not set it; flags that it holds are missing")
+    reading.notes += flags.notes
+    return flags.values
 
 
 def _uses(word: Word) -> Iterator[str]:

@@ -15,6 +15,7 @@ from meshwright.imports import (
     deepspeed,
     foundry,
     hf_arguments,
+    hf_script,
     llama_factory,
     llama_factory_v1,
     megatron,
@@ -32,10 +33,10 @@ from meshwright.spec.run import Run
 from meshwright.storage.opening import read_data, read_text
 
 FORMATS = (
-    "a DeepSpeed JSON, transformers' TrainingArguments (YAML or JSON), an Accelerate, axolotl, LLaMA-Factory, "
-    "LLM-Foundry, Nanotron, NeMo AutoModel, NeMo or Megatron-Bridge YAML, a torchtitan configuration (.py, .toml, "
-    "or the JSON that it prints), a nanoGPT configuration (.py), a script with Megatron-LM's flags or its tests' YAML "
-    "(MODEL_ARGS), or a program from `meshwright export`"
+    "a DeepSpeed JSON, transformers' TrainingArguments (YAML, JSON or a script's flags), an Accelerate, axolotl, "
+    "LLaMA-Factory, LLM-Foundry, Nanotron, NeMo AutoModel, NeMo or Megatron-Bridge YAML, a torchtitan configuration "
+    "(.py, .toml, or the JSON that it prints), a nanoGPT configuration (.py), a script with Megatron-LM's flags or its "
+    "tests' YAML (MODEL_ARGS), or a program from `meshwright export`"
 )
 MOST_UNKNOWN = 1 / 3
 """Share of a file's keys that may be unknown to the system whose file it seems to be."""
@@ -64,6 +65,7 @@ class System:
 
 
 FLAGS = System("Megatron-LM", megatron.read_script, rules=megatron.RULES)
+ARGUMENT_FLAGS = System("transformers' TrainingArguments", hf_script.read_hf_script, rules=hf_script.ALL)
 NANOGPT = System("nanoGPT", nanogpt.read_nanogpt, rules=nanogpt.RULES)
 TITAN = System("torchtitan", torchtitan.read_torchtitan, torchtitan.is_torchtitan, torchtitan.RULES)
 DEEPSPEED = System("DeepSpeed", deepspeed.read_deepspeed, deepspeed.is_deepspeed, deepspeed.RULES)
@@ -99,6 +101,7 @@ IN_CODE = {
         r"^\s*(?:from|import)\s+(?:transformers|accelerate|trl)\b", re.MULTILINE
     ),
     "DeepSpeed": re.compile(r"^\s*(?:from|import)\s+deepspeed\b", re.MULTILINE),
+    "Alpa": re.compile(r"^\s*(?:from|import)\s+alpa\b", re.MULTILINE),
 }
 """System -> the imports of a program that is configured in code."""
 
@@ -153,8 +156,11 @@ def _opened(path: Path) -> tuple[System, Any, str]:
         return NANOGPT, nanogpt.read_assignments(text, name), name
     if path.suffix not in (".json", ".yaml", ".yml", ".toml") and megatron.is_flags(text):
         return FLAGS, text, name
+    if path.suffix not in (".json", ".yaml", ".yml", ".toml") and hf_script.is_hf_script(text):
+        return ARGUMENT_FLAGS, text, name
     if path.suffix in (".sh", ".bash", ".sbatch", ".slurm"):
-        raise UserError(f"{path}: has none of Megatron-LM's flags (--num-layers, ...); supported are {FORMATS}")
+        what = "has neither Megatron-LM's flags (--num-layers, ...) nor TrainingArguments (--learning_rate, ...)"
+        raise UserError(f"{path}: {what}; supported are {FORMATS}")
     values = read_data(path, text)
     if not isinstance(values, Mapping):
         raise UserError(f"{path}: unknown format; supported are {FORMATS}")

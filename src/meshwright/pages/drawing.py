@@ -93,10 +93,12 @@ def plot(
     return _framed(x, ys, (grid, *shapes), dots=dots, tall=tall, titles=titles)
 
 
-def lanes(x: Scale, names: Sequence[str], shapes: Iterable[str], *, each: float = 1.4, title: str = "") -> str:
-    """A lane for each name, from the top, `each` rem high, above an x axis; `shapes`: SVG, as in `plot`."""
+def lanes(
+    x: Scale, names: Sequence[str], shapes: Iterable[str], *, each: float = 1.4, title: str = "", dots: str = ""
+) -> str:
+    """A lane for each name, from the top, `each` rem high, above an x axis; `shapes` and `dots` as in `plot`."""
     ys = [(1 - (number + 0.5) / len(names), name) for number, name in enumerate(names)]
-    return _framed(x, ys, shapes, tall=f"{each * len(names):.2f}rem", titles=(title, ""))
+    return _framed(x, ys, shapes, dots=dots, tall=f"{each * len(names):.2f}rem", titles=(title, ""))
 
 
 def _framed(
@@ -138,10 +140,10 @@ def line(x: Scale, y: Scale, points: Iterable[Point], number: int, *, width: flo
     return f'<polyline points="{where}" fill="none" stroke="{colour(number)}" stroke-width="{width}"{style}/>'
 
 
-def area(x: Scale, y: Scale, above: Sequence[Point], below: Sequence[Point], number: int) -> str:
+def area(x: Scale, y: Scale, above: Sequence[Point], below: Sequence[Point], fill: str) -> str:
     """The area between two curves."""
     where = " ".join(at(x, y, point) for point in (*above, *reversed(below)))
-    return f'<polygon points="{where}" fill="{colour(number)}"/>'
+    return f'<polygon points="{where}" fill="{fill}"/>'
 
 
 def box(
@@ -176,10 +178,13 @@ def stacked_bars(
     *,
     limit: float | None = None,
     ticks: Mapping[str, Sequence[float]] | None = None,
+    fills: Mapping[str, str] | None = None,
 ) -> str:
-    """A bar for each row below its name, with a legend of the parts; `limit`: a red mark; `ticks`: marks of a row."""
+    """A bar for each row below its name, with a legend of the parts; `limit`: a red mark; `ticks`: marks of a row;
+    `fills`: colours of parts."""
     names = dict.fromkeys(name for _, parts in rows for name in parts)
-    fills = fills_of([name for name in names if any(parts.get(name, 0) > 0 for _, parts in rows)])
+    drawn = [name for name in names if any(parts.get(name, 0) > 0 for _, parts in rows)]
+    fills = fills_of(drawn) if fills is None else {name: fill for name, fill in fills.items() if name in drawn}
     marks = ticks or {}
     most = max([sum(parts.values()) for _, parts in rows] + [limit or 0.0] + [m for row in marks.values() for m in row])
     bars = "".join(

@@ -16,6 +16,8 @@ WORDS = {"FAILED": "failed", "ok": "passed"}
 """Cells that have a colour."""
 NOTEBOOK_HEIGHT = 760
 """Height of a page in a notebook, in pixels."""
+SHORT = 20
+"""Letters of a cell that stays on one line if it begins with a number."""
 UPLOT = "uplot-python"
 """The package that ships uPlot's script. Its Python is never imported."""
 
@@ -36,20 +38,29 @@ OTHERWISE, ARISING FROM, OUT OF OR IN CONNECTION WITH THE SOFTWARE OR THE USE OR
 """
 
 
-def page(title: str, body: Iterable[str], *, data: Any = None, parts: Sequence[str] = (), plots: bool = False) -> str:
+def page(
+    title: str,
+    body: Iterable[str],
+    *,
+    data: Any = None,
+    parts: Sequence[str] = (),
+    plots: bool = False,
+    strict: bool = False,
+) -> str:
     """A page of this title around `body`.
 
     `data`: a JSON value that the page's scripts read. `parts`: styles and scripts of `static/` that the page has beside
-    `look.css` and `look.js`. `plots`: whether they draw with uPlot. Raises `UserError` if it is not installed.
+    `look.css` and `look.js`. `plots`: whether they draw with uPlot. `strict`: no style attribute works and no image
+    loads, on a page of strangers' texts. Raises `UserError` if uPlot is not installed.
     """
     library = _uplot() if plots else {}
     notice = f"<!--\n{LICENCE}-->\n" if plots else ""
-    files = library | {name: _static(name) for name in ("look.css", "look.js", *parts)}
+    files = library | {name: static(name) for name in ("look.css", "look.js", *parts)}
     styles, code = ([text for name, text in files.items() if name.endswith(end)] for end in (".css", ".js"))
     block = "" if data is None else f'<script type="application/json" id="data">{_json(data)}</script>\n'
     return (
         '<!doctype html><html lang="en"><head><meta charset="utf-8">\n'
-        f'<meta http-equiv="Content-Security-Policy" content="{_policy(code)}">\n'
+        f'<meta http-equiv="Content-Security-Policy" content="{_policy(code, "".join(styles), strict=strict)}">\n'
         f'<meta name="viewport" content="width=device-width,initial-scale=1"><title>{escape(title)}</title>\n'
         f"{notice}<style>{''.join(styles)}</style></head><body>\n"
         + "\n".join(body)
@@ -80,6 +91,12 @@ def section(title: str, *parts: str, about: str = "") -> str:
     return f'<section class="card"><h2>{escape(title)}</h2>{line}{"".join(parts)}</section>'
 
 
+def verdict(good: bool, title: str, lines: Iterable[str]) -> str:
+    """A card with the answer of a check, and lines about it."""
+    rest = "".join(f"<p>{escape(line)}</p>" for line in lines)
+    return f'<section class="card"><h2 class="{"passed" if good else "failed"}">{escape(title)}</h2>{rest}</section>'
+
+
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """A table of texts."""
     names = "".join(f"<th>{escape(name)}</th>" for name in head)
@@ -89,17 +106,24 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def _cell(text: str) -> str:
+    if len(text) > SHORT:
+        return f"<td>{escape(text)}</td>"
     kind = "n" if text[:1].isdigit() or (text[:1] in "+-.$" and text[1:2].isdigit()) else WORDS.get(text, "")
     return f'<td class="{kind}">{escape(text)}</td>' if kind else f"<td>{escape(text)}</td>"
 
 
-def _policy(code: Iterable[str]) -> str:
+def _policy(code: Iterable[str], styles: str, *, strict: bool) -> str:
     """The browser's policy for a page: only its own scripts run, and they contact only the server that sent it. Bars
-    and dots have their places in style attributes."""
-    hashes = (base64.b64encode(hashlib.sha256(one.encode()).digest()).decode() for one in code)
-    scripts = " ".join(f"'sha256-{one}'" for one in hashes)
-    own = "connect-src 'self'; worker-src 'self'; img-src 'self'; style-src 'unsafe-inline'"
-    return f"default-src 'none'; script-src {scripts}; {own}; base-uri 'none'; form-action 'none'"
+    and dots have their places in style attributes, unless it is `strict`."""
+    scripts = " ".join(map(_hash, code))
+    rules = f"default-src 'none'; script-src {scripts}; connect-src 'self'; base-uri 'none'; form-action 'none'"
+    if strict:
+        return f"{rules}; style-src {_hash(styles)}"
+    return f"{rules}; worker-src 'self'; img-src 'self'; style-src 'unsafe-inline'"
+
+
+def _hash(text: str) -> str:
+    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
 
 
 def _json(data: Any) -> str:
@@ -108,7 +132,8 @@ def _json(data: Any) -> str:
     return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
 
 
-def _static(name: str) -> str:
+def static(name: str) -> str:
+    """The text of a file of `static/`."""
     return (STATIC / name).read_text(encoding="utf-8")
 
 

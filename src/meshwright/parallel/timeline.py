@@ -2,7 +2,7 @@
 
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,10 +50,11 @@ class RecordingLedger(Ledger):
         *,
         device_type: str | None = None,
         tensor_names: Callable[[], Storages] = dict,
+        elsewhere: Container[int] = (),
     ) -> None:
         """`device_type`: the device whose memory is counted; None for all. `tensor_names`: the names of storages that
-        live at the end."""
-        super().__init__(name_storages, model=model)
+        live at the end. `elsewhere`: as in `Ledger`."""
+        super().__init__(name_storages, elsewhere, model)
         self.device_type, self._tensor_names = device_type, tensor_names
         self._names = {id(module): name or "the model" for name, module in model.named_modules()}
         self._places: list[str] = []
@@ -63,6 +64,8 @@ class RecordingLedger(Ledger):
         self._number: dict[int, int] = {}  # identity of a storage that lives -> its number
         self._storages: list[_Storage] = []
         self._events: list[tuple[float, int, int, str, str]] = []  # seconds, number, bytes, phase, place
+        self._standing = 0
+        """Events of storages that existed at the begin."""
         self._handles: list[Any] = []
         self._unnamed = False
 
@@ -73,7 +76,9 @@ class RecordingLedger(Ledger):
             register_optimizer_step_pre_hook(lambda *_: self._begin_step(True)),
             register_optimizer_step_post_hook(lambda *_: self._begin_step(False)),
         ]
-        self._events = [(0.0, *event[1:]) for event in self._events]  # existing storages
+        before = {event[1]: event for event in self._events}
+        self._events = [(0.0, *event[1:]) for event in before.values() if event[2]]  # existing storages
+        self._standing = len(self._events)
         self._began = time.perf_counter()
         super().__enter__()
         return self
@@ -155,16 +160,19 @@ class RecordingLedger(Ledger):
         time, bytes by kind, activations by module, and the largest tensors."""
         totals, sizes, points = Counter[str](), Counter[int](), list[dict[str, Any]]()
         most, peak = -1, {}
-        every = max(1, len(self._events) // POINTS)
+        every = max(1, (len(self._events) - self._standing) // POINTS)
         for index, (seconds, number, size, phase, place) in enumerate(self._events):
             storage = self._storages[number]
             totals[storage.kind or TEMPORARIES] += size - sizes[number]
             sizes[number] = size
+            if index + 1 < self._standing:
+                continue
             total = sum(totals.values())
             if index % every == 0 or not points:
                 points.append({"total": -1})
             if total > points[-1]["total"]:
-                points[-1] = {"total": total, "seconds": seconds, "phase": phase, "place": place, "kinds": +totals}
+                points[-1] = {"total": total, "seconds": seconds, "phase": phase, "place": place}
+                points[-1] |= {"index": index, "kinds": +totals}
             if total > most:
                 most, peak = total, {"seconds": seconds, "phase": phase, "place": place, "index": index}
         return {"points": points, "peak": peak | self._peak(peak.get("index", -1))}

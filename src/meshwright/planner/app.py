@@ -3,7 +3,7 @@
 from typing import Any, Literal
 
 from meshwright.families import PRESETS
-from meshwright.pages.shell import STATIC, header, page
+from meshwright.pages.shell import header, page, static
 from meshwright.planner.page import PARTS, foot
 from meshwright.predict.candidate import MARGIN
 from meshwright.predict.changes import GROUPS
@@ -18,7 +18,7 @@ def app_page(mode: Literal["tab", "server"]) -> str:
     """The page. `mode`: whether a worker of the page answers, or the server that sent it."""
     body = [
         header("Meshwright planner", f'<span id="about">Meshwright {__version__}</span>'),
-        (STATIC / "planner.html").read_text(encoding="utf-8"),
+        static("planner.html"),
         '<main id="plan"></main>',
         foot(),
     ]

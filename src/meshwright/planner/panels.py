@@ -41,7 +41,7 @@ def _panel(panel: Panel, most: float) -> str:
     elif len(known) > 1:
         above = [(float(place), high) for place, (_, _, high) in known]
         below = [(float(place), low) for place, (low, _, _) in known]
-        shapes.append(area(x, y, above, below, 0).replace("<polygon", '<polygon opacity="0.16"'))
+        shapes.append(area(x, y, above, below, colour(0)).replace("<polygon", '<polygon opacity="0.16"'))
         shapes.append(line(x, y, [(float(place), value) for place, (_, value, _) in known], 0))
     dots = "".join(_dots(panel, x, y))
     return f'<div class="panel"><h3>{escape(panel.title)}</h3>{plot(x, y, shapes, dots=dots, tall="8.5rem")}</div>'

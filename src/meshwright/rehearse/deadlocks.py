@@ -33,7 +33,7 @@ def prove(resolved: ResolvedRun, ranks: Sequence[int], *, on_gpu: bool, fp8: boo
     recorded too."""
     began, divided = time.perf_counter(), classes(resolved)
     chosen = sorted({*(ranks[0] for ranks in divided), resolved.run.layout.world_size - 1, *ranks})
-    reports = rehearse(resolved, chosen, on_gpu=on_gpu, fp8=fp8, records=True)
+    reports = rehearse(resolved, chosen, on_gpu=on_gpu, fp8=fp8, kind="record")
     recording, records = time.perf_counter(), records_of_all(divided, reports)
     findings = [*check(records), *differences(divided, reports)]
     bound = [] if findings else check(records, pairs=False)

@@ -1,6 +1,8 @@
 """The rehearsal of one rank: its part of the run for one step, with memory and traffic; or what it sends.
 
-python -m meshwright.rehearse.rank --resolved FILE --rank R [--record] [--on-gpu] [--without-fp8]    # prints JSON
+python -m meshwright.rehearse.rank --resolved FILE --rank R [--record] [--on-gpu] [--without-fp8] [--timeline]
+
+It prints JSON.
 """
 
 import argparse
@@ -27,6 +29,7 @@ from meshwright.launch.launcher import Worker
 from meshwright.parallel import Meshes, build_meshes
 from meshwright.parallel.error_feedback import ERRORS
 from meshwright.parallel.ledger import Ledger, Storages
+from meshwright.parallel.timeline import RecordingLedger
 from meshwright.parallel.traffic import Traffic
 from meshwright.rehearse.fake import FakeTensors, UncountedTier, budgets_of_gpu, fake_rank, fill_slots
 from meshwright.rehearse.record import group_ranks, record
@@ -46,18 +49,21 @@ LASTING = "model.", "optimizer.", ERRORS
 """The device of fake tensors: autograd crashes if one is on a missing device."""
 
 
-def rehearse_rank(resolved: ResolvedRun, rank: int, *, on_gpu: bool, fp8: bool = True) -> dict[str, Any]:
+def rehearse_rank(
+    resolved: ResolvedRun, rank: int, *, on_gpu: bool, fp8: bool = True, timeline: bool = False
+) -> dict[str, Any]:
     """Memory and traffic of rank `rank` in one step of training, as JSON values; sizes in bytes.
 
     `on_gpu`: choose chunk sizes as on a GPU; `fp8`: whether that GPU multiplies fp8. This is exactly the training
     program, but without data. Of many identical microbatches only some run (`rehearse.shorten`); their traffic and
-    operations are extrapolated linearly. A process can be only one rank, because torch caches shapes by mesh.
+    operations are extrapolated linearly. `timeline`: report the memory of the last step that runs, allocation by
+    allocation. A process can be only one rank, because torch caches shapes by mesh.
     """
     began, counts, runs = time.perf_counter(), enough_microbatches(resolved), []
     with _fake_trainer(resolved, rank, on_gpu=on_gpu, fp8=fp8) as (trainer, elsewhere):
         saved = state_tensors(trainer)  # creates the optimizer's state, as in a resumed run
         lasting = _storages(trainer)
-        ledger = Ledger(lambda: lasting | _passing_storages(trainer), elsewhere, trainer.model)
+        ledger = _ledger(trainer, lasting, elsewhere, timeline=timeline)
         ledger.watch(_local(tensor for name, tensor in saved.items() if name.startswith(LASTING)))
         ledger.watch(_local(_frozen(trainer)))
         at_rest = ledger.by_kind()
@@ -71,7 +77,8 @@ def rehearse_rank(resolved: ResolvedRun, rank: int, *, on_gpu: bool, fp8: bool =
         plan, place = _save_plan(saved, coordinator=rank == 0), _place(trainer.meshes)
     whole = continued(runs, counts, resolved.accumulation)
     offloads = on_gpu and resolved.run.layout.tiers.parameters == "host"
-    return {
+    drawn = {"timeline": ledger.report()} if isinstance(ledger, RecordingLedger) else {}
+    return drawn | {
         "rank": rank,
         "place": place,
         "parameters": sum(tensor.numel() for tensor in _local([*trainer.parameters.values(), *_frozen(trainer)])),
@@ -89,6 +96,26 @@ def rehearse_rank(resolved: ResolvedRun, rank: int, *, on_gpu: bool, fp8: bool =
         "checkpoint": {"pieces": len(plan.items), "bytes": _plan_bytes(plan)},
         "seconds": time.perf_counter() - began,
     }
+
+
+def _ledger(trainer: Trainer, lasting: Storages, elsewhere: dict[int, torch.Tensor], *, timeline: bool) -> Ledger:
+    def kinds() -> Storages:
+        return lasting | _passing_storages(trainer)
+
+    if not timeline:
+        return Ledger(kinds, elsewhere, trainer.model)
+    return RecordingLedger(kinds, trainer.model, tensor_names=lambda: _tensor_names(trainer), elsewhere=elsewhere)
+
+
+def _tensor_names(trainer: Trainer) -> Storages:
+    """The names of the storages that belong to a parameter."""
+    names: Storages = {}
+    for name, parameter in [*trainer.model.named_parameters(), *trainer.parameters.items()]:
+        names |= _named(name, [parameter]) | _named(f"gradient of {name}", [parameter.grad])
+    for name, parameter in trainer.parameters.items():
+        for key, state in trainer.optimizers.state_of(parameter).items():
+            names |= _named(f"{key} of {name}", [state])
+    return names
 
 
 @contextmanager
@@ -208,10 +235,11 @@ def main() -> int:
     parser.add_argument("--on-gpu", action="store_true")
     parser.add_argument("--without-fp8", action="store_true")
     parser.add_argument("--record", action="store_true")
+    parser.add_argument("--timeline", action="store_true")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     kind = {"on_gpu": arguments.on_gpu, "fp8": not arguments.without_fp8}
-    function = record_rank if arguments.record else rehearse_rank
+    function = record_rank if arguments.record else partial(rehearse_rank, timeline=arguments.timeline)
     try:
         json.dump(function(read_resolved(arguments.resolved), arguments.rank, **kind), sys.stdout)
     except UserError as error:

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from meshwright.launch import forkserver
 from meshwright.spec.errors import UserError
@@ -49,9 +49,14 @@ def typical_ranks(layout: LayoutSpec) -> list[int]:
 
 
 def rehearse(
-    resolved: ResolvedRun, ranks: Sequence[int], *, on_gpu: bool, fp8: bool = True, records: bool = False
+    resolved: ResolvedRun,
+    ranks: Sequence[int],
+    *,
+    on_gpu: bool,
+    fp8: bool = True,
+    kind: Literal["memory", "timeline", "record"] = "memory",
 ) -> list[dict[str, Any]]:
-    """The reports of `ranks` (see `rehearse.rank.rehearse_rank`, with `records` `record_rank`), as many at a time as
+    """The reports of `ranks` (see `rehearse.rank.rehearse_rank`; of kind `record`, `record_rank`), as many at a time as
     this machine has cores.
 
     Raises `UserError` with the program's output if a rank failed, as the whole run would.
@@ -59,7 +64,7 @@ def rehearse(
     world_size = resolved.run.layout.world_size
     if outside := [rank for rank in ranks if not 0 <= rank < world_size]:
         raise UserError(f"--ranks: {outside[0]} is not a rank; ranks are 0 to {world_size - 1}")
-    options = [("--on-gpu", on_gpu), ("--without-fp8", not fp8), ("--record", records)]
+    options = [("--on-gpu", on_gpu), ("--without-fp8", not fp8), (f"--{kind}", kind != "memory")]
     words = [word for word, given in options if given]
     with scratch_folder("rehearse") as folder, ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
         path = folder / "resolved.json"

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from meshwright.models.generate import LEAST_PENALTY, Sampling
 from meshwright.serve.grammar import Kind
@@ -56,6 +56,16 @@ class ChatMessage(_Model):
     function_call: None = None
     tool_calls: Annotated[list[dict[str, Any]], QUICK] | None = None
     tool_call_id: str | None = None
+
+    @field_validator("content", mode="before")
+    @classmethod
+    def _text_alone(cls, content: Any) -> Any:
+        parts = content if isinstance(content, list) else ()
+        kinds = (str(part.get("type"))[:40] for part in parts if isinstance(part, dict))
+        if other := next((kind for kind in kinds if kind != "text"), None):
+            what = "images" if other == "image_url" else f"parts of type {other!r}"
+            raise ValueError(f"the models of this server read text alone, no {what}; describe them in words")
+        return content
 
     def plain(self) -> dict[str, Any]:
         """The message in the form of chat templates."""
@@ -352,7 +362,7 @@ def parse(kind: type[BaseModel], body: bytes) -> Any:
         place = ".".join(
             str(part) for part in first["loc"] if part not in ("str", "int") and not str(part).startswith("list[")
         )
-        what = first["msg"]
+        what = first["msg"].removeprefix("Value error, ")
         if first["type"] == "json_invalid":
             raise ApiError(400, f"the body is not JSON: {what.removeprefix('Invalid JSON: ')}") from None
         if first["type"] == "extra_forbidden":

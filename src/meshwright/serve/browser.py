@@ -1,41 +1,28 @@
 """The chat page and the arena, their browser policy, and the headers that distinguish browsers' requests."""
 
-import base64
-import hashlib
 import re
-from pathlib import Path
+from typing import Literal
 from urllib.parse import urlsplit
 
 from starlette.requests import Request
 
-CHAT, ARENA = (Path(__file__).with_name(f"{name}.html") for name in ("page", "arena"))
-"""The pages. Each is served as one self-contained file: the common style and script replace `STYLE` and `SCRIPT`."""
-STYLE, SCRIPT = "/* pages.css */", "/* pages.js */"
+from meshwright.pages import shell
+
+TITLES = {"chat": "Meshwright chat", "arena": "Meshwright arena"}
+STYLES = {"chat": ("chat.css",), "arena": ("chat.css", "arena.css")}
+APART = {"x-content-type-options": "nosniff", "referrer-policy": "no-referrer", "x-frame-options": "DENY"}
 HOST = re.compile(r"(\[[^\[\]]*\]|[^:\[\]@]*)(?::[0-9]*)?")
 """A request's header of this name: a name or an address, and a port."""
+POLICY = re.compile(r'http-equiv="Content-Security-Policy" content="([^"]*)"')
 
 
-def page(file: Path) -> tuple[str, int, dict[str, str]]:
-    """The page in a file, a status and headers."""
-    text = file.read_text(encoding="utf-8")
-    for mark in (STYLE, SCRIPT):
-        name = mark.removeprefix("/* ").removesuffix(" */")
-        text = text.replace(mark, file.with_name(name).read_text(encoding="utf-8").strip())
-    apart = {"x-content-type-options": "nosniff", "referrer-policy": "no-referrer", "x-frame-options": "DENY"}
-    return text, 200, {"content-security-policy": _policy(text), **apart}
-
-
-def _policy(page: str) -> str:
-    """The browser's policy for the page: only its own style and script run, and they contact only this server."""
-    own = {kind: re.search(f"<{kind}>(.*?)</{kind}>", page, flags=re.DOTALL) for kind in ("style", "script")}
-    hashes = {
-        kind: base64.b64encode(hashlib.sha256(match[1].encode()).digest()).decode()
-        for kind, match in own.items()
-        if match is not None
-    }
-    rules = [f"{kind}-src 'sha256-{digest}'" for kind, digest in hashes.items()]
-    nowhere = [f"{what} 'none'" for what in ("base-uri", "form-action", "frame-ancestors")]
-    return "; ".join(("default-src 'none'", *rules, "connect-src 'self'", *nowhere))
+def page(name: Literal["chat", "arena"]) -> tuple[str, int, dict[str, str]]:
+    """The page of this name, one self-contained file; a status and headers."""
+    body = [shell.header(TITLES[name], '<span id="about"></span>'), shell.static(f"{name}.html")]
+    parts = (*STYLES[name], "markdown.js", "answers.js", f"{name}.js")
+    text = shell.page(TITLES[name], body, parts=parts, strict=True)
+    (policy,) = POLICY.findall(text)
+    return text, 200, {"content-security-policy": f"{policy}; frame-ancestors 'none'", **APART}
 
 
 def called(request: Request) -> str | None:

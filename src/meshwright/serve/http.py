@@ -15,7 +15,7 @@ from starlette.routing import Route
 
 from meshwright.serve.api import ApiError, LoadAdapter, UnloadAdapter
 from meshwright.serve.arena import Vote, add_vote
-from meshwright.serve.browser import ARENA, CHAT, called, is_from_another_site, page
+from meshwright.serve.browser import called, is_from_another_site, page
 from meshwright.serve.endpoints import Endpoints, Served, ServerLimits
 from meshwright.serve.incoming import checked, read_request
 from meshwright.serve.metrics import Metrics
@@ -106,12 +106,12 @@ class Server:
             raise ApiError(403, "this server answers no web page of another origin; use the page at /")
 
     async def _page(self, _: Request) -> Response:
-        return HTMLResponse(*page(CHAT))
+        return HTMLResponse(*page("chat"))
 
     async def _arena(self, _: Request) -> Response:
         if self._limits.votes is None:
             return PlainTextResponse("this server has no arena: serve two or more models with --votes FILE\n", 404)
-        return HTMLResponse(*page(ARENA))
+        return HTMLResponse(*page("arena"))
 
     async def _vote(self, request: Request) -> Response:
         if self._limits.votes is None:
