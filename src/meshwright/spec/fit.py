@@ -7,8 +7,9 @@ from typing import assert_never
 
 from meshwright.spec.errors import UserError
 from meshwright.spec.finetune import FinetuneSpec
+from meshwright.spec.foreign import ForeignModel
 from meshwright.spec.layout import NEAREST, ContextMethod, LayoutSpec
-from meshwright.spec.model import ForeignModel, ModelSpec
+from meshwright.spec.model import ModelSpec
 from meshwright.spec.training import TrainingSpec
 
 
