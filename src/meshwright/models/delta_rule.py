@@ -13,13 +13,17 @@ Shapes: B batch, T sequence, G key heads, R value heads that share one, H = G R 
 N chunks, C tokens of a chunk.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 
 CHUNK = 64
 """Tokens of a chunk."""
+AT_ONCE = 2**21
+"""Numbers of the values that are computed together, by heads: memory of this size is used again, larger is not."""
+SMALLEST = 8
+"""Size of triangular matrices that are inverted by powers: those of larger ones may lose digits."""
 EPS = 1e-6
 """Added to the squared length of queries and keys."""
 
@@ -68,17 +72,17 @@ def gated_delta_rule(
         state: the state [B, H, K, V] that the token before left; None: zero.
         size: tokens of a chunk.
     """
-    chunks = cut(heads, documents, size)
+    groups, (batch, length, count, width) = heads.k_BTGK.shape[2], heads.v_BTHV.shape
     if state is None:
-        state = zero_state(chunks)
-    states, new, last = scan(chunks, state)
-    return outputs(chunks, states, new, heads.v_BTHV.shape[1]), last
-
-
-def zero_state(chunks: Chunks) -> torch.Tensor:
-    """The state before the first token."""
-    batch, heads, *_, width = chunks.values.shape
-    return chunks.values.new_zeros(batch, heads, chunks.keys.shape[-1], width)
+        state = heads.v_BTHV.new_zeros(batch, count, heads.k_BTGK.shape[-1], width)
+    wanted = heads.v_BTHV.numel() / AT_ONCE
+    parts = max(n for n in range(1, groups + 1) if groups % n == 0 and n <= max(1, wanted))
+    found = []
+    for *part, of_state in zip(*(x.tensor_split(parts, 2) for x in heads), state.tensor_split(parts, 1), strict=True):
+        chunks = cut(Heads(*part), documents, size)
+        states, new, last = scan(chunks, of_state)
+        found.append((outputs(chunks, states, new, length), last))
+    return torch.cat([y for y, _ in found], 2), torch.cat([last for _, last in found], 1)
 
 
 def cut(heads: Heads, documents: torch.Tensor | None, size: int = CHUNK) -> Chunks:
@@ -98,10 +102,8 @@ def cut(heads: Heads, documents: torch.Tensor | None, size: int = CHUNK) -> Chun
     decay = together_BHNC[..., -1:].exp() if decay is None else decay
     scores = _shared(q @ k.mT, shares) * between
     system = _shared(k @ k.mT, shares) * (between * beta[..., None])
-    k_BHNCK = _shared(k, shares)
-    wanted = torch.cat((v * beta[..., None], k_BHNCK * (beta * since_start)[..., None]), -1)
-    solved = torch.linalg.solve_triangular(system, wanted, upper=False, unitriangular=True)
-    values, keys = solved.split((v.shape[-1], k.shape[-1]), -1)
+    k_BHNCK, corrections = _shared(k, shares), _UnitInverse.apply(system) * beta[..., None, :]
+    values, keys = corrections @ v, (corrections * since_start[..., None, :]) @ k_BHNCK
     reads = _shared(q, shares) * since_start[..., None]
     return Chunks(values, keys, reads, k_BHNCK * until_end[..., None], scores, decay[..., None])
 
@@ -150,6 +152,39 @@ class OneToken(NamedTuple):
         new = (self.v - (self.k[..., None, :] @ state).squeeze(-2)) * self.beta
         state = state + self.k[..., :, None] * new[..., None, :]
         return (self.q[..., None, :] @ state).squeeze(-2), state
+
+
+class _UnitInverse(torch.autograd.Function):
+    """The inverse of matrices [..., C, C], of which only the numbers below the diagonal count; those on it are ones,
+    those above zeros. By products of halves: torch's triangular solver takes ten times as long on a CPU."""
+
+    @staticmethod
+    def forward(ctx: Any, system: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(inverse := _inverse(system.tril(-1)))
+        return inverse
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Any) -> torch.Tensor:
+        (inverse,) = ctx.saved_tensors
+        return (inverse.mT @ grad_outputs[0] @ inverse.mT).tril_(-1).neg_()
+
+
+def _inverse(below: torch.Tensor) -> torch.Tensor:
+    """The inverse of I + `below`, from those of its halves, of which the smallest are sums of powers."""
+    size = below.shape[-1]
+    if size <= SMALLEST:
+        one = torch.eye(size, dtype=below.dtype, device=below.device)
+        total, power, reached = one - below, below, 2
+        while reached < size:
+            power, reached = power @ power, 2 * reached
+            total = total @ (one + power)
+        return total
+    half = size // 2
+    first, second = _inverse(below[..., :half, :half]), _inverse(below[..., half:, half:])
+    inverse = torch.zeros_like(below)
+    inverse[..., :half, :half], inverse[..., half:, half:] = first, second
+    inverse[..., half:, :half] = -(second @ below[..., half:, :half] @ first)
+    return inverse
 
 
 def _moving(chunks: Chunks) -> tuple[torch.Tensor, ...]:

@@ -58,16 +58,38 @@ class Convolution(Viewed):
 
     def forward(self, x_BTW: torch.Tensor, documents: torch.Tensor | None) -> torch.Tensor:
         """[B, J - 1 + T, W], the first J - 1 tokens being those before, to [B, T, W]; `documents` of all."""
-        weight_JW = self.view.read(self)["weight"].squeeze(1).t()
-        taps, length = len(weight_JW), x_BTW.shape[1] - len(weight_JW) + 1
-        y_BTW = x_BTW[:, taps - 1 :] * weight_JW[-1]
+        weight_WJ = self.view.read(self)["weight"].squeeze(1)
+        length, same = x_BTW.shape[1] - weight_WJ.shape[1] + 1, None
+        if documents is not None:
+            own_BT = documents[:, -length:]
+            same = [(documents[:, tap : tap + length] == own_BT)[..., None] for tap in range(weight_WJ.shape[1] - 1)]
+        return _Convolved.apply(x_BTW, weight_WJ, same)
+
+
+class _Convolved(torch.autograd.Function):
+    """The sum of shifted inputs, each by its number of every channel, where it is `same` as the output's document."""
+
+    @staticmethod
+    def forward(ctx: Any, x_BTW: torch.Tensor, weight_WJ: torch.Tensor, same: list[torch.Tensor] | None):
+        taps, length = weight_WJ.shape[1], x_BTW.shape[1] - weight_WJ.shape[1] + 1
+        y_BTW = x_BTW[:, taps - 1 :] * weight_WJ[:, -1]
         for tap in range(taps - 1):
-            part_BTW = x_BTW[:, tap : tap + length]
-            if documents is not None:
-                same_BT = documents[:, tap : tap + length] == documents[:, taps - 1 :]
-                part_BTW = part_BTW * same_BT[..., None]
-            y_BTW = y_BTW + part_BTW * weight_JW[tap]
+            part_BTW, weight_W = x_BTW[:, tap : tap + length], weight_WJ[:, tap]
+            y_BTW.addcmul_(part_BTW, weight_W if same is None else weight_W * same[tap])
+        ctx.save_for_backward(x_BTW, weight_WJ)
+        ctx.same = same
         return y_BTW
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Any):
+        (grad_BTW,), (x_BTW, weight_WJ) = grad_outputs, ctx.saved_tensors
+        taps, length = weight_WJ.shape[1], grad_BTW.shape[1]
+        grad_x, grad_weight = torch.zeros_like(x_BTW), torch.empty_like(weight_WJ)
+        for tap in range(taps):
+            part_BTW = grad_BTW if ctx.same is None or tap == taps - 1 else grad_BTW * ctx.same[tap]
+            grad_x[:, tap : tap + length].addcmul_(part_BTW, weight_WJ[:, tap])
+            grad_weight[:, tap] = (part_BTW * x_BTW[:, tap : tap + length]).sum((0, 1))
+        return grad_x, grad_weight, None
 
 
 class Decay(Viewed):

@@ -51,7 +51,7 @@ class RunsOfRanks(Pieces):
 
     def _before(self, x_BTW: torch.Tensor, count: int) -> torch.Tensor:
         tails_PBtW = self._gather(x_BTW[:, -count:])  # of short runs all tokens
-        none = tails_PBtW.new_zeros(tails_PBtW.shape[1], count, tails_PBtW.shape[3])
+        none = tails_PBtW[0, :, :1].expand(-1, count, -1) * 0  # so every rank takes part in the backward pass
         return torch.cat([torch.cat((none, *tails_PBtW[:run]), 1)[:, -count:] for run in self.runs])
 
     def _computed(self, heads: Heads, documents: torch.Tensor | None) -> torch.Tensor:
@@ -69,15 +69,18 @@ class RunsOfRanks(Pieces):
 
     def _entering(self, last_BHKX: torch.Tensor, width: int) -> torch.Tensor:
         """The state that enters each of this rank's runs [B', H, K, V], from U and M of each."""
-        state, entering = last_BHKX[: len(last_BHKX) // len(self.runs), ..., :width] * 0, []
-        for of_run in self._gather(last_BHKX).unbind():
+        maps_PBHKX, entering = self._gather(last_BHKX), []
+        state = maps_PBHKX[0, ..., :width] * 0  # see `_before`
+        for of_run in maps_PBHKX.unbind():
             entering.append(state)
             state = of_run[..., :width] + of_run[..., width:] @ state
         return torch.cat([entering[run] for run in self.runs])
 
     def _gather(self, x: torch.Tensor) -> torch.Tensor:
         """[B', ...] to [P, B, ...], in the sequence's order."""
-        all_NRB = collectives.all_gather(x.contiguous(), self.group).unflatten(0, (self.group.size(), len(self.runs), -1))
+        all_NRB = collectives.all_gather(x.contiguous(), self.group).unflatten(
+            0, (self.group.size(), len(self.runs), -1)
+        )
         if len(self.runs) == 1:
             return all_NRB[:, 0]
         return torch.cat((all_NRB[:, 0], all_NRB[:, 1].flip(0)))
