@@ -2,8 +2,8 @@
 
     python benchmarks/gated_delta.py [--tokens 4096] [--dtype float32] [--rounds 5]
 
-The layer has Qwen3-Next's sizes. Its products, forward and backward, are recorded with their shapes and strides, and run
-again on random numbers, alternating with the layer. Prints each one's fastest time, and their ratio.
+The layer has Qwen3-Next's sizes. Its products, forward and backward, are recorded with their shapes and strides, and
+run again on random numbers, alternating with the layer. Prints each one's fastest time, and their ratio.
 """
 
 import argparse

@@ -59,6 +59,8 @@ WORDS += (
     "is odd",
     "truncate",
     "layer_types",
+    "mlp_only_layers",
+    "decoder_sparse_step",
 )
 
 

@@ -1,5 +1,5 @@
-"""The layers of a config.json that differ from one another: which have a sliding window, rotate, or have the gated delta
-rule in the place of attention."""
+"""The layers of a config.json that differ from one another: which have a sliding window, rotate, or have the gated
+delta rule in the place of attention."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass

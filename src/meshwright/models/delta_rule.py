@@ -1,7 +1,7 @@
 """The gated delta rule over chunks of a sequence, exact: products of matrices instead of a step for every token.
 
-A head's state S [K, V] maps keys to values. Token t lets it decay by exp(g), then corrects, by the share beta, the value
-that it returns for the token's key (Yang et al., "Gated Delta Networks", 2024):
+A head's state S [K, V] maps keys to values. Token t lets it decay by exp(g), then corrects, by the share beta, the
+value that it returns for the token's key (Yang et al., "Gated Delta Networks", 2024):
 
     S <- exp(g_t) S;  S <- S + k_t (beta_t (v_t - S^T k_t))^T;  y_t = S^T q_t
 
@@ -31,13 +31,16 @@ EPS = 1e-6
 class Heads(NamedTuple):
     """What the tokens of a sequence contribute, in the dtype of the computation."""
 
-    q_BTGK: torch.Tensor
-    k_BTGK: torch.Tensor
-    """Queries and keys of length one, the former divided by the root of K."""
-    v_BTHV: torch.Tensor
-    g_BTH: torch.Tensor
-    """Logarithms of decays, at most 0."""
-    beta_BTH: torch.Tensor
+    q: torch.Tensor
+    """Queries of length one over the root of K, [B, T, G, K]."""
+    k: torch.Tensor
+    """Keys of length one, [B, T, G, K]."""
+    v: torch.Tensor
+    """Values, [B, T, H, V]."""
+    g: torch.Tensor
+    """Logarithms of decays, at most 0, [B, T, H]."""
+    beta: torch.Tensor
+    """Shares of the corrections, [B, T, H]."""
 
 
 class Chunks(NamedTuple):
@@ -72,10 +75,10 @@ def gated_delta_rule(
         state: the state [B, H, K, V] that the token before left; None: zero.
         size: tokens of a chunk.
     """
-    groups, (batch, length, count, width) = heads.k_BTGK.shape[2], heads.v_BTHV.shape
+    groups, (batch, length, count, width) = heads.k.shape[2], heads.v.shape
     if state is None:
-        state = heads.v_BTHV.new_zeros(batch, count, heads.k_BTGK.shape[-1], width)
-    wanted = heads.v_BTHV.numel() / AT_ONCE
+        state = heads.v.new_zeros(batch, count, heads.k.shape[-1], width)
+    wanted = heads.v.numel() / AT_ONCE
     parts = max(n for n in range(1, groups + 1) if groups % n == 0 and n <= max(1, wanted))
     found = []
     for *part, of_state in zip(*(x.tensor_split(parts, 2) for x in heads), state.tensor_split(parts, 1), strict=True):
@@ -87,7 +90,7 @@ def gated_delta_rule(
 
 def cut(heads: Heads, documents: torch.Tensor | None, size: int = CHUNK) -> Chunks:
     """The chunks of a sequence; `documents` as in `gated_delta_rule`."""
-    length, shares = heads.v_BTHV.shape[1], heads.v_BTHV.shape[2] // heads.k_BTGK.shape[2]
+    length, shares = heads.v.shape[1], heads.v.shape[2] // heads.k.shape[2]
     size = min(size, length)
     q, k, v, g, beta = (_chunked(x, -length % size, size) for x in heads)
     together_BHNC = g.cumsum(-1)
@@ -102,7 +105,8 @@ def cut(heads: Heads, documents: torch.Tensor | None, size: int = CHUNK) -> Chun
     decay = together_BHNC[..., -1:].exp() if decay is None else decay
     scores = _shared(q @ k.mT, shares) * between
     system = _shared(k @ k.mT, shares) * (between * beta[..., None])
-    k_BHNCK, corrections = _shared(k, shares), _UnitInverse.apply(system) * beta[..., None, :]
+    inverse = _inverse(system.tril(-1)) if torch.compiler.is_compiling() else _UnitInverse.apply(system)
+    k_BHNCK, corrections = _shared(k, shares), inverse * beta[..., None, :]
     values, keys = corrections @ v, (corrections * since_start[..., None, :]) @ k_BHNCK
     reads = _shared(q, shares) * since_start[..., None]
     return Chunks(values, keys, reads, k_BHNCK * until_end[..., None], scores, decay[..., None])

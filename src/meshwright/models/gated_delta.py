@@ -61,32 +61,39 @@ class Convolution(Viewed):
         weight_WJ = self.view.read(self)["weight"].squeeze(1)
         length, same = x_BTW.shape[1] - weight_WJ.shape[1] + 1, None
         if documents is not None:
-            own_BT = documents[:, -length:]
-            same = [(documents[:, tap : tap + length] == own_BT)[..., None] for tap in range(weight_WJ.shape[1] - 1)]
+            earlier = [documents[:, tap : tap + length] for tap in range(weight_WJ.shape[1] - 1)]
+            same = (torch.stack(earlier) == documents[:, -length:])[..., None]
+        if torch.compiler.is_compiling():  # it cannot trace functions with their own gradients
+            return _convolved(x_BTW, weight_WJ, same)
         return _Convolved.apply(x_BTW, weight_WJ, same)
 
 
+def _convolved(x_BTW: torch.Tensor, weight_WJ: torch.Tensor, same: torch.Tensor | None) -> torch.Tensor:
+    """The sum of shifted inputs, each by its number of every channel; `same`: whether an input is of the output's
+    document, [J - 1, B, T, 1]."""
+    taps, length = weight_WJ.shape[1], x_BTW.shape[1] - weight_WJ.shape[1] + 1
+    y_BTW = x_BTW[:, taps - 1 :] * weight_WJ[:, -1]
+    for tap in range(taps - 1):
+        part_BTW, weight_W = x_BTW[:, tap : tap + length], weight_WJ[:, tap]
+        y_BTW.addcmul_(part_BTW, weight_W if same is None else weight_W * same[tap])
+    return y_BTW
+
+
 class _Convolved(torch.autograd.Function):
-    """The sum of shifted inputs, each by its number of every channel, where it is `same` as the output's document."""
+    """`_convolved`, with gradients that need no copies of shifted inputs."""
 
     @staticmethod
-    def forward(ctx: Any, x_BTW: torch.Tensor, weight_WJ: torch.Tensor, same: list[torch.Tensor] | None):
-        taps, length = weight_WJ.shape[1], x_BTW.shape[1] - weight_WJ.shape[1] + 1
-        y_BTW = x_BTW[:, taps - 1 :] * weight_WJ[:, -1]
-        for tap in range(taps - 1):
-            part_BTW, weight_W = x_BTW[:, tap : tap + length], weight_WJ[:, tap]
-            y_BTW.addcmul_(part_BTW, weight_W if same is None else weight_W * same[tap])
-        ctx.save_for_backward(x_BTW, weight_WJ)
-        ctx.same = same
-        return y_BTW
+    def forward(ctx: Any, x_BTW: torch.Tensor, weight_WJ: torch.Tensor, same: torch.Tensor | None):
+        ctx.save_for_backward(x_BTW, weight_WJ, same)
+        return _convolved(x_BTW, weight_WJ, same)
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Any):
-        (grad_BTW,), (x_BTW, weight_WJ) = grad_outputs, ctx.saved_tensors
+        (grad_BTW,), (x_BTW, weight_WJ, same) = grad_outputs, ctx.saved_tensors
         taps, length = weight_WJ.shape[1], grad_BTW.shape[1]
         grad_x, grad_weight = torch.zeros_like(x_BTW), torch.empty_like(weight_WJ)
         for tap in range(taps):
-            part_BTW = grad_BTW if ctx.same is None or tap == taps - 1 else grad_BTW * ctx.same[tap]
+            part_BTW = grad_BTW if same is None or tap == taps - 1 else grad_BTW * same[tap]
             grad_x[:, tap : tap + length].addcmul_(part_BTW, weight_WJ[:, tap])
             grad_weight[:, tap] = (part_BTW * x_BTW[:, tap : tap + length]).sum((0, 1))
         return grad_x, grad_weight, None

@@ -1,11 +1,11 @@
 """The gated delta rule under context parallelism: ranks pass what a run of tokens does to a state, not the tokens.
 
-Each rank holds one or two runs of consecutive tokens of every sequence. A run maps the state S that enters it to M S + U
-(`models/delta_rule.py`), and such maps compose: every rank computes M and U of its own runs, all are gathered, and each
-rank composes those before its own. The convolution also gets the last tokens of the run before.
+Each rank holds one or two runs of consecutive tokens of every sequence. A run maps the state S that enters it to
+M S + U (`models/delta_rule.py`), and such maps compose: every rank computes M and U of its own runs, all are gathered,
+and each rank composes those before its own. The convolution also gets the last tokens of the run before.
 
-Shapes: B batch, R runs of a rank, B' = R B, T tokens of a run, P runs of all ranks, H heads, K key width, V value width,
-W channels.
+Shapes: B batch, R runs of a rank, B' = R B, T tokens of a run, P runs of all ranks, H heads, K key width, V value
+width, W channels.
 """
 
 from typing import Any
@@ -65,7 +65,7 @@ class RunsOfRanks(Pieces):
         # The state before each chunk, from the one that enters the run.
         states = maps[..., :value_width] + maps[..., value_width:] @ entering_BHKV[:, :, None]
         new = chunks.values - chunks.keys @ states
-        return outputs(chunks, states, new, heads.v_BTHV.shape[1])
+        return outputs(chunks, states, new, heads.v.shape[1])
 
     def _entering(self, last_BHKX: torch.Tensor, width: int) -> torch.Tensor:
         """The state that enters each of this rank's runs [B', H, K, V], from U and M of each."""

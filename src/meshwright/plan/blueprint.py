@@ -223,7 +223,7 @@ def _block(rows: list[Parameter], mixer: MixerSpec | None) -> LayerParameters:
         experts = row.shape[0] if row.dims[0] == "experts" else 0
         dims, shape = row.dims[-2:], row.shape[-2:]
         if row.dims[-1] == "kernel":  # of a convolution, a row for each channel
-            dims, shape = (row.dims[0], row.dims[2]), (row.shape[0], row.shape[2])
+            dims, shape = (row.dims[0], row.dims[-1]), (row.shape[0], row.shape[-1])
         name = row.name.split(".", 2)[2].removesuffix(".weight")
         split, keys = bool(TP_SPLITS & set(dims)), "kv_heads" in dims
         matrices.append(Matrix(name, shape[0], shape[1], split, experts, keys))
