@@ -66,8 +66,8 @@ DELTA = """
 ## The gated delta rule
 
 Three of four layers of `qwen3_next`, `qwen3_5` and `qwen3_5_moe` have a state of fixed size in the place of keys and
-values: a matrix for each head, which every token lets decay and corrects (Yang et al., "Gated Delta Networks", 2024). It
-is computed in chunks of 64 tokens, by products of matrices, in fp32 under bf16 and fp16; tests compare it with the
+values: a matrix for each head, which every token lets decay and corrects (Yang et al., "Gated Delta Networks", 2024).
+It is computed in chunks of 64 tokens, by products of matrices, in fp32 under bf16 and fp16; tests compare it with the
 token-by-token recurrence in float64, gradients included.
 
 - Documents of a packed row stay apart: the state and the short convolution begin anew at each.
