@@ -1,11 +1,21 @@
 """The gated delta rule: chunks against the token-by-token recurrence; documents and their convolution."""
 
+from pathlib import Path
+
 import pytest
 import torch
 
 from exact import token_by_token
+from meshwright.families import resolve_model
+from meshwright.families.adapters import finetuned_table
+from meshwright.families.quantized import split_misfit
 from meshwright.models.delta_rule import Heads, cut, gated_delta_rule, of_length_one, outputs, scan
 from meshwright.models.gated_delta import Convolution
+from meshwright.prove.shrink import shrink
+from meshwright.spec.finetune import LoraSpec
+from meshwright.spec.model import ModelFields
+from meshwright.spec.run import Run
+from meshwright.trainer.resolve import resolve_run
 
 B, G, R, K, V = 2, 2, 3, 4, 5
 ROOM = 1e-13
@@ -84,6 +94,22 @@ def test_maps_of_chunks_compose() -> None:
         assert outputs(chunks, states, new, 24).shape == (B, 24, G * R, V)
     assert not last[0, :, :, V:].any(), "a document that ends within the run passes no state"
     assert last[1, :, :, V:].any()
+
+
+def test_quantized_matrices_of_several_parts_are_refused_under_tensor_parallelism() -> None:
+    """Their rows would be another rank's."""
+    spec = resolve_model(ModelFields(name="qwen3.5-0.8b"), base_dir=Path())
+    table = finetuned_table(spec, LoraSpec(method="lora", base="int8"))
+    assert "layers.0.attention.w_qkv are split one by one" in (split_misfit(table, spec, 2) or "")
+    assert split_misfit(table, spec, 1) is None
+    spec = resolve_model(ModelFields(name="qwen3-next-80b-a3b"), base_dir=Path())  # its parts follow one another
+    assert split_misfit(finetuned_table(spec, LoraSpec(method="lora", base="int8")), spec, 2) is None
+
+
+@pytest.mark.parametrize(("name", "kinds"), [("qwen3.5-0.8b", 2), ("gemma-3-1b", 2), ("llama-3.2-1b", 1)])
+def test_small_models_of_verify_have_every_kind_of_layer(name: str, kinds: int) -> None:
+    run = Run(model=ModelFields(name=name), device="cpu")
+    assert len(set(shrink(resolve_run(run, base_dir=Path())).model.layers)) == kinds
 
 
 def test_convolution_stops_at_documents() -> None:
