@@ -28,8 +28,9 @@ from meshwright.families import read_hf_directory
 from meshwright.spec.data import DataSpec
 from meshwright.spec.errors import UserError
 from meshwright.spec.fit import find_misfits
+from meshwright.spec.foreign import ForeignModel, ForeignSplit
 from meshwright.spec.layout import LayoutSpec
-from meshwright.spec.model import ForeignModel, ForeignSplit, ModelFields
+from meshwright.spec.model import ModelFields
 from meshwright.spec.run import ResolvedRun, Run
 from meshwright.testing.equivalence import Outcome, build_here, largest_difference, loader_for, one_step
 from meshwright.testing.ranks import RankPool

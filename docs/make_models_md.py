@@ -55,10 +55,28 @@ step it moves by `model.balance_rate`, down for experts with more than the mean 
 others. It is kept in fp32, saved in checkpoints, and exported. The published coefficient of the loss is for shares that
 add up to 1 over a token's experts; ours add up to their number, so the default is smaller by that factor. Groups of
 experts, shared experts and dense first layers are as published. Multi-token prediction layers (MTP) are not
-implemented, and are skipped in directories that have them.
+implemented, and are skipped in directories that have them; exports do not have them. The shared expert of `qwen3_next`
+and `qwen3_5_moe` has a gate, a number for each token.
 
 In Hugging Face directories every expert has separate tensors, as transformers 4 and 5 write them (in `gpt_oss` all
 experts share one, in bf16 or MXFP4, which is multiplied out when read); here, all experts of a layer are one tensor.
+"""
+
+DELTA = """
+## The gated delta rule
+
+Three of four layers of `qwen3_next`, `qwen3_5` and `qwen3_5_moe` have a state of fixed size in the place of keys and
+values: a matrix for each head, which every token lets decay and corrects (Yang et al., "Gated Delta Networks", 2024).
+It is computed in chunks of 64 tokens, by products of matrices, in fp32 under bf16 and fp16; tests compare it with the
+token-by-token recurrence in float64, gradients included.
+
+- Documents of a packed row stay apart: the state and the short convolution begin anew at each.
+- Tensor parallelism splits the heads; `layout.tp` must divide `model.delta_key_heads`.
+- Context parallelism passes what a run of tokens does to a state, an affine map, instead of keys and values, and the
+  last tokens before a run to the convolution; the same with `ring`, `all_gather` and `ulysses`.
+- In generation, the cache holds the state. The prefix of a conversation is not used again, because a state cannot be
+  shortened, and compiled steps (`--compile`) do not support the layer.
+- GGUF files are not written.
 """
 
 ADDING = """
@@ -66,9 +84,9 @@ ADDING = """
 
 A family is data: one file in `src/meshwright/families/` of less than 80 lines, a row in `families/registry.py`, and its
 name in `FamilyName` (`spec/model.py`). `ModelSpec` has the options, and `spec/layers.py` says what they mean for each
-layer: `spec.layer(i)` is a value with its mixer (heads or latent attention, with its window, rotary table and norms),
-its feed-forward part (dense, or experts with their router) and the places of its norms. Tables, modules, masks, caches,
-FLOPs and plans read this value, so a new combination needs no other code.
+layer: `spec.layer(i)` is a value with its mixer (heads or latent attention, with its window, rotary table and norms, or
+the gated delta rule), its feed-forward part (dense, or experts with their router) and the places of its norms. Tables,
+modules, masks, caches, FLOPs and plans read this value, so a new combination needs no other code.
 
 OLMo 3 (`families/olmo.py`) as an example. It differs from Llama in four ways, each a switch:
 
@@ -111,7 +129,7 @@ FEED_FORWARD = {
 
 def page() -> str:
     """The text of docs/models.md."""
-    return "\n".join([BEGIN, *_families(), "", *_presets(), EXPERTS.rstrip(), ADDING.rstrip()]) + "\n"
+    return "\n".join([BEGIN, *_families(), "", *_presets(), EXPERTS.rstrip(), DELTA.rstrip(), ADDING.rstrip()]) + "\n"
 
 
 def _families() -> Iterator[str]:
@@ -128,6 +146,7 @@ def _families() -> Iterator[str]:
         mixers = {layer.mixer for layer in model.layers}
         positions += f", {_pattern(model)}" if len(mixers) > 1 else ""
         positions += ", sinks" if model.sinks else ""
+        positions += ", gated" if model.attention_gate else ""
         positions += ", a part of each head" if family.hf_rotated is not None else ""
         qk_norm = {"none": "no norm", "heads": "RMSNorm per head", "all": "RMSNorm over all heads"}[model.qk_norm]
         qk_norm += " in some sizes" if "qk_norm" in family.defaults else ""
@@ -135,7 +154,9 @@ def _families() -> Iterator[str]:
 
 
 def _pattern(model: ModelSpec) -> str:
-    """The different layers of a dense family."""
+    """The different layers of a family."""
+    if any(model.delta_layers):
+        return f"the gated delta rule in {sum(model.delta_layers)} of {len(model.delta_layers)} layers"
     if model.sliding_window is None:
         return f"none in one of {len(model.rope_layers)} layers"
     return f"a window in {sum(model.window_layers)} of {len(model.window_layers)} layers"
@@ -166,8 +187,8 @@ def _notes(model: ModelSpec) -> str:
     if model.num_experts:
         active = active_parameters(model) / 1e9
         notes.append(f"{model.experts_per_token} of {model.num_experts} experts per token: {active:.1f}B active")
-    if model.shared_experts:
-        notes.append(f"{model.shared_experts} shared")
+    if model.shared_width:
+        notes.append(f"{model.shared_experts or 1} shared")
     if model.dense_layers:
         notes.append(f"{model.dense_layers} dense layers")
     if model.sliding_window and model.windows != (None,):

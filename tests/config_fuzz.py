@@ -93,6 +93,12 @@ def flags(drawn: random.Random) -> list[int] | None:
     return drawn.choice([None, [drawn.choice([0, 1]) for _ in range(LAYERS)]])
 
 
+def linear_layers(drawn: random.Random) -> list[str] | None:
+    """Never the gated delta rule alone: transformers cannot generate with such a model."""
+    kinds = drawn.choice([None, None, ["linear_attention", "full_attention"], ["full_attention"]])
+    return kinds and [kinds[layer % len(kinds)] for layer in range(LAYERS)]
+
+
 LAYERS = 3
 ENDS: dict[str, Draw] = {
     "bos_token_id": one_of(None, 1),
@@ -121,11 +127,27 @@ BIAS = {"attention_bias": one_of(False, True)}
 WINDOW = {"sliding_window": one_of(None, 3, 7, 4096)}
 SWITCH = WINDOW | {"use_sliding_window": one_of(False, True)}
 TYPED = {"sliding_window": one_of(3, 7, 4096), "layer_types": typed_layers, "rope_parameters": rope_by_type}
+DELTA = {
+    "head_dim": one_of(8, 12),
+    "rope_parameters": partial_rope,
+    "layer_types": linear_layers,
+    "full_attention_interval": one_of(1, 2, 3),
+    "linear_conv_kernel_dim": one_of(2, 4),
+    "linear_key_head_dim": one_of(4, 6),
+    "linear_value_head_dim": one_of(4, 8),
+    "linear_num_key_heads": one_of(1, 2),
+    "linear_num_value_heads": one_of(2, 4),
+}
 BY_LAYER = SWITCH | {"max_window_layers": one_of(0, 1, 3, 28), "layer_types": layer_types}
 ROUTING = {
     "num_experts_per_tok": one_of(1, 2, 3),
     "output_router_logits": one_of(False, True),
     "router_aux_loss_coef": one_of(0.0, 0.02),
+}
+SHARED_EXPERT = {
+    "moe_intermediate_size": one_of(16, 24),
+    "shared_expert_intermediate_size": one_of(12, 16),
+    "num_experts": one_of(4, 6),
 }
 SCHEMA: dict[str, dict[str, Draw]] = {
     "gpt2": ENDS
@@ -237,6 +259,24 @@ SCHEMA: dict[str, dict[str, Draw]] = {
         "num_local_experts": one_of(4, 8),
         "router_jitter_noise": mostly(0.0, rarely=(0.1,)),
     },
+    "qwen3_5": WIDTHS | GROUPS | BIAS | DELTA,
+    "qwen3_next": WIDTHS
+    | GROUPS
+    | BIAS
+    | DELTA
+    | ROUTING
+    | SHARED_EXPERT
+    | {
+        "decoder_sparse_step": mostly(1, rarely=(2,)),
+        "mlp_only_layers": mostly(None, [], rarely=([0],)),
+        "norm_topk_prob": one_of(False, True),
+    },
+    "qwen3_5_moe": {key: draw for key, draw in WIDTHS.items() if key != "intermediate_size"}
+    | GROUPS
+    | BIAS
+    | DELTA
+    | ROUTING
+    | SHARED_EXPERT,
     "gpt_oss": WIDTHS
     | GROUPS
     | {"head_dim": one_of(8, 12)}
@@ -300,7 +340,10 @@ def write_model(family: str, seed: int, directory: Path) -> None:
     for name, tensor in model.state_dict().items():
         if tensor.is_floating_point():
             tensor.normal_(std=0.2)
-            if name.endswith("norm.weight") and family != "gemma3":
+            offset = FAMILIES[family].switches["norm"] == "offset_rmsnorm" and not name.endswith(
+                "linear_attn.norm.weight"
+            )
+            if name.endswith("norm.weight") and not offset:
                 tensor.add_(1)
     model.save_pretrained(directory)
     (directory / "config.json").write_text(json.dumps(config))

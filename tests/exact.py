@@ -17,7 +17,10 @@ from transformers.models.mixtral import modeling_mixtral
 from transformers.models.olmo3 import modeling_olmo3
 from transformers.models.qwen2 import modeling_qwen2
 from transformers.models.qwen3 import modeling_qwen3
+from transformers.models.qwen3_5 import modeling_qwen3_5
+from transformers.models.qwen3_5_moe import modeling_qwen3_5_moe
 from transformers.models.qwen3_moe import modeling_qwen3_moe
+from transformers.models.qwen3_next import modeling_qwen3_next
 from transformers.models.smollm3 import modeling_smollm3
 
 from losses import summed_loss
@@ -38,6 +41,39 @@ NORMS = (
     modeling_qwen3_moe.Qwen3MoeRMSNorm,
     modeling_smollm3.SmolLM3RMSNorm,
 )
+
+
+OFFSET_NORMS = (
+    modeling_gemma3.Gemma3RMSNorm,
+    modeling_qwen3_next.Qwen3NextRMSNorm,
+    modeling_qwen3_5.Qwen3_5RMSNorm,
+    modeling_qwen3_5_moe.Qwen3_5MoeRMSNorm,
+)
+ROUTERS = (
+    modeling_mixtral.MixtralTopKRouter,
+    modeling_qwen3_moe.Qwen3MoeTopKRouter,
+    modeling_qwen3_next.Qwen3NextTopKRouter,
+    modeling_qwen3_5_moe.Qwen3_5MoeTopKRouter,
+)
+DELTA = (modeling_qwen3_next, modeling_qwen3_5, modeling_qwen3_5_moe)
+
+
+def token_by_token(query, key, value, g, beta, initial_state=None, output_final_state=False, **kwargs):
+    """The gated delta rule as transformers defines it, a token at a time, in the dtype of its inputs; theirs rounds to
+    fp32."""
+    shares = value.shape[2] // key.shape[2]
+    query, key = (
+        (x * (x.square().sum(-1, keepdim=True) + 1e-6).rsqrt()).repeat_interleave(shares, 2) for x in (query, key)
+    )
+    state = value.new_zeros(*value.shape[::2], key.shape[-1], value.shape[-1])
+    state = state if initial_state is None else initial_state
+    outputs = []
+    for q, k, v, decay, share in zip(*(x.unbind(1) for x in (query, key, value, g, beta)), strict=True):
+        state = state * decay.exp()[..., None, None]
+        new = (v - torch.einsum("bhk,bhkv->bhv", k, state)) * share[..., None]
+        state = state + torch.einsum("bhk,bhv->bhkv", k, new)
+        outputs.append(torch.einsum("bhk,bhkv->bhv", q, state) * query.shape[-1] ** -0.5)
+    return torch.stack(outputs, 1), state if output_final_state else None
 
 
 def loaded_fp64(directory: Path) -> Any:
@@ -97,7 +133,7 @@ def make_exact(monkeypatch: pytest.MonkeyPatch) -> None:
         return None, self.routed_scaling_factor * weights / total, experts
 
     monkeypatch.setattr(modeling_deepseek_v3.DeepseekV3TopkRouter, "forward", route_in_groups)
-    for router in (modeling_mixtral.MixtralTopKRouter, modeling_qwen3_moe.Qwen3MoeTopKRouter):
+    for router in ROUTERS:
         monkeypatch.setattr(router, "forward", route)
 
     def minimax(self, x, e_score_correction_bias):
@@ -111,7 +147,27 @@ def make_exact(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(modeling_glm4_moe.Glm4MoeTopkRouter, "forward", route_in_groups)
     monkeypatch.setattr(modeling_minimax_m2.MiniMaxM2TopKRouter, "forward", minimax)
-    monkeypatch.setattr(modeling_gemma3.Gemma3RMSNorm, "forward", offset)
+
+    def gated(self, x, gate):
+        return forward(self, x) * torch.nn.functional.silu(gate)
+
+    def unrounded(compute):
+        def run(*args, **kwargs):
+            with monkeypatch.context() as within:
+                within.setattr(torch.Tensor, "float", lambda tensor: tensor)
+                return compute(*args, **kwargs)
+
+        return run
+
+    for norm in OFFSET_NORMS:
+        monkeypatch.setattr(norm, "forward", offset)
+    for module in DELTA:
+        name = next(name for name in vars(module) if name.endswith("RMSNormGated"))
+        monkeypatch.setattr(vars(module)[name], "forward", gated)
+        layer = next(value for name, value in vars(module).items() if name.endswith("GatedDeltaNet"))
+        monkeypatch.setattr(layer, "forward", unrounded(layer.forward))
+        monkeypatch.setattr(module, "torch_chunk_gated_delta_rule", token_by_token)
+        monkeypatch.setattr(module, "torch_recurrent_gated_delta_rule", token_by_token)
     for norm in NORMS:
         monkeypatch.setattr(norm, "forward", forward)
 

@@ -17,6 +17,7 @@ from meshwright.models.generate import Sampling, check_room
 from meshwright.serve.engine import InferenceEngine, requests_of
 from meshwright.spec.finetune import LoraSpec
 from meshwright.spec.model import ModelFields, ModelSpec
+from tiny import DELTA
 
 SIZES: dict[str, Any] = {"hidden": 32, "num_layers": 2, "num_heads": 4, "max_positions": 96, "init_std": 0.3}
 VOCAB = 300
@@ -46,6 +47,12 @@ def spec_of(family: str, vocab: int = VOCAB, *, switches: Mapping[str, Any] | No
         sizes["num_layers"] = 6 if family == "gemma3" else 4  # one of each kind
     if family in ("glm4_moe", "minimax_m2", "gpt_oss"):
         sizes |= {"num_experts": 4, "experts_per_token": 2, "ffn": 48}
+    if family in DELTA:
+        sizes |= {"num_layers": 4, "delta_heads": 4, "delta_key_heads": 2, "delta_key_dim": 8, "delta_value_dim": 6}
+    if family in ("qwen3_next", "qwen3_5_moe"):
+        sizes |= {"num_experts": 4, "experts_per_token": 2, "expert_ffn": 24, "shared_ffn": 16}
+    if family == "qwen3_5_moe":
+        del sizes["ffn"]
     if family == "deepseek_v3":
         sizes |= {"kv_rank": 12, "nope_head_dim": 6, "rope_head_dim": 4, "v_head_dim": 8, "num_experts": 16}
     spec = resolve_model(ModelFields(**sizes | more), base_dir=Path())

@@ -25,7 +25,7 @@ from tiny import tiny_run
 
 METHODS = ("ring", "all_gather", "ulysses")
 FAMILIES = ("gpt2", "llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe", "gemma3", "olmo3", "smollm3")
-FAMILIES += ("gpt_oss",)
+FAMILIES += ("gpt_oss", "qwen3_next", "qwen3_5")
 LAYOUTS = {name.removesuffix("-every-method"): layout for name, layout in CONTEXT_PARALLEL.items()}
 T, K = 32, 8
 

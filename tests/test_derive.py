@@ -14,8 +14,9 @@ from meshwright.derive.probe import derived_split, probe_blocks
 from meshwright.derive.slice_test import passes
 from meshwright.derive.whole_model import check_whole
 from meshwright.families import read_hf_directory
+from meshwright.spec.foreign import ForeignModel, ForeignSplit, SplitModule
 from meshwright.spec.layout import LayoutSpec
-from meshwright.spec.model import ForeignModel, ForeignSplit, ModelFields, SplitModule
+from meshwright.spec.model import ModelFields
 from meshwright.spec.run import ResolvedRun
 from meshwright.testing.equivalence import one_step
 from meshwright.testing.ranks import RankPool

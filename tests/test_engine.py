@@ -248,7 +248,7 @@ def test_a_users_own_model_is_cached_only_where_that_changes_nothing(mixes: bool
 
 
 PACKED = ("llama", "gpt2", "mistral", "qwen2", "qwen3", "mixtral", "deepseek_v3")
-PACKED += ("gemma3", "olmo3", "smollm3", "glm4_moe", "minimax_m2", "gpt_oss")
+PACKED += ("gemma3", "olmo3", "smollm3", "glm4_moe", "minimax_m2", "gpt_oss", "qwen3_next", "qwen3_5")
 
 
 @torch.inference_mode()

@@ -14,7 +14,7 @@ from meshwright.testing.ranks import RankPool
 from tiny import EPS, GLOBAL_BATCH, LR, SEQUENCE_LENGTH, STRATEGIES, tiny_run
 
 FAMILIES = ("gpt2", "llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe", "deepseek_v3")
-FAMILIES += ("gemma3", "olmo3", "smollm3", "glm4_moe", "minimax_m2")
+FAMILIES += ("gemma3", "olmo3", "smollm3", "glm4_moe", "minimax_m2", "qwen3_next", "qwen3_5", "qwen3_5_moe")
 PARALLEL = [name for name in STRATEGIES if name != "single"]
 RECOMPUTES = ("none", "selective", "full")
 _ALONE: dict[str, Outcome] = {}

@@ -27,7 +27,7 @@ from test_resume import STEPS, on_ranks, resumed, uninterrupted
 from test_tensor_parallel import kept
 from tiny import EPS, GLOBAL_BATCH, LR, tiny_run
 
-FAMILIES = ("mixtral", "qwen3_moe", "deepseek_v3", "glm4_moe", "minimax_m2", "gpt_oss")
+FAMILIES = ("mixtral", "qwen3_moe", "deepseek_v3", "glm4_moe", "minimax_m2", "gpt_oss", "qwen3_next", "qwen3_5_moe")
 RECOMPUTES = ("none", "selective", "full")
 
 

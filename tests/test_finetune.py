@@ -56,7 +56,8 @@ def fine_tuned(family: str, finetune: dict[str, Any]) -> tuple[Decoder, tuple[Pa
 
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize(
-    "family", ["llama", "qwen2", "qwen3_moe", "deepseek_v3", "gemma3", "olmo3", "glm4_moe", "gpt_oss"]
+    "family",
+    ["llama", "qwen2", "qwen3_moe", "deepseek_v3", "gemma3", "olmo3", "glm4_moe", "gpt_oss", "qwen3_next", "qwen3_5"],
 )
 def test_module_and_table_say_the_same(family: str, method: str) -> None:
     model, table = fine_tuned(family, METHODS[method])

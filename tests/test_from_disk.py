@@ -29,7 +29,7 @@ def answers_of(model: Any) -> list[Any]:
 
 
 @pytest.mark.every(1)
-@pytest.mark.parametrize("family", ["llama", "gpt2", "mixtral", "deepseek_v3", "gemma3", "gpt_oss"])
+@pytest.mark.parametrize("family", ["llama", "gpt2", "mixtral", "deepseek_v3", "gemma3", "gpt_oss", "qwen3_next"])
 def test_answers_and_losses_are_those_of_weights_in_memory(family: str, tmp_path: Path) -> None:
     tokenizer = tokenizer_of(CHATML)
     folder = hf_directory(tmp_path / "hf", model_of(family, num_layers=3, dtype=torch.float32), tokenizer)

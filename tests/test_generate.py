@@ -12,12 +12,13 @@ from meshwright.models import build_model, initialize
 from meshwright.models.generate import Sampling, choose
 from meshwright.spec.model import ModelFields
 from served import generate
+from tiny import DELTA
 
 EOS = 0
 PROMPTS = [[5, 6, 7, 8, 9], [3], [11, 4, 11]]
 GREEDY = Sampling(temperature=0)
 FAMILIES = ["llama", "gpt2", "mistral", "mixtral", "qwen3_moe", "deepseek_v3", "gemma3", "olmo3", "smollm3"]
-FAMILIES += ["glm4_moe", "minimax_m2", "gpt_oss"]
+FAMILIES += ["glm4_moe", "minimax_m2", "gpt_oss", "qwen3_next", "qwen3_5"]
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
@@ -35,6 +36,13 @@ def model(request, tmp_path_factory):
     if request.param in ("gemma3", "olmo3", "smollm3"):
         layers = 6 if request.param == "gemma3" else 4
         fields = fields.model_copy(update={"sliding_window": 3, "num_kv_heads": 2, "num_layers": layers})
+    if request.param in DELTA:
+        sizes = {"num_layers": 4, "delta_heads": 4, "delta_key_heads": 2, "delta_key_dim": 8, "delta_value_dim": 6}
+        fields = fields.model_copy(update=sizes | {"num_kv_heads": 2})
+    if request.param == "qwen3_next":
+        fields = fields.model_copy(
+            update={"num_experts": 4, "experts_per_token": 2, "expert_ffn": 24, "shared_ffn": 16}
+        )
     spec = resolve_model(fields, base_dir=tmp_path_factory.getbasetemp())
     model = build_model(spec, device="cpu", dtype=torch.float64)
     initialize(model, parameter_table(spec), seed=1)

@@ -14,12 +14,18 @@ from meshwright.families import PRESETS, parameter_table, resolve_model, state_t
 from meshwright.models import Cache, build_model, initialize, named_tensors
 from meshwright.parallel.compile import apply_compile
 from meshwright.spec.model import ModelFields
+from tiny import DELTA
 
 FAMILIES = ["gpt2", "llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe", "deepseek_v3"]
-FAMILIES += ["gemma3", "olmo3", "smollm3", "glm4_moe", "minimax_m2", "gpt_oss"]
+FAMILIES += ["gemma3", "olmo3", "smollm3", "glm4_moe", "minimax_m2", "gpt_oss", "qwen3_next", "qwen3_5", "qwen3_5_moe"]
 BALANCED = ("deepseek_v3", "glm4_moe", "minimax_m2")
 """Families whose experts are balanced by a bias."""
 PATTERN = {"gemma3": {"num_layers": 6}, "olmo3": {"num_layers": 4}, "smollm3": {"num_layers": 4}}
+SMALL_DELTA = {"num_layers": 4, "delta_heads": 4, "delta_key_heads": 2, "delta_key_dim": 8, "delta_value_dim": 6}
+SMALL_DELTA |= {"norm_eps": 0.05}
+FEW_EXPERTS = {"num_experts": 4, "experts_per_token": 4, "expert_ffn": 24, "shared_ffn": 16}
+PATTERN |= {"qwen3_5": SMALL_DELTA, "qwen3_next": SMALL_DELTA | FEW_EXPERTS}
+PATTERN |= {"qwen3_5_moe": SMALL_DELTA | FEW_EXPERTS | {"ffn": None}}
 """Layers of each kind."""
 TINY = {"hidden": 32, "num_layers": 2, "num_heads": 4, "vocab": 97, "ffn": 48}
 
@@ -97,7 +103,7 @@ def test_a_model_in_parts_is_the_model(family, tied):
 def windowed(family: str, **more):
     """The family with grouped heads and, if it has one, a window."""
     grouped = {} if family in ("gpt2", "deepseek_v3") else {"num_kv_heads": 2}
-    window = {} if family in ("gpt2", "llama", *BALANCED) else {"sliding_window": 5}
+    window = {} if family in ("gpt2", "llama", *BALANCED, *DELTA) else {"sliding_window": 5}
     return tiny(family, init_std=0.2, max_positions=32, **grouped, **window, **more)
 
 

@@ -19,7 +19,7 @@ from meshwright.parallel.materialize import materialize
 from meshwright.parallel.recompute import apply_recompute
 from meshwright.spec.model import ModelFields
 
-FAMILIES = ("gpt2", "llama", "mistral", "qwen3", "gemma3", "olmo3", "smollm3", "gpt_oss")
+FAMILIES = ("gpt2", "llama", "mistral", "qwen3", "gemma3", "olmo3", "smollm3", "gpt_oss", "qwen3_5")
 ROWS = ((200, 3, 1, 40, 12), (5, 70, 80, 90, 11))
 """Lengths of the documents of two rows: alone, merged with neighbours, and merged across rows."""
 T = sum(ROWS[0])
@@ -33,6 +33,9 @@ def build(family):
         sizes["sliding_window"] = 20
     if family in ("gemma3", "olmo3", "smollm3"):
         sizes["num_layers"] = 6 if family == "gemma3" else 4  # one of each kind
+    if family == "qwen3_5":
+        sizes |= {"num_layers": 4, "delta_heads": 4, "delta_key_heads": 2, "delta_key_dim": 8, "delta_value_dim": 6}
+        sizes |= {"norm_eps": 0.05, "rope_head_dim": 4}
     spec = resolve_model(ModelFields(family=family, init_std=0.2, **sizes), base_dir=Path())
     model = build_model(spec, device="meta", dtype=torch.float64)
     table = parameter_table(spec)

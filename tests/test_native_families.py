@@ -38,6 +38,7 @@ transformers.logging.set_verbosity_error()
 transformers.logging.disable_progress_bar()
 
 FAMILIES = ("smollm3", "olmo3", "gemma3", "glm4_moe", "minimax_m2", "gpt_oss")
+FAMILIES += ("qwen3_next", "qwen3_5", "qwen3_5_moe")
 PRESETS_OF_FAMILIES = [name for name, fields in PRESETS.items() if fields.family in FAMILIES]
 MXFP4_SIZES = {"hidden": 64, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "head_dim": 8, "ffn": 32}
 MXFP4_SIZES |= {"vocab": 61, "num_experts": 4, "experts_per_token": 2}
@@ -58,6 +59,8 @@ WORDS += (
     "is odd",
     "truncate",
     "layer_types",
+    "mlp_only_layers",
+    "decoder_sparse_step",
 )
 
 

@@ -113,7 +113,9 @@ def everything_of(opened: Any, text: Path) -> dict[str, Any]:
 
 
 @pytest.mark.every(3)
-@pytest.mark.parametrize("family", ["llama", "gpt2", "mixtral", "deepseek_v3", "gemma3", "olmo3", "smollm3", "gpt_oss"])
+@pytest.mark.parametrize(
+    "family", ["llama", "gpt2", "mixtral", "deepseek_v3", "gemma3", "olmo3", "smollm3", "gpt_oss", "qwen3_5"]
+)
 def test_two_ranks_answer_as_one_process(family: str, ranks: RankPool, tmp_path: Path) -> None:
     model = model_of(family, vocab=301, init_std=0.2)
     folder = hf_directory(tmp_path / "hf", model, tokenizer_of(CHATML))

@@ -26,6 +26,8 @@ EPS = 0.1
 NEEDS_SHARDED_INTEGERS = pytest.mark.skipif(
     not SHARDS_INTEGERS, reason="FSDP2 of this PyTorch shards no quantized base"
 )
+DELTA = ("qwen3_next", "qwen3_5", "qwen3_5_moe")
+"""Families of which some layers have the gated delta rule."""
 STRATEGIES = DATA_PARALLEL
 """The strategies that do not split the model; most tests that are not about splitting use these."""
 
@@ -59,6 +61,13 @@ def tiny_run(
         sizes |= {"num_experts": 8, "experts_per_token": 2, "balance_loss": 0.5}
     if family == "qwen3_moe":
         sizes["expert_ffn"] = 20
+    if family in DELTA:
+        sizes |= {"delta_heads": 8, "delta_key_heads": 4, "delta_key_dim": 6, "delta_value_dim": 4, "num_layers": 4}
+        sizes |= {"rope_head_dim": 4, "norm_eps": 0.05}  # the heads' norms would enlarge the rounding of small outputs
+    if family in ("qwen3_next", "qwen3_5_moe"):
+        sizes |= {"num_experts": 8, "experts_per_token": 2, "balance_loss": 0.5, "expert_ffn": 20, "shared_ffn": 16}
+    if family == "qwen3_5_moe":
+        del sizes["ffn"]
     if family == "glm4_moe":
         sizes |= {"expert_ffn": 20, "shared_experts": 2, "qk_norm": "heads", "balance_rate": 0.05, "rope_head_dim": 4}
         sizes |= {"router_groups": 4, "router_top_groups": 2}

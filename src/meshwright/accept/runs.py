@@ -49,6 +49,19 @@ FAMILIES: Mapping[str, Mapping[str, Any]] = {
         "rope_head_dim": 16,
         "v_head_dim": 16,
     },
+    "qwen3_next": {
+        "num_layers": 4,
+        "num_experts": 8,
+        "experts_per_token": 2,
+        "expert_ffn": 32,
+        "shared_ffn": 32,
+        "balance_loss": 0.5,
+        "delta_heads": 8,
+        "delta_key_heads": 4,
+        "delta_key_dim": 16,
+        "delta_value_dim": 16,
+        "norm_eps": 0.05,
+    },
 }
 """Families -> what their tiny models have besides `tiny_model`'s fields."""
 

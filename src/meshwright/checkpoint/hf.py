@@ -157,6 +157,7 @@ def _refuse_unknown(stored: Mapping[str, StoredTensor], used: set[str], spec: Mo
             continue
         layer = re.search(r"\blayers\.(\d+)\.", key) if family.hf_more_layers else None
         further = layer is not None and int(layer[1]) >= spec.num_layers
+        further = further or (bool(family.hf_left_out) and key.startswith(family.hf_left_out))
         if not further and not key.endswith(ignored):
             raise UserError(f"{stored[key].file}: tensor {key} does not belong to the {spec.family} of config.json")
 

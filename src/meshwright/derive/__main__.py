@@ -13,7 +13,7 @@ import torch
 
 from meshwright.derive.probe import derived_split
 from meshwright.spec.errors import UserError
-from meshwright.spec.model import ForeignModel
+from meshwright.spec.foreign import ForeignModel
 
 
 def main() -> None:

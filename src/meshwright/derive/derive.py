@@ -11,7 +11,7 @@ from torch import nn
 from meshwright.derive.calls import RecordedCall, UnsplitError, record, rounds_in_float32
 from meshwright.derive.connect import candidates
 from meshwright.derive.slice_test import passes, prove
-from meshwright.spec.model import ForeignSplit, SplitModule
+from meshwright.spec.foreign import ForeignSplit, SplitModule
 
 MOST_CANDIDATES = 6
 """Possible splits of a module that are tested."""

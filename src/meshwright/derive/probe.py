@@ -18,7 +18,7 @@ from meshwright.derive.whole_model import check_whole
 from meshwright.families.wrapped import parsed
 from meshwright.models.foreign import without_dropout
 from meshwright.spec.errors import UserError
-from meshwright.spec.model import ForeignModel, ForeignSplit, SplitParameter
+from meshwright.spec.foreign import ForeignModel, ForeignSplit, SplitParameter
 
 LARGEST = 3_000_000
 """Parameters of a model that is probed as it is."""

@@ -20,7 +20,7 @@ from meshwright.derive.connect import PossibleSplit, only, runs
 from meshwright.derive.lockstep import SideBySide, side_by_side
 from meshwright.models.faces import put_faces
 from meshwright.models.slots import View, Weights
-from meshwright.spec.model import SplitModule, SplitParameter
+from meshwright.spec.foreign import SplitModule, SplitParameter
 
 VALUES, GRADIENTS = 1e-6, 1e-5
 """Largest relative differences: transformers computes routers and some norms and softmaxes in float32."""

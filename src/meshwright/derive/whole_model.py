@@ -14,7 +14,7 @@ from meshwright.derive.calls import UnsplitError, close, direction_like, first_f
 from meshwright.derive.derive import Blocks
 from meshwright.derive.lockstep import SideBySide, side_by_side
 from meshwright.derive.slice_test import GRADIENTS, VALUES, joined_parts, put_part
-from meshwright.spec.model import ForeignSplit, SplitModule
+from meshwright.spec.foreign import ForeignSplit, SplitModule
 
 
 def check_whole(blocks: Blocks, split: ForeignSplit, parts: int) -> None:

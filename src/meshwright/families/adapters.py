@@ -182,8 +182,9 @@ def _lora(model: ModelSpec, finetune: LoraSpec, weights: dict[str, Parameter]) -
 
 
 def _is_inner(row: Parameter) -> bool:
-    """Whether the row is the matrix of a linear layer of a block: neither embedding nor head nor router."""
-    return len(row.dims) == 2 and row.dims[0] not in ("vocab", "positions", "experts")
+    """Whether the row is the matrix of a linear layer of a block: neither embedding nor head, nor of a router or a
+    shared expert's gate."""
+    return len(row.dims) == 2 and row.dims[0] not in ("vocab", "positions", "experts", "one")
 
 
 def _targets(model: ModelSpec, patterns: Iterable[str], weights: dict[str, Parameter]) -> list[str]:

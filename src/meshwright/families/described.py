@@ -5,7 +5,8 @@ from collections.abc import Iterator
 
 from meshwright.families.adapters import finetuned_table
 from meshwright.spec.finetune import FinetuneSpec
-from meshwright.spec.model import ModelSpec, Parameter, SplitModule
+from meshwright.spec.foreign import SplitModule
+from meshwright.spec.model import ModelSpec, Parameter
 
 
 def describe_table(model: ModelSpec, finetune: FinetuneSpec | None) -> list[str]:

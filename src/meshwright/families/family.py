@@ -16,7 +16,10 @@ DEEPSEEK_FIELDS = frozenset(
 )
 """Fields of `ModelFields` that only deepseek_v3 has."""
 
-RARE_FIELDS = frozenset({"window_theta", "query_scalar", "qk_norm"})
+DELTA_FIELDS = frozenset({"delta_heads", "delta_key_heads", "delta_key_dim", "delta_value_dim"})
+"""Fields of `ModelFields` of layers with the gated delta rule."""
+
+RARE_FIELDS = DELTA_FIELDS | {"window_theta", "query_scalar", "qk_norm", "shared_ffn"}
 """Fields of `ModelFields` that only families with a default for them have."""
 
 EXPERT_FIELDS = DEEPSEEK_FIELDS | {"num_experts", "experts_per_token", "expert_ffn", "balance_loss"}
@@ -80,6 +83,9 @@ class Family:
     """Modules whose weight is stored (in, out): the last part of their name in a checkpoint."""
     hf_more_layers: bool = False
     """Checkpoints may hold layers after the last one, for multi-token prediction; they are left out."""
+    hf_left_out: tuple[str, ...] = ()
+    """Prefixes of the names of stored tensors that are parts of another model, such as heads that predict several
+    tokens; they are left out."""
     hf_ignored: tuple[str, ...] = ()
     """Suffixes of the names of stored tensors that are not parameters: masks and tables from old versions."""
 
@@ -98,7 +104,9 @@ class Family:
         forced = {field: value for field, value in follows.items() if field in self.unavailable}
         fields = {**follows, **self.switches, **defaults, **given, **forced}
         spec = ModelSpec.model_validate({**fields, "family": self.name})
-        for larger, smaller in (("num_heads", "num_kv_heads"), ("num_experts", "router_groups")):
+        multiples = [("num_heads", "num_kv_heads"), ("num_experts", "router_groups")]
+        multiples += [("delta_heads", "delta_key_heads")] if any(spec.delta_layers) else []
+        for larger, smaller in multiples:
             number, of = getattr(spec, larger), getattr(spec, smaller)
             if number % of:
                 raise UserError(f"{larger}={number} is not a multiple of {smaller}={of}")

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from meshwright.families.adapters import finetuned_table
 from meshwright.families.table import active_numel, parameter_table
 from meshwright.spec.finetune import FinetuneSpec
-from meshwright.spec.layers import MixerSpec
+from meshwright.spec.layers import GatedDeltaSpec, MixerSpec
 from meshwright.spec.model import ModelSpec, Parameter
 
 
@@ -35,7 +35,9 @@ def attention_flops_per_token(spec: ModelSpec, sequence_length: int) -> int:
 
 
 def mixer_flops_per_token(mixer: MixerSpec, sequence_length: int) -> int:
-    """The same of one layer."""
+    """The same of one layer. The gated delta rule reads a state by key and by query, and writes it."""
+    if isinstance(mixer, GatedDeltaSpec):
+        return 3 * 2 * mixer.heads * mixer.key_dim * mixer.value_dim
     span = min(sequence_length, mixer.window or sequence_length)
     return 2 * mixer.heads * (mixer.head_dim + mixer.value_dim) * span
 

@@ -11,7 +11,8 @@ from typing import Any
 from meshwright.families.fp8_files import FP8
 from meshwright.families.tensor_headers import FLOATS, StoredTensor, read_scalar
 from meshwright.spec.errors import UserError
-from meshwright.spec.model import ForeignModel, ModelSpec, Parameter, SplitParameter
+from meshwright.spec.foreign import ForeignModel, SplitParameter
+from meshwright.spec.model import ModelSpec, Parameter
 from meshwright.spec.problems import foreign_problems
 
 FAMILY = "transformers"

@@ -5,7 +5,7 @@ from typing import Any
 
 from meshwright.families.tensor_headers import FLOATS, StoredTensor
 from meshwright.spec.errors import UserError
-from meshwright.spec.model import Fp8Files
+from meshwright.spec.foreign import Fp8Files
 
 QUANTIZATION = "quantization_config"
 

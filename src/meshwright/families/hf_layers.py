@@ -1,16 +1,18 @@
-"""The layers of a config.json that differ from one another: which have a sliding window, and which rotate."""
+"""The layers of a config.json that differ from one another: which have a sliding window, rotate, or have the gated
+delta rule in the place of attention."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from meshwright.spec.errors import UserError
+from meshwright.spec.layers import GatedDeltaSpec
 from meshwright.spec.model import ModelSpec
 
 if TYPE_CHECKING:
     from meshwright.families.family import Family
 
-FULL, SLIDING = "full_attention", "sliding_attention"
+FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
 
 
 class UnsupportedError(UserError):
@@ -34,18 +36,18 @@ class HfReader:
             return self.family.hf_absent[key]
         raise UserError(f"{self.where}: {key!r} is missing; a {self.family.name} model cannot be built without it")
 
-    def layer_types(self, layers: int, default: Callable[[int], bool]) -> list[bool]:
-        """Which of the layers have the window; `default` says it if the config does not."""
+    def layer_types(self, layers: int, default: Callable[[int], bool], other: str = SLIDING) -> list[bool]:
+        """Which of the layers have `other` than full attention; `default` says it if the config does not."""
         types = self.config.get("layer_types")
         if types is None:
             return [default(i) for i in range(layers)]
         if not isinstance(types, list) or len(types) != layers:
             raise UserError(f"{self.where}: layer_types is not a list of the {layers} layers' types")
-        if unknown := [one for one in types if one not in (FULL, SLIDING)]:
+        if unknown := [one for one in types if one not in (FULL, other)]:
             raise UnsupportedError(
-                f"{self.where}: layer_types {unknown[0]!r} is not supported, only {FULL!r} and {SLIDING!r}"
+                f"{self.where}: layer_types {unknown[0]!r} is not supported, only {FULL!r} and {other!r}"
             )
-        return [one == SLIDING for one in types]
+        return [one == other for one in types]
 
 
 @dataclass(frozen=True)
@@ -151,3 +153,20 @@ def _write_nope(spec: ModelSpec) -> dict[str, Any]:
 NOPE = HfLayers(_read_nope, _write_nope)
 """no_rope_layers has a 1 for each layer that rotates; the others have the window if use_sliding_window is set
 (smollm3)."""
+
+
+def _read_linear(reader: HfReader, values: Mapping[str, Any]) -> dict[str, Any]:
+    interval = reader.config.get("full_attention_interval", 4)
+    if type(interval) is not int or interval < 1:
+        raise UserError(f"{reader.where}: full_attention_interval={interval!r} is not a number of layers")
+    kinds = reader.layer_types(values["num_layers"], lambda i: (i + 1) % interval != 0, LINEAR)
+    return {"delta_layers": shortest(kinds)}
+
+
+def _write_linear(spec: ModelSpec) -> dict[str, Any]:
+    kinds = [isinstance(layer.mixer, GatedDeltaSpec) for layer in spec.layers]
+    return {"layer_types": [LINEAR if one else FULL for one in kinds]}
+
+
+DELTA = HfLayers(_read_linear, _write_linear)
+"""By layer_types; without them each full_attention_interval-th layer has full attention (qwen3_next)."""

@@ -8,7 +8,8 @@ from meshwright.families.family import Family
 from meshwright.families.registry import FAMILIES
 from meshwright.families.split import is_experts
 from meshwright.families.table import parameter_table, state_table
-from meshwright.spec.model import ModelSpec, Parameter, Wrapper
+from meshwright.spec.foreign import Wrapper
+from meshwright.spec.model import ModelSpec, Parameter
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,6 +12,7 @@ rows, so they are split like the matrix. If `in` is not a multiple of 64, blocks
 """
 
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from typing import Literal
 
 from meshwright.families.split import split_dim
@@ -29,9 +30,10 @@ def quantized_rows(weight: Parameter, kept_as: str, *, double: bool) -> Iterator
     module = weight.name.rpartition(".")[0]
 
     def row(name: str, dims: tuple[str, ...], shape: tuple[int, ...], storage: Storage) -> Parameter:
-        return Parameter(
+        found = Parameter(
             name=f"{module}.{name}", dims=dims, shape=shape, init="quantized", trained=False, storage=storage
         )
+        return replace(found, segments=weight.segments if dims[0] == out else ())
 
     if kept_as == "int8":
         yield row("codes", (out, into), (rows, columns), "int8")
@@ -52,6 +54,12 @@ def split_misfit(table: Iterable[Parameter], model: ModelSpec, tp: int) -> str |
     """Why `tp` ranks cannot split the quantized matrices of a table, and what would work; None if they can."""
     for row in table if tp > 1 else ():
         where = f"layout.tp={tp} with finetune.base=nf4: "
+        if row.segments and row.storage != "float":
+            module = row.name.rpartition(".")[0]
+            return (
+                f"layout.tp={tp} with a quantized base: the queries, keys and values in {module} are split one by one, "
+                "which quantized matrices do not support; use finetune.method=lora, or layout.tp=1"
+            )
         if row.dims == ("groups",):
             return f"{where}double quantization groups scales across rows; set double_quantization=false"
         if row.dims == ("blocks",):

@@ -11,12 +11,13 @@ from meshwright.families.minimax import MINIMAX_M2
 from meshwright.families.mistral import MISTRAL, MIXTRAL
 from meshwright.families.olmo import OLMO3
 from meshwright.families.qwen import QWEN2, QWEN3, QWEN3_MOE
+from meshwright.families.qwen_next import QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT
 from meshwright.families.smollm import SMOLLM3
 from meshwright.spec.errors import UserError
 from meshwright.spec.model import ModelFields, ModelSpec
 
-DENSE = (GPT2, LLAMA, MISTRAL, QWEN2, QWEN3, GEMMA3, OLMO3, SMOLLM3)
-OF_EXPERTS = (MIXTRAL, QWEN3_MOE, DEEPSEEK_V3, GLM4_MOE, MINIMAX_M2, GPT_OSS)
+DENSE = (GPT2, LLAMA, MISTRAL, QWEN2, QWEN3, QWEN3_5, GEMMA3, OLMO3, SMOLLM3)
+OF_EXPERTS = (MIXTRAL, QWEN3_MOE, QWEN3_NEXT, QWEN3_5_MOE, DEEPSEEK_V3, GLM4_MOE, MINIMAX_M2, GPT_OSS)
 
 FAMILIES: dict[str, Family] = {family.name: family for family in (*DENSE, *OF_EXPERTS)}
 

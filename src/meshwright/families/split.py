@@ -4,10 +4,14 @@ from collections.abc import Container, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
+from meshwright.spec.foreign import ForeignModel
 from meshwright.spec.layout import LayoutSpec
-from meshwright.spec.model import ForeignModel, ModelSpec, Parameter
+from meshwright.spec.model import ModelSpec, Parameter
 
-TP_SPLITS = frozenset({"heads", "query_heads", "kv_heads", "v_heads", "ffn", "shared_ffn", "vocab"})
+DELTA_SPLITS = frozenset({"delta_qkv", "delta_qkvz", "delta_values", "delta_heads", "delta_gates"})
+"""Those of the gated delta rule, by heads."""
+
+TP_SPLITS = DELTA_SPLITS | {"heads", "gated_heads", "query_heads", "kv_heads", "v_heads", "ffn", "shared_ffn", "vocab"}
 """Named dims that tensor-parallel ranks split. A weight's dims are (out, in): splitting the out dim makes it
 column-wise parallel, the in dim row-wise."""
 

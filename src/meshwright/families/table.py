@@ -1,38 +1,50 @@
 """Parameter tables: every tensor's name, named dims, shape and initialization."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from math import sqrt
 from typing import Literal, assert_never
 
 from meshwright.families.foreign import foreign_state, foreign_table
 from meshwright.families.plugged import own_table
 from meshwright.families.registry import FAMILIES
-from meshwright.spec.layers import AttentionSpec, DenseSpec, ExpertsSpec, LatentSpec, LayerSpec
+from meshwright.spec.layers import AttentionSpec, DenseSpec, ExpertsSpec, GatedDeltaSpec, LatentSpec, LayerSpec
 from meshwright.spec.model import ModelSpec, Parameter
 
-Init = Literal["normal", "ones", "zeros"]
+Init = Literal["normal", "ones", "zeros", "decays"]
 
 
 def dim_sizes(spec: ModelSpec) -> dict[str, int]:
     """Size of every named dim that the model has."""
+    keys, values = spec.delta_key_heads * spec.delta_key_dim, spec.delta_heads * spec.delta_value_dim
     kv_heads = spec.num_kv_heads * (spec.head_dim if spec.kv_rank is None else spec.nope_head_dim + spec.v_head_dim)
     return {
         "vocab": spec.vocab,
         "embed": spec.hidden,
         "heads": spec.num_heads * spec.head_dim,
+        "gated_heads": 2 * spec.num_heads * spec.head_dim,
         "kv_heads": kv_heads,
         "head_dim": spec.head_dim,
         "ffn": spec.ffn,
         "positions": spec.max_positions,
         "experts": spec.num_experts,
         "expert_ffn": spec.expert_ffn,
-        "shared_ffn": spec.shared_experts * spec.expert_ffn,
+        "shared_ffn": spec.shared_width,
         "v_heads": spec.num_heads * spec.v_head_dim,
         "q_rank": spec.q_rank or 0,
         "kv_rank": spec.kv_rank or 0,
         "query_heads": spec.num_heads,
         "bias": 1,
         "kv_latent": (spec.kv_rank or 0) + spec.rope_head_dim,
+        "delta_qkv": 2 * keys + values,
+        "delta_qkvz": 2 * keys + 2 * values,
+        "delta_values": values,
+        "delta_heads": spec.delta_heads,
+        "delta_gates": 2 * spec.delta_heads,
+        "delta_value_dim": spec.delta_value_dim,
+        "channel": 1,
+        "kernel": spec.delta_kernel,
+        "one": 1,
     }
 
 
@@ -133,6 +145,8 @@ class _Rows:
                 return self.attention(name, kind)
             case LatentSpec() as kind:
                 return self.latent_attention(name, kind)
+            case GatedDeltaSpec() as kind:
+                return self.gated_delta(name, kind)
             case _:
                 assert_never(layer.mixer)
 
@@ -146,7 +160,7 @@ class _Rows:
                 assert_never(layer.feed_forward)
 
     def attention(self, name: str, kind: AttentionSpec) -> Iterator[Parameter]:
-        yield from self.linear(f"{name}.wq", "heads", "embed", kind.qkv_bias)
+        yield from self.linear(f"{name}.wq", "gated_heads" if kind.gated else "heads", "embed", kind.qkv_bias)
         yield from self.linear(f"{name}.wk", "kv_heads", "embed", kind.qkv_bias)
         yield from self.linear(f"{name}.wv", "kv_heads", "embed", kind.qkv_bias)
         yield from self.linear(f"{name}.wo", "embed", "heads", kind.output_bias, self.residual_std)
@@ -176,6 +190,23 @@ class _Rows:
         yield from self.linear(f"{name}.wkv_b", "kv_heads", "kv_rank")
         yield from self.linear(f"{name}.wo", "embed", "v_heads", std=self.residual_std)
 
+    def gated_delta(self, name: str, kind: GatedDeltaSpec) -> Iterator[Parameter]:
+        segments = kind.segments
+        if kind.by_key_head:
+            yield from self.linear(f"{name}.w_qkvz", "delta_qkvz", "embed")
+            yield from self.linear(f"{name}.w_ba", "delta_gates", "embed")
+        else:
+            yield replace(self.row(f"{name}.w_qkv.weight", "delta_qkv", "embed"), segments=segments)
+            yield from self.linear(f"{name}.w_z", "delta_values", "embed")
+            yield from self.linear(f"{name}.w_b", "delta_heads", "embed")
+            yield from self.linear(f"{name}.w_a", "delta_heads", "embed")
+        convolution = self.row(f"{name}.convolution.weight", "delta_qkv", "channel", "kernel", std=self.spec.init_std)
+        yield replace(convolution, segments=segments)
+        yield self.row(f"{name}.decay.log_rate", "delta_heads", init="decays")
+        yield self.row(f"{name}.decay.bias", "delta_heads", init="ones")
+        yield self.row(f"{name}.norm.weight", "delta_value_dim", init="ones")
+        yield from self.linear(f"{name}.w_out", "embed", "delta_values", std=self.residual_std)
+
     def feed_forward(self, name: str, width: str = "ffn") -> Iterator[Parameter]:
         bias = self.spec.ffn_bias
         yield from self.linear(f"{name}.w1", width, "embed", bias)
@@ -197,3 +228,5 @@ class _Rows:
                 yield self.row(f"{name}.experts.{part}.bias", "experts", out, "bias", init="zeros")
         if kind.shared:
             yield from self.feed_forward(f"{name}.shared", "shared_ffn")
+        if kind.shared_gated:
+            yield from self.linear(f"{name}.shared_gate", "one", "embed")

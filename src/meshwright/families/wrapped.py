@@ -13,7 +13,8 @@ from typing import Any
 from meshwright.families.fp8_files import without_scales
 from meshwright.families.tensor_headers import StoredTensor, stored_tensors
 from meshwright.spec.errors import UserError
-from meshwright.spec.model import Fp8Files, ModelSpec, Wrapper
+from meshwright.spec.foreign import Fp8Files, Wrapper
+from meshwright.spec.model import ModelSpec
 
 PARTS = ("text_config", "vision_config", "audio_config", "thinker_config")
 """Keys of config.json of which a multimodal model has at least one."""

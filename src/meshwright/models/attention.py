@@ -87,7 +87,8 @@ class Attention(nn.Module):
         self.head_dim, self.scale, self.window = kind.head_dim, kind.scale, kind.window
         self.rotated = 0 if kind.rope is None else kind.rotated
         self.norms_all_heads = kind.qk_norm == "all"
-        self.wq = Linear(spec.hidden, heads, bias=kind.qkv_bias)
+        self.gated = kind.gated
+        self.wq = Linear(spec.hidden, (1 + kind.gated) * heads, bias=kind.qkv_bias)
         self.wk = Linear(spec.hidden, kv_heads, bias=kind.qkv_bias)
         self.wv = Linear(spec.hidden, kv_heads, bias=kind.qkv_bias)
         self.wo = Linear(heads, spec.hidden, bias=kind.output_bias)
@@ -113,14 +114,18 @@ class Attention(nn.Module):
         x_BTD = x_BTD if self.entry is None else self.entry(x_BTD)
         # The number of heads is read from the projections, so the same code serves a rank that holds only a part of
         # them.
-        q_BTHK = self._heads(self.wq(x_BTD), self.q_norm)
+        q_BTC, gates_BTC = self.wq(x_BTD), None
+        if self.gated:  # of each head: its query, then its gate
+            q_BTC, gates_BTC = (x.flatten(-2) for x in q_BTC.unflatten(-1, (-1, 2 * self.head_dim)).chunk(2, -1))
+        q_BTHK = self._heads(q_BTC, self.q_norm)
         k_BTGK = self._heads(self.wk(x_BTD), self.k_norm)
         v_BTGK = self.wv(x_BTD).unflatten(-1, (-1, self.head_dim))
         if rope is not None:
             q_BTHK, k_BTGK = apply_rope(q_BTHK, rope), apply_rope(k_BTGK, rope)
         # Kernels divide scores by the root of head_dim.
         q_BTHK = q_BTHK if self.scale == 1 else q_BTHK * self.scale
-        return self.wo(self.attend((q_BTHK, k_BTGK, v_BTGK), mask, cache).flatten(-2))
+        y_BTC = self.attend((q_BTHK, k_BTGK, v_BTGK), mask, cache).flatten(-2)
+        return self.wo(y_BTC if gates_BTC is None else y_BTC * gates_BTC.sigmoid())
 
     def _heads(self, x_BTC: torch.Tensor, norm: nn.Module | None) -> torch.Tensor:
         """Queries or keys [B, T, H, K], normed."""
@@ -132,11 +137,10 @@ class Attention(nn.Module):
 
     @property
     def plain(self) -> bool:
-        """Whether queries and keys are normed by head if at all, rotated in whole if at all, and scores neither scaled
-        nor shared with a sink."""
-        return (
-            self.sinks is None and not self.norms_all_heads and self.scale == 1 and self.rotated in (0, self.head_dim)
-        )
+        """Whether queries and keys are normed by head if at all, rotated in whole if at all, scores neither scaled nor
+        shared with a sink, and outputs not gated."""
+        whole = not self.gated and self.rotated in (0, self.head_dim)
+        return self.sinks is None and not self.norms_all_heads and self.scale == 1 and whole
 
     def attend(self, qkv_BTHK: Sequence[torch.Tensor], mask: Mask, cache: LayerCache | None) -> torch.Tensor:
         """The heads' outputs [B, T, H, K] from queries, keys and values, by the core."""

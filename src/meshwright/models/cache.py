@@ -18,7 +18,9 @@ import torch.nn.functional as F
 from meshwright.models.batch import TensorBatch
 from meshwright.models.masks import Masks, attention_mask
 from meshwright.models.sinks import single_queries
+from meshwright.models.states import StateCache
 from meshwright.spec.batch import Batch
+from meshwright.spec.layers import GatedDeltaSpec, MixerSpec
 
 if TYPE_CHECKING:
     from meshwright.models.attention import Core
@@ -138,6 +140,19 @@ class LayerCache:
         k_1GSK, v_1GSK = self.both_2MGCK[:, part.row, None, :, : part.stop].unbind()
         return core(q_1HNK[:, :, new], k_1GSK, v_1GSK, part.masks[self._window])
 
+    def move(self, source: int, target: int, length: int) -> None:
+        """Move a sequence of this length to another row."""
+        self.both_2MGCK[:, target, :, :length] = self.both_2MGCK[:, source, :, :length]
+
+    def copy(self, row: int, length: int) -> torch.Tensor:
+        """The keys and values [2, G, length, K] of a sequence's first tokens."""
+        return self.both_2MGCK[:, row, :, :length].clone()
+
+    def restore(self, row: int, kept: torch.Tensor, length: int) -> None:
+        """Start a row with the first `length` tokens of such a copy."""
+        self.make_room(kept.shape[1], kept.shape[3], kept.dtype)
+        self.both_2MGCK[:, row, :, :length] = kept[:, :, :length]
+
     def make_room(self, groups: int, width: int, dtype: torch.dtype) -> None:
         """Memory for the keys and values of every sequence of the step."""
         rows, capacity, old_2MGCK = self._cache.rows, self._cache.capacity, self.both_2MGCK
@@ -150,7 +165,7 @@ class LayerCache:
 
 
 class Cache:
-    """The sequences, and every layer's keys and values for them. Capacity grows with them."""
+    """The sequences, and every layer's keys and values, or states, for them. Capacity grows with them."""
 
     step: CacheStep
 
@@ -158,11 +173,14 @@ class Cache:
         """`multiple`: each step's row is padded to a multiple of this many tokens, which ranks can split."""
         self._multiple = multiple
         self._windows, self._like = model.spec.windows, model.like
-        self.layers = {key: LayerCache(self, model.spec.layer(int(key)).mixer.window) for key in model.layers}
+        self.layers = {key: self._layer(model.spec.layer(int(key)).mixer) for key in model.layers}
         self.lengths: list[int] = []
         """Tokens of each sequence, including those of the step in progress."""
         self.rows = self.capacity = 0
         self._places: dict[int, torch.Tensor] = {}
+
+    def _layer(self, mixer: MixerSpec) -> "LayerCache | StateCache":
+        return StateCache(self) if isinstance(mixer, GatedDeltaSpec) else LayerCache(self, mixer.window)
 
     @property
     def device(self) -> torch.device:
@@ -207,7 +225,7 @@ class Cache:
         """Move the sequence in row `source` to row `target`."""
         length = self.lengths[target] = self.lengths[source]
         for layer in self.layers.values():
-            layer.both_2MGCK[:, target, :, :length] = layer.both_2MGCK[:, source, :, :length]
+            layer.move(source, target, length)
 
     def drop_last(self) -> None:
         """Drop the last row."""
@@ -215,21 +233,22 @@ class Cache:
 
     def copy(self, row: int, length: int) -> list[torch.Tensor]:
         """Every layer's keys and values of the first `length` tokens of a sequence, [2, G, length, K] each."""
-        return [layer.both_2MGCK[:, row, :, :length].clone() for layer in self.layers.values()]
+        return [layer.copy(row, length) for layer in self.layers.values()]
 
     def restore(self, row: int, layers: Sequence[torch.Tensor], length: int) -> None:
         """Start a sequence in a new row with the first `length` tokens of such a copy."""
         self.lengths += [0] * (row + 1 - len(self.lengths))
         self.lengths[row] = length
         self._grow()
-        for layer, both_2GLK in zip(self.layers.values(), layers, strict=True):
-            layer.make_room(both_2GLK.shape[1], both_2GLK.shape[3], both_2GLK.dtype)
-            layer.both_2MGCK[:, row, :, :length] = both_2GLK[:, :, :length]
+        for layer, kept in zip(self.layers.values(), layers, strict=True):
+            layer.restore(row, kept, length)
 
     def bytes_of(self, length: int) -> int:
-        """Bytes of such a copy."""
-        sizes = (layer.both_2MGCK[:, :1, :, :1] for layer in self.layers.values())
-        return length * sum(one.nbytes for one in sizes)
+        """Bytes of such a copy; 0 if there can be none, because a layer has only the state after all tokens."""
+        layers = [layer for layer in self.layers.values() if isinstance(layer, LayerCache)]
+        if len(layers) < len(self.layers):
+            return 0
+        return length * sum(layer.both_2MGCK[:, :1, :, :1].nbytes for layer in layers)
 
     def _batch(self, new: Sequence[tuple[int, Sequence[int]]], starts: Sequence[int]) -> TensorBatch:
         tokens = [token for _, tokens in new for token in tokens]

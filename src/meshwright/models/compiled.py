@@ -24,7 +24,7 @@ from torch import nn
 from meshwright.machine import processor
 from meshwright.models.attention import Attention, Core
 from meshwright.models.batch import TensorBatch
-from meshwright.models.cache import Cache
+from meshwright.models.cache import Cache, LayerCache
 from meshwright.models.decoder import Block, Decoder
 from meshwright.models.feed_forward import FeedForward
 from meshwright.models.linear import Linear
@@ -131,6 +131,7 @@ class CompiledStep:
         """The logits [B, V] after the tokens of a step that `cache` has begun."""
         count, spec = cache.step.singles, self._spec
         for layer in cache.layers.values():
+            assert isinstance(layer, LayerCache)  # `_why_not` refuses others
             layer.make_room(spec.num_kv_heads, spec.head_dim, self._dtype)
         room, threads = cache.capacity, torch.get_num_threads()
         scratch = spec.num_heads // spec.num_kv_heads * (room + LANES)
@@ -142,7 +143,7 @@ class CompiledStep:
         if mixer.rope is not None and self._turns.shape[1] < room:
             rope = rope_tables(mixer.rope, mixer.rotated, torch.arange(room))
             self._turns = torch.stack((rope.cos, rope.sin)).squeeze(-2)
-        caches = [layer.both_2MGCK.data_ptr() for layer in cache.layers.values()]
+        caches = [layer.both_2MGCK.data_ptr() for layer in cache.layers.values() if isinstance(layer, LayerCache)]
         pointers = (ctypes.c_void_p * len(caches))(*caches)
         logits_BV = torch.empty(count, spec.vocab)
         step = _Step(
@@ -271,6 +272,8 @@ def _unsupported(spec: ModelSpec) -> str | None:
         if isinstance(mixer, AttentionSpec):
             if mixer.qk_norm == "all" or mixer.scale != 1 or mixer.sinks:
                 return "norms over all heads, scaled scores, or sinks"
+            if mixer.gated:
+                return "gated attention"
             if mixer.rope is not None and mixer.rotated != mixer.head_dim:
                 return "rotation of a part of each head"
         if kind.norms != "before":

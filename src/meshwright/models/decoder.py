@@ -16,6 +16,7 @@ from meshwright.models.cache import Cache, LayerCache
 from meshwright.models.dropout import Draws
 from meshwright.models.embedding import Embedding
 from meshwright.models.feed_forward import FeedForward
+from meshwright.models.gated_delta import GatedDelta
 from meshwright.models.head import Head, HeadSplit
 from meshwright.models.latent_attention import LatentAttention
 from meshwright.models.linear import Linear
@@ -24,8 +25,9 @@ from meshwright.models.moe import MoE
 from meshwright.models.norm import build_norm
 from meshwright.models.rope import RopeTables, rope_tables
 from meshwright.models.slots import Wrapped
+from meshwright.models.states import StateCache
 from meshwright.spec.errors import UserError
-from meshwright.spec.layers import AttentionSpec, DenseSpec, ExpertsSpec, LatentSpec, Rope
+from meshwright.spec.layers import AttentionSpec, DenseSpec, ExpertsSpec, GatedDeltaSpec, LatentSpec, Rope
 from meshwright.spec.model import ModelSpec
 
 
@@ -45,7 +47,11 @@ class Block(Wrapped):
         self.feed_forward_post_norm = _norm_if(after, spec)
 
     def compute(
-        self, x_BTD: torch.Tensor, rope: RopeTables | None = None, mask: Mask = None, cache: LayerCache | None = None
+        self,
+        x_BTD: torch.Tensor,
+        rope: RopeTables | None = None,
+        mask: Mask = None,
+        cache: LayerCache | StateCache | None = None,
     ) -> torch.Tensor:
         """[B, T, D] to [B, T, D]."""
         y_BTD = self.attention(self.attention_norm(x_BTD), rope, mask, cache)
@@ -57,13 +63,15 @@ def _norm_if(normed: bool, spec: ModelSpec) -> nn.Module:
     return build_norm(spec, spec.hidden) if normed else nn.Identity()
 
 
-def _mixer(spec: ModelSpec, layer: int) -> Attention:
+def _mixer(spec: ModelSpec, layer: int) -> Attention | GatedDelta:
     kind = spec.layer(layer).mixer
     match kind:
         case AttentionSpec():
             return Attention(spec, layer)
         case LatentSpec():
             return LatentAttention(spec, layer)
+        case GatedDeltaSpec():
+            return GatedDelta(spec, layer)
         case _:
             assert_never(kind)
 

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from meshwright.models.slots import Op, OpPosition, View, Viewed, Weights
-from meshwright.spec.model import SplitModule
+from meshwright.spec.foreign import SplitModule
 
 Change = Callable[[torch.Tensor], torch.Tensor]
 

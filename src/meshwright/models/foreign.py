@@ -23,7 +23,8 @@ from meshwright.models.masks import document_positions
 from meshwright.models.slots import Wrapped
 from meshwright.spec.batch import Batch
 from meshwright.spec.errors import UserError
-from meshwright.spec.model import ForeignModel, ModelSpec
+from meshwright.spec.foreign import ForeignModel
+from meshwright.spec.model import ModelSpec
 
 _MIXES_DOCUMENTS = (
     "data.separate_documents: transformers' module for this model does not isolate the documents of a row, as "

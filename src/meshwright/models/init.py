@@ -34,6 +34,8 @@ def draw_rows(parameter: Parameter, seed: int, start: int, stop: int) -> torch.T
             draw = torch.randn
         case "uniform":
             draw = _uniform
+        case "decays":
+            draw = _decays
         case "row_norms" | "quantized":
             raise AssertionError(f"{parameter.name} follows from a weight, which is not drawn here")
         case _:
@@ -45,12 +47,17 @@ def draw_rows(parameter: Parameter, seed: int, start: int, stop: int) -> torch.T
         values = draw((last - first, *rest), generator=_generator(seed, parameter.name, block))
         begin, end = max(first, start), min(last, stop)
         drawn[begin - start : end - start] = values[begin - first : end - first]
-    return drawn.mul_(parameter.init_std)
+    return drawn if parameter.init == "decays" else drawn.mul_(parameter.init_std)
 
 
 def _uniform(shape: tuple[int, ...], *, generator: torch.Generator) -> torch.Tensor:
     """Uniform numbers of mean 0 and variance 1."""
     return torch.rand(shape, generator=generator).sub_(0.5).mul_(12**0.5)
+
+
+def _decays(shape: tuple[int, ...], *, generator: torch.Generator) -> torch.Tensor:
+    """Logarithms of uniform numbers between 0 and 16, as transformers draws rates of decay; none is below 0.01."""
+    return torch.rand(shape, generator=generator).mul_(16).clamp_(min=0.01).log_()
 
 
 def _generator(seed: int, name: str, block: int) -> torch.Generator:

@@ -14,6 +14,7 @@ from torch import nn
 from meshwright.devices import on_cpu, widest
 from meshwright.models.dropout import Draws
 from meshwright.models.feed_forward import FeedForward, gate
+from meshwright.models.linear import Linear
 from meshwright.models.slots import Viewed, Wrapped, unreduced
 from meshwright.spec.layers import ExpertsSpec
 from meshwright.spec.model import ModelSpec
@@ -276,6 +277,7 @@ class MoE(Wrapped):
         self.experts = Experts(spec, layer)
         shared = self.router.experts.shared
         self.shared = FeedForward(spec, shared) if shared else None
+        self.shared_gate = Linear(spec.hidden, 1, bias=False) if self.router.experts.shared_gated else None
 
     def compute(self, x_BTD: torch.Tensor) -> torch.Tensor:
         """[B, T, D] to [B, T, D]."""
@@ -287,7 +289,10 @@ class MoE(Wrapped):
         y_MD = self.dispatch(self.experts, x_MD, counts_BE.sum(0), numbers_M)
         y_BTKD = y_MD[order_M.argsort()].view(*experts_BTK.shape, -1)
         y_BTD = (y_BTKD * weights_BTK.to(y_MD.dtype).unsqueeze(-1)).sum(-2)
-        return y_BTD if self.shared is None else y_BTD + self.shared(x_BTD)
+        if self.shared is None:
+            return y_BTD
+        shared_BTD = self.shared(x_BTD)
+        return y_BTD + (shared_BTD if self.shared_gate is None else self.shared_gate(x_BTD).sigmoid() * shared_BTD)
 
     def extra_repr(self) -> str:
         """The contents of the slot, and the wrappers."""

@@ -197,7 +197,7 @@ class PackedBlock:
         self.copied: list[nn.Module] = []
         """The modules whose weights have copies here."""
         self._attention = None
-        if _may_pack_attention(attention, total):
+        if isinstance(attention, Attention) and _may_pack_attention(attention, total):
             self._attention = PackedAttention(attention, total, halves=halves)
             self.copied.append(attention)
         self._module = attention

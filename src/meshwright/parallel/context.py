@@ -26,9 +26,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from meshwright.comm import collectives
 from meshwright.models import Decoder
 from meshwright.models.attention import Attention, Core, SinkCore
+from meshwright.models.gated_delta import GatedDelta
 from meshwright.models.masks import Documents, Mask, attention_mask
 from meshwright.models.partial_attention import PartMask, Queries, add_part_, attend_part, attend_part_backward
 from meshwright.models.sinks import add_sinks_, sinks_gradient
+from meshwright.parallel.context_states import RunsOfRanks
 from meshwright.spec.layout import ContextMethod
 
 
@@ -37,6 +39,9 @@ def apply_context_parallel(model: Decoder, mesh: DeviceMesh, method: ContextMeth
     group = mesh.get_group()
     model.head_split.sequence = _SequenceShare(group, mesh.get_local_rank())
     for module in model.modules():
+        if isinstance(module, GatedDelta):
+            rank, degree = group.rank(), group.size()
+            module.pieces = RunsOfRanks(group, (rank,) if method == "ulysses" else _own_chunks(rank, degree))
         if isinstance(module, Attention):
             match method:
                 case "ulysses":

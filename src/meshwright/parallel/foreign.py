@@ -25,7 +25,8 @@ from meshwright.models.foreign import ForeignDecoder
 from meshwright.models.linear import Linear
 from meshwright.models.slots import View, Viewed
 from meshwright.parallel.view import LocalView
-from meshwright.spec.model import Parameter, SplitModule
+from meshwright.spec.foreign import SplitModule
+from meshwright.spec.model import Parameter
 
 
 def apply_foreign_tensor_parallel(model: ForeignDecoder, mesh: DeviceMesh) -> None:

@@ -6,7 +6,9 @@ from functools import cached_property
 from typing import Any
 
 from meshwright.families import parameter_table
+from meshwright.families.flops import mixer_flops_per_token
 from meshwright.families.split import TP_SPLITS
+from meshwright.spec.layers import GatedDeltaSpec, MixerSpec
 from meshwright.spec.model import ModelSpec, Parameter
 
 
@@ -41,6 +43,8 @@ class LayerParameters:
     """Whether queries and keys are normed."""
     window: int | None = None
     """Keys that a query sees at most."""
+    delta: GatedDeltaSpec | None = None
+    """The gated delta rule, if the block has it in the place of attention."""
 
     @cached_property
     def dense(self) -> int:
@@ -144,6 +148,8 @@ class Blueprint:
 
     def attention_flops(self, block: LayerParameters, sequence: int, *, causal: bool) -> float:
         """Forward operations of scores and values of one token in a block."""
+        if block.delta is not None:
+            return mixer_flops_per_token(block.delta, sequence)
         span = min(sequence, block.window or sequence)
         whole = 4.0 * self.num_heads * self.head_dim * span
         return whole / 2 if causal and span == sequence else whole
@@ -161,7 +167,7 @@ def blueprint(spec: ModelSpec) -> Blueprint:
     """The blueprint of a model that meshwright can build."""
     return condense(
         _named_as_ours(spec),
-        [layer.mixer.window for layer in spec.layers],
+        [layer.mixer for layer in spec.layers],
         hidden=spec.hidden,
         num_heads=spec.num_heads,
         num_kv_heads=spec.num_kv_heads,
@@ -186,9 +192,9 @@ def _named_as_ours(spec: ModelSpec) -> Iterable[Parameter]:
     ]
 
 
-def condense(table: Iterable[Parameter], windows: Sequence[int | None] = (), **sizes) -> Blueprint:
-    """A blueprint from parameter rows; rows of blocks are named `layers.N.`; `windows`: of the layers, if they have
-    any; `sizes` as in `Blueprint`."""
+def condense(table: Iterable[Parameter], mixers: Sequence[MixerSpec] = (), **sizes) -> Blueprint:
+    """A blueprint from parameter rows; rows of blocks are named `layers.N.`; `mixers`: of the layers, if they are
+    known; `sizes` as in `Blueprint`."""
     layers: dict[str, list[Parameter]] = {}
     final = 0
     for row in table:
@@ -200,15 +206,15 @@ def condense(table: Iterable[Parameter], windows: Sequence[int | None] = (), **s
     pattern = []
     seen: dict[Any, LayerParameters] = {}
     for index, rows in enumerate(layers.values()):
-        window = windows[index] if windows else None
-        key = window, tuple(row.shape for row in rows)
+        mixer = mixers[index] if mixers else None
+        key = mixer, tuple(row.shape for row in rows)
         if key not in seen:
-            seen[key] = _block(rows, window)
+            seen[key] = _block(rows, mixer)
         pattern.append(kinds.setdefault(seen[key], len(kinds)))
     return Blueprint(kinds=tuple(kinds), pattern=tuple(pattern), final=final, **sizes)
 
 
-def _block(rows: list[Parameter], window: int | None) -> LayerParameters:
+def _block(rows: list[Parameter], mixer: MixerSpec | None) -> LayerParameters:
     matrices, vectors = [], 0
     for row in rows:
         if len(row.shape) == 1 or ("experts" in row.dims and len(row.shape) == 2 and row.dims[0] == "experts"):
@@ -216,8 +222,11 @@ def _block(rows: list[Parameter], window: int | None) -> LayerParameters:
             continue
         experts = row.shape[0] if row.dims[0] == "experts" else 0
         dims, shape = row.dims[-2:], row.shape[-2:]
+        if row.dims[-1] == "kernel":  # of a convolution, a row for each channel
+            dims, shape = (row.dims[0], row.dims[-1]), (row.shape[0], row.shape[-1])
         name = row.name.split(".", 2)[2].removesuffix(".weight")
         split, keys = bool(TP_SPLITS & set(dims)), "kv_heads" in dims
         matrices.append(Matrix(name, shape[0], shape[1], split, experts, keys))
     head_norms = any(row.name.endswith("attention.q_norm.weight") for row in rows)
-    return LayerParameters(tuple(matrices), vectors, head_norms, window)
+    delta = mixer if isinstance(mixer, GatedDeltaSpec) else None
+    return LayerParameters(tuple(matrices), vectors, head_norms, None if mixer is None else mixer.window, delta)

@@ -155,6 +155,13 @@ def _candidates(resolved: ResolvedRun, layers: int) -> Iterator[tuple[ModelSpec,
         sizes |= {"nope_head_dim": HEAD_DIM - 4, "rope_head_dim": 4, "v_head_dim": HEAD_DIM - 2, "head_dim": HEAD_DIM}
     elif model.rope_head_dim:
         sizes["rope_head_dim"] = max(2, model.rope_head_dim * sizes["head_dim"] // model.head_dim // 2 * 2)
+    if any(model.delta_layers):
+        keys = min(model.delta_key_heads, -(-2 // layout.tp) * layout.tp)
+        sizes |= {"delta_key_heads": keys, "delta_heads": keys * (model.delta_heads // model.delta_key_heads)}
+        sizes |= {"delta_key_dim": min(model.delta_key_dim, HEAD_DIM)}
+        sizes |= {"delta_value_dim": min(model.delta_value_dim, HEAD_DIM - 2)}
+    if model.shared_ffn:
+        sizes["shared_ffn"] = _like(model.shared_ffn, FFN, columns)
     if model.query_scalar is not None:
         sizes["query_scalar"] = max(1, model.query_scalar * sizes["head_dim"] // model.head_dim)
     common = gcd(model.num_heads, model.num_kv_heads)
@@ -166,11 +173,13 @@ def _candidates(resolved: ResolvedRun, layers: int) -> Iterator[tuple[ModelSpec,
 
 
 def _pattern(model: ModelSpec) -> dict[str, tuple[bool, ...]]:
-    """Patterns in which each combination of window and rotation, of those that the layers have, comes once."""
-    windows, ropes = model.window_layers, model.rope_layers
-    places = ((windows[i % len(windows)], ropes[i % len(ropes)]) for i in range(model.num_layers))
-    few = tuple(dict.fromkeys(places))
-    return {"window_layers": tuple(one for one, _ in few), "rope_layers": tuple(one for _, one in few)}
+    """Patterns in which each combination of window, rotation and gated delta rule, of those that the layers have, comes
+    once."""
+    names = ("window_layers", "rope_layers", "delta_layers")
+    patterns: list[tuple[bool, ...]] = [getattr(model, name) for name in names]
+    places = (tuple(pattern[i % len(pattern)] for pattern in patterns) for i in range(model.num_layers))
+    few = dict.fromkeys(places)
+    return dict(zip(names, zip(*few, strict=True), strict=True))
 
 
 def _like(size: int, small: int, unit: int) -> int:

@@ -7,8 +7,9 @@ from typing import assert_never
 
 from meshwright.spec.errors import UserError
 from meshwright.spec.finetune import FinetuneSpec
+from meshwright.spec.foreign import ForeignModel
 from meshwright.spec.layout import NEAREST, ContextMethod, LayoutSpec
-from meshwright.spec.model import ForeignModel, ModelSpec
+from meshwright.spec.model import ModelSpec
 from meshwright.spec.precision import FP64, NARROW
 from meshwright.spec.run import Run
 from meshwright.spec.training import TrainingSpec
@@ -180,10 +181,13 @@ def _tensor_misfit(layout: LayoutSpec, model: ModelSpec, sequence_length: int) -
         return f"{heads} query heads cannot be split evenly over {tp} ranks"
     if kv_heads % tp and tp % kv_heads:
         return f"{kv_heads} key/value heads can neither be split over {tp} ranks nor replicated evenly on them"
+    if any(model.delta_layers) and model.delta_key_heads % tp:
+        return f"{model.delta_key_heads} key heads of the gated delta rule cannot be split evenly over {tp} ranks"
     if model.ffn % tp and not all(model.is_moe(layer) for layer in range(model.num_layers)):
         return f"a feed-forward layer of width {model.ffn} cannot be split evenly over {tp} ranks"
-    if model.shared_experts * model.expert_ffn % tp:
+    if model.shared_width % tp:
         shared = f"{model.shared_experts} shared experts of width {model.expert_ffn}"
+        shared = f"a shared expert of width {model.shared_ffn}" if model.shared_ffn else shared
         return f"{shared} cannot be split evenly over {tp} ranks"
     if tokens % tp and sequence_length % layout.cp == 0:  # otherwise cp is the reason
         return f"{tp} ranks share the sequence between blocks, and {tokens} tokens cannot be split evenly over them"

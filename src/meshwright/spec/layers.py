@@ -84,6 +84,8 @@ class AttentionSpec:
     """Whether each head has a learned score of a key without value."""
     scale: float
     """The factor of the scores, besides one over the root of head_dim."""
+    gated: bool
+    """Whether each head's output is multiplied by the sigmoid of a gate, which is as wide."""
 
     @property
     def value_dim(self) -> int:
@@ -106,6 +108,44 @@ class LatentSpec:
     kv_rank: int
     q_rank: int | None
     window: None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class GatedDeltaSpec:
+    """The gated delta rule (Yang et al., "Gated Delta Networks", 2024): each head has a state, a matrix that maps keys
+    to values; a token lets it decay, and corrects the value that it returns for the token's key."""
+
+    heads: int
+    """Heads of values, each with a state."""
+    key_heads: int
+    """Heads of queries and keys; several heads of values share one."""
+    key_dim: int
+    """Width of a head's queries and keys."""
+    value_dim: int
+    """Width of a head's values."""
+    kernel: int
+    """Tokens that the convolution of queries, keys and values sees."""
+    by_key_head: bool
+    """Whether one matrix has queries, keys, values and output gates, key head by key head, and another the gates of a
+    token (qwen3_next); if not, queries, keys and values are one matrix, and each gate another (qwen3_5)."""
+    rope: None = None
+    rotated: int = 0
+    window: None = None
+
+    @property
+    def keys(self) -> int:
+        """Width of all queries, and of all keys."""
+        return self.key_heads * self.key_dim
+
+    @property
+    def values(self) -> int:
+        """Width of all values."""
+        return self.heads * self.value_dim
+
+    @property
+    def segments(self) -> tuple[int, int, int]:
+        """Widths of queries, keys and values in the convolution."""
+        return self.keys, self.keys, self.values
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,10 +188,12 @@ class ExpertsSpec:
     """Whether experts and router have biases, which are trained."""
     shared: int
     """Width of the experts that compute every token, together."""
+    shared_gated: bool
+    """Whether their output is multiplied by the sigmoid of a number that is computed from the token."""
     router: RouterSpec
 
 
-MixerSpec = AttentionSpec | LatentSpec
+MixerSpec = AttentionSpec | LatentSpec | GatedDeltaSpec
 """What mixes the tokens of a layer."""
 
 
@@ -184,9 +226,26 @@ def layers_of(spec: "ModelSpec") -> tuple[LayerSpec, ...]:
 def _layer(spec: "ModelSpec", layer: int) -> LayerSpec:
     dense = DenseSpec(width=spec.ffn, activation=spec.activation, gated=spec.gated, bias=spec.ffn_bias)
     return LayerSpec(
-        mixer=_attention(spec, layer) if spec.kv_rank is None else _latent(spec, spec.kv_rank),
+        mixer=_mixer(spec, layer),
         feed_forward=_experts(spec) if spec.num_experts and layer >= spec.dense_layers else dense,
         norms=spec.norms,
+    )
+
+
+def _mixer(spec: "ModelSpec", layer: int) -> MixerSpec:
+    if spec.kv_rank is not None:
+        return _latent(spec, spec.kv_rank)
+    return _gated_delta(spec) if _at(spec.delta_layers, layer) else _attention(spec, layer)
+
+
+def _gated_delta(spec: "ModelSpec") -> GatedDeltaSpec:
+    return GatedDeltaSpec(
+        heads=spec.delta_heads,
+        key_heads=spec.delta_key_heads,
+        key_dim=spec.delta_key_dim,
+        value_dim=spec.delta_value_dim,
+        kernel=spec.delta_kernel,
+        by_key_head=spec.delta_by_key_head,
     )
 
 
@@ -206,6 +265,7 @@ def _attention(spec: "ModelSpec", layer: int) -> AttentionSpec:
         output_bias=spec.output_bias,
         sinks=spec.sinks,
         scale=1.0 if spec.query_scalar is None else (spec.head_dim / spec.query_scalar) ** 0.5,
+        gated=spec.attention_gate,
     )
 
 
@@ -229,7 +289,8 @@ def _experts(spec: "ModelSpec") -> ExpertsSpec:
         width=spec.expert_ffn,
         activation=spec.activation,
         bias=spec.expert_bias,
-        shared=spec.shared_experts * spec.expert_ffn,
+        shared=spec.shared_width,
+        shared_gated=spec.shared_gate,
         router=RouterSpec(
             scores=spec.router_scores,
             normalised=spec.router_normalised,

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field
 
 from meshwright.spec.base import Spec
+from meshwright.spec.foreign import ForeignModel, Fp8Files, Wrapper
 from meshwright.spec.layers import (
     ActivationName,
     ExpertsSpec,
@@ -36,9 +37,10 @@ class ModelFields(Spec):
     """Initial weights: randomly initialized, or the Hugging Face directory's. auto: pretrained if `name` is a Hugging
     Face directory with weights, else random. Adapters need pretrained weights unless the recipe sets random."""
     family: str | None = None
-    """Architecture if no name is given: gpt2, llama, mistral, qwen2, qwen3, gemma3, olmo3, smollm3, mixtral, qwen3_moe,
-    deepseek_v3, glm4_moe, minimax_m2 or gpt_oss; or your own model, an entry point of the group meshwright.models. With
-    the name of a Hugging Face directory, transformers: that library computes the model."""
+    """Architecture if no name is given: gpt2, llama, mistral, qwen2, qwen3, qwen3_5, gemma3, olmo3, smollm3, mixtral,
+    qwen3_moe, qwen3_next, qwen3_5_moe, deepseek_v3, glm4_moe, minimax_m2 or gpt_oss; or your own model, an entry point
+    of the group meshwright.models. With the name of a Hugging Face directory, transformers: that library computes the
+    model."""
     hidden: int | None = Field(default=None, ge=1, le=WIDEST)
     """Width of the residual stream."""
     num_layers: int | None = Field(default=None, ge=1, le=DEEPEST)
@@ -106,112 +108,16 @@ class ModelFields(Spec):
     """Width of a head's rotated part; in deepseek_v3 all heads share its key (deepseek_v3, glm4_moe, minimax_m2)."""
     v_head_dim: int | None = Field(default=None, ge=1, le=WIDEST)
     """deepseek_v3: width of a head's values."""
-
-
-class SplitParameter(Spec):
-    """A parameter that tensor-parallel ranks split, or of which each needs only some rows."""
-
-    name: str
-    """Name within its `SplitModule`."""
-    kind: Literal["heads", "kv_heads", "ffn"]
-    """Name of the dim that is split."""
-    dim: int
-    """Its index."""
-    segments: tuple[int, ...] = ()
-    """Sizes of the runs along the dim that ranks split one by one, as queries, keys and values in one matrix; empty if
-    each rank has a single run."""
-    kept: tuple[tuple[int, int], ...] = ()
-    """If the parameter stays whole: each rank's rows, (start, stop), as with fewer key and value heads than ranks."""
-
-
-class SplitModule(Spec):
-    """A module of some blocks, as tensor-parallel ranks compute it: each a part, whose outputs are summed."""
-
-    name: str
-    """Name within the block."""
-    layers: tuple[int, ...]
-    """The blocks."""
-    parameters: tuple[SplitParameter, ...]
-    """All others stay whole."""
-    partial: tuple[str, ...] = ()
-    """Whole parameters whose gradients on the ranks add up to the whole gradient; on the others each is whole."""
-    once: tuple[str, ...] = ()
-    """Whole parameters that only the first rank adds to the sum, such as the bias of its last matrix."""
-    entered: tuple[tuple[str, int | str], ...] = ()
-    """(module within, argument by position or name): inputs whose gradients are summed over ranks."""
-    summed: str = ""
-    """The module within whose output is summed; empty: this one."""
-    gathered: tuple[str, ...] = ()
-    """Norms within that span the ranks' parts."""
-    attributes: tuple[tuple[str, str, int, int], ...] = ()
-    """(module within, attribute, multiplier, divisor): numbers that are smaller on a rank. `config.x` is of a copy."""
-
-
-class ForeignSplit(Spec):
-    """A derived split of a model of transformers over tensor-parallel ranks (`derive/`)."""
-
-    tp: int
-    """Number of ranks."""
-    modules: tuple[SplitModule, ...] = ()
-    """The modules that are split; every rank computes the others whole."""
-    whole: tuple[tuple[str, str], ...] = ()
-    """Matrices of blocks that stay whole, by their names with * for the block, and the reason."""
-    notes: tuple[str, ...] = ()
-    """Disagreements with transformers' own plan."""
-    rounds: bool = False
-    """Whether transformers computes something in float32 in a model of any dtype, such as norms or routers."""
-
-    def within(self, blocks: str, path: str) -> bool:
-        """Whether a module lies inside one that is split; `blocks` is the name of the list of blocks."""
-        layer, _, inner = path.removeprefix(f"{blocks}.").partition(".")
-        return path.startswith(f"{blocks}.") and any(
-            int(layer) in module.layers and inner.startswith(f"{module.name}." if module.name else "")
-            for module in self.modules
-        )
-
-
-class ForeignModel(Spec):
-    """An architecture that only transformers implements."""
-
-    config: str
-    """The content of the model's config.json."""
-    blocks: str
-    """Name of the list of blocks, as in `gpt_neox.layers`."""
-    tensors: tuple[tuple[str, tuple[int, ...]], ...]
-    """Name and shape of every parameter in transformers' module; except for `stacks`, the files store the same."""
-    stacks: tuple[tuple[str, tuple[str, ...]], ...] = ()
-    """Parameters `X.experts.NAME` that stack the tensors `X.experts.N.PART.weight` of all experts, and their PARTs,
-    whose rows follow one another in each expert's matrix."""
-    buffers: tuple[tuple[str, tuple[int, ...]], ...] = ()
-    """Untrained tensors of the model, such as the biases of routers: name and shape."""
-    scalars: tuple[tuple[str, float], ...] = ()
-    """Stored scalar tensors, and their values."""
-    transposed: tuple[str, ...] = ()
-    """Stacks of experts whose matrices the files store (in, out)."""
-    renamed: tuple[tuple[str, str], ...] = ()
-    """Parts of names in transformers' module, and their different spelling in the files."""
-    split: ForeignSplit | None = None
-    """How tensor-parallel ranks split it, if the layout has any."""
-
-
-class Wrapper(Spec):
-    """What surrounds the text model of a multimodal one. Training neither loads nor changes it."""
-
-    config: str
-    """The content of the whole model's config.json."""
-    modules: tuple[tuple[str, str], ...]
-    """Prefixes of the text model's tensors, and their spellings in transformers' class of the whole model."""
-    files: tuple[tuple[str, str], ...]
-    """The same prefixes, and their spellings in the files. Tensors with other prefixes are not of the text model."""
-
-
-class Fp8Files(Spec):
-    """Matrices stored in fp8 with scales, which are multiplied out when read."""
-
-    scale: str
-    """Suffix of the name of a matrix's scales, after the matrix's own name."""
-    block: tuple[int, int] | None = None
-    """Rows and columns that share a scale, if not a whole row or matrix does."""
+    shared_ffn: int | None = Field(default=None, ge=1, le=WIDEST)
+    """qwen3_next, qwen3_5_moe: width of the expert that processes every token."""
+    delta_heads: int | None = Field(default=None, ge=1, le=WIDEST)
+    """qwen3_next, qwen3_5, qwen3_5_moe: heads of values in layers with the gated delta rule."""
+    delta_key_heads: int | None = Field(default=None, ge=1, le=WIDEST)
+    """qwen3_next, qwen3_5, qwen3_5_moe: their heads of queries and keys."""
+    delta_key_dim: int | None = Field(default=None, ge=1, le=WIDEST)
+    """qwen3_next, qwen3_5, qwen3_5_moe: width of a head's queries and keys in these layers."""
+    delta_value_dim: int | None = Field(default=None, ge=1, le=WIDEST)
+    """qwen3_next, qwen3_5, qwen3_5_moe: width of a head's values in these layers."""
 
 
 FamilyName = Literal[
@@ -220,11 +126,14 @@ FamilyName = Literal[
     "mistral",
     "qwen2",
     "qwen3",
+    "qwen3_5",
     "gemma3",
     "olmo3",
     "smollm3",
     "mixtral",
     "qwen3_moe",
+    "qwen3_next",
+    "qwen3_5_moe",
     "deepseek_v3",
     "glm4_moe",
     "minimax_m2",
@@ -304,6 +213,10 @@ class ModelSpec(Spec):
     balance_loss: float = Field(default=0.0, ge=0)
     balance_rate: float = Field(default=0.0, ge=0)
     shared_experts: int = Field(default=0, ge=0, le=DEEPEST)
+    shared_ffn: int = Field(default=0, ge=0, le=WIDEST)
+    """Width of all shared experts together; 0: of shared_experts of width expert_ffn."""
+    shared_gate: bool = False
+    """Whether the shared experts' output is multiplied by a gate, a number for each token (qwen3_next)."""
     dense_layers: int = Field(default=0, ge=0)
     kv_rank: int | None = Field(default=None, ge=1, le=WIDEST)
     """Latent attention (deepseek_v3); None: keys and values are computed from the residual stream."""
@@ -314,6 +227,18 @@ class ModelSpec(Spec):
     the whole head."""
     v_head_dim: int = Field(default=0, ge=0, le=WIDEST)
     """With latent attention; otherwise values are as wide as keys."""
+    attention_gate: bool = False
+    """Whether the outputs of attention's heads are multiplied by gates (qwen3_next)."""
+    delta_layers: tuple[bool, ...] = Field(default=(False,), min_length=1)
+    """The layers that have the gated delta rule instead of attention, from the first on; the pattern repeats."""
+    delta_heads: int = Field(default=0, ge=0, le=WIDEST)
+    delta_key_heads: int = Field(default=0, ge=0, le=WIDEST)
+    delta_key_dim: int = Field(default=0, ge=0, le=WIDEST)
+    delta_value_dim: int = Field(default=0, ge=0, le=WIDEST)
+    delta_kernel: int = Field(default=4, ge=2, le=64)
+    """Tokens that the convolution of queries, keys and values sees."""
+    delta_by_key_head: bool = False
+    """How its matrices are stored (`GatedDeltaSpec`)."""
     foreign: ForeignModel | None = None
     """Only for the family transformers; the sizes above then come from config.json and are used by plans."""
     wrapper: Wrapper | None = None
@@ -355,6 +280,11 @@ class ModelSpec(Spec):
         )
 
     @property
+    def shared_width(self) -> int:
+        """Width of the experts that process every token, together."""
+        return self.shared_ffn or self.shared_experts * self.expert_ffn
+
+    @property
     def rotated_dim(self) -> int:
         """Width of a head's rotated part."""
         return self.rope_head_dim or self.head_dim
@@ -371,12 +301,15 @@ class Parameter:
     """Name in `named_parameters()`, e.g. `layers.0.attention.wq.weight`."""
     dims: tuple[str, ...]
     """Named dims: vocab, embed, heads (num_heads * head_dim), kv_heads, query_heads (num_heads), head_dim, ffn,
-    positions, experts, expert_ffn, shared_ffn, bias (1, of experts' biases); of latent attention v_heads, q_rank,
-    kv_rank, kv_latent; of adapters rank."""
+    positions, experts, expert_ffn, shared_ffn, bias (1, of experts' biases); gated_heads (queries and gates); of latent
+    attention v_heads, q_rank, kv_rank, kv_latent; of the gated delta rule delta_qkv (queries, keys and values),
+    delta_qkvz (also output gates), delta_values, delta_heads, delta_gates (two for each head), delta_value_dim, channel
+    (1) and kernel; of a shared expert's gate one (1); of adapters rank."""
     shape: tuple[int, ...]
     """Global shape."""
-    init: Literal["normal", "uniform", "ones", "zeros", "row_norms", "quantized"]
-    """Initialization of a new weight. row_norms: the 2-norms of the rows of its module's weight; quantized: from it."""
+    init: Literal["normal", "uniform", "ones", "zeros", "decays", "row_norms", "quantized"]
+    """Initialization of a new weight. decays: logarithms of uniform numbers between 0 and 16; row_norms: the 2-norms of
+    the rows of its module's weight; quantized: from it."""
     init_std: float = 0.0
     """Standard deviation if init is normal or uniform."""
     trained: bool = True

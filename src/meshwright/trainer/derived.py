@@ -8,7 +8,8 @@ from importlib.metadata import version
 from pathlib import Path
 
 from meshwright.spec.errors import UserError
-from meshwright.spec.model import ForeignModel, ForeignSplit, ModelSpec
+from meshwright.spec.foreign import ForeignModel, ForeignSplit
+from meshwright.spec.model import ModelSpec
 from meshwright.spec.run import Run
 from meshwright.storage.durable import write_durably
 

@@ -1,0 +1,113 @@
+"""Models whose files our families do not describe alone: architectures that only transformers implements, text models
+inside multimodal ones, and matrices stored in fp8.
+"""
+
+from typing import Literal
+
+from meshwright.spec.base import Spec
+
+
+class SplitParameter(Spec):
+    """A parameter that tensor-parallel ranks split, or of which each needs only some rows."""
+
+    name: str
+    """Name within its `SplitModule`."""
+    kind: Literal["heads", "kv_heads", "ffn"]
+    """Name of the dim that is split."""
+    dim: int
+    """Its index."""
+    segments: tuple[int, ...] = ()
+    """Sizes of the runs along the dim that ranks split one by one, as queries, keys and values in one matrix; empty if
+    each rank has a single run."""
+    kept: tuple[tuple[int, int], ...] = ()
+    """If the parameter stays whole: each rank's rows, (start, stop), as with fewer key and value heads than ranks."""
+
+
+class SplitModule(Spec):
+    """A module of some blocks, as tensor-parallel ranks compute it: each a part, whose outputs are summed."""
+
+    name: str
+    """Name within the block."""
+    layers: tuple[int, ...]
+    """The blocks."""
+    parameters: tuple[SplitParameter, ...]
+    """All others stay whole."""
+    partial: tuple[str, ...] = ()
+    """Whole parameters whose gradients on the ranks add up to the whole gradient; on the others each is whole."""
+    once: tuple[str, ...] = ()
+    """Whole parameters that only the first rank adds to the sum, such as the bias of its last matrix."""
+    entered: tuple[tuple[str, int | str], ...] = ()
+    """(module within, argument by position or name): inputs whose gradients are summed over ranks."""
+    summed: str = ""
+    """The module within whose output is summed; empty: this one."""
+    gathered: tuple[str, ...] = ()
+    """Norms within that span the ranks' parts."""
+    attributes: tuple[tuple[str, str, int, int], ...] = ()
+    """(module within, attribute, multiplier, divisor): numbers that are smaller on a rank. `config.x` is of a copy."""
+
+
+class ForeignSplit(Spec):
+    """A derived split of a model of transformers over tensor-parallel ranks (`derive/`)."""
+
+    tp: int
+    """Number of ranks."""
+    modules: tuple[SplitModule, ...] = ()
+    """The modules that are split; every rank computes the others whole."""
+    whole: tuple[tuple[str, str], ...] = ()
+    """Matrices of blocks that stay whole, by their names with * for the block, and the reason."""
+    notes: tuple[str, ...] = ()
+    """Disagreements with transformers' own plan."""
+    rounds: bool = False
+    """Whether transformers computes something in float32 in a model of any dtype, such as norms or routers."""
+
+    def within(self, blocks: str, path: str) -> bool:
+        """Whether a module lies inside one that is split; `blocks` is the name of the list of blocks."""
+        layer, _, inner = path.removeprefix(f"{blocks}.").partition(".")
+        return path.startswith(f"{blocks}.") and any(
+            int(layer) in module.layers and inner.startswith(f"{module.name}." if module.name else "")
+            for module in self.modules
+        )
+
+
+class ForeignModel(Spec):
+    """An architecture that only transformers implements."""
+
+    config: str
+    """The content of the model's config.json."""
+    blocks: str
+    """Name of the list of blocks, as in `gpt_neox.layers`."""
+    tensors: tuple[tuple[str, tuple[int, ...]], ...]
+    """Name and shape of every parameter in transformers' module; except for `stacks`, the files store the same."""
+    stacks: tuple[tuple[str, tuple[str, ...]], ...] = ()
+    """Parameters `X.experts.NAME` that stack the tensors `X.experts.N.PART.weight` of all experts, and their PARTs,
+    whose rows follow one another in each expert's matrix."""
+    buffers: tuple[tuple[str, tuple[int, ...]], ...] = ()
+    """Untrained tensors of the model, such as the biases of routers: name and shape."""
+    scalars: tuple[tuple[str, float], ...] = ()
+    """Stored scalar tensors, and their values."""
+    transposed: tuple[str, ...] = ()
+    """Stacks of experts whose matrices the files store (in, out)."""
+    renamed: tuple[tuple[str, str], ...] = ()
+    """Parts of names in transformers' module, and their different spelling in the files."""
+    split: ForeignSplit | None = None
+    """How tensor-parallel ranks split it, if the layout has any."""
+
+
+class Wrapper(Spec):
+    """What surrounds the text model of a multimodal one. Training neither loads nor changes it."""
+
+    config: str
+    """The content of the whole model's config.json."""
+    modules: tuple[tuple[str, str], ...]
+    """Prefixes of the text model's tensors, and their spellings in transformers' class of the whole model."""
+    files: tuple[tuple[str, str], ...]
+    """The same prefixes, and their spellings in the files. Tensors with other prefixes are not of the text model."""
+
+
+class Fp8Files(Spec):
+    """Matrices stored in fp8 with scales, which are multiplied out when read."""
+
+    scale: str
+    """Suffix of the name of a matrix's scales, after the matrix's own name."""
+    block: tuple[int, int] | None = None
+    """Rows and columns that share a scale, if not a whole row or matrix does."""
