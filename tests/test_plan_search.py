@@ -26,7 +26,7 @@ from meshwright.predict.explain import bandwidth, binding, in_fp8, relief, why_n
 from meshwright.predict.hardware import device_cluster, local_cluster, resolve_cluster
 from meshwright.predict.job import MESHWRIGHT, Job
 from meshwright.predict.layouts import SearchLimits, divisors, layouts
-from meshwright.predict.memory import least_memory, predict_memory, stage_memory
+from meshwright.predict.memory import RankMemory, least_memory, predict_memory
 from meshwright.predict.recipe import choice_reason, plan_recipe, planned_run
 from meshwright.predict.search import Enough, recomputing_least, search
 from meshwright.predict.step_time import StepModel
@@ -93,7 +93,7 @@ def every_recomputation(model: StepModel, enough: Enough, *_: object) -> Recompu
     for rank, stages in enumerate(job.stages):
         layers = range(max(job.cut[stage] for stage in stages) + 1)
         tried = ((full, selective) for full in layers for selective in layers if full + selective < len(layers))
-        fitting = (some for some in tried if enough(stage_memory(job, rank, job.grouped(rank, *some))))
+        fitting = (some for some in tried if enough(RankMemory(job, rank).use(job.grouped(rank, *some))))
         best = min(fitting, key=lambda some, rank=rank: (model.repeated(job.grouped(rank, *some)), some))
         for stage in stages:
             counts[stage] = min(best[0], job.cut[stage]), min(best[1], job.cut[stage] - min(best[0], job.cut[stage]))

@@ -11,7 +11,7 @@ from math import inf
 from meshwright.predict.activations import microbatches_in_flight, pass_activations, saved_activations
 from meshwright.predict.held import end_parameters, expert_shards, held_parameters, vectors
 from meshwright.predict.job import Groups, Job
-from meshwright.predict.peak import peak_moment
+from meshwright.predict.peak import StepPeak
 from meshwright.spec.quantized import KEPT, bytes_each
 
 KINDS = ("weights", "gradients", "optimizer", "activations", "logits", "communication", "fragmentation", "context")
@@ -101,25 +101,37 @@ def _least_of_stage(job: Job, stage: int) -> float:
     return states + max(0.0, saved) + stack.context_bytes + job.communicators * stack.communicator_bytes
 
 
-def stage_memory(job: Job, stage: int, groups: Sequence[Groups] | None = None) -> MemoryUse:
-    """Peak bytes of a rank of pipeline stage `stage`; `groups` replaces its stages' recomputation."""
-    stack, zero, kept = job.stack, job.layout.zero_stage, _kept_state(job, stage)
-    groups = job.groups(stage) if groups is None else groups
-    peak = peak_moment(job, stage, kept.weights, kept.gradients, groups)
-    trainable = 1.0 if job.adapters is None else job.adapters / job.model.num_parameters
-    return MemoryUse(
-        weights=peak.weights,
-        gradients=peak.gradients + kept_errors(job, stage) * trainable,
-        optimizer=kept.optimizer,
-        activations=peak.activations,
-        logits=peak.logits,
-        communication=peak.transit + (stack.bucket_bytes if job.layout.data_parallel > 1 and zero < 3 else 0.0),
-        fragmentation=stack.fragmentation * (peak.activations + peak.logits + peak.transit),
-        context=stack.context_bytes + job.communicators * stack.communicator_bytes,
-        host=kept.host + _offloaded_activations(job, stage, groups),
-        disk=kept.disk,
-        stage=stage,
-    )
+def stage_memory(job: Job, stage: int) -> MemoryUse:
+    """Peak bytes of a rank of pipeline stage `stage`."""
+    return RankMemory(job, stage).use(job.groups(stage))
+
+
+class RankMemory:
+    """Peak memory of a rank of a pipeline stage, for any recomputation of its layers."""
+
+    def __init__(self, job: Job, stage: int) -> None:
+        self.job, self.stage, self.kept = job, stage, _kept_state(job, stage)
+        trainable = 1.0 if job.adapters is None else job.adapters / job.model.num_parameters
+        self.errors = kept_errors(job, stage) * trainable
+        self.peak = StepPeak(job, stage, self.kept.weights, self.kept.gradients)
+
+    def use(self, groups: Sequence[Groups]) -> MemoryUse:
+        """Bytes at the peak; `groups`: the recomputation of the rank's stages."""
+        job, stack, kept, peak = self.job, self.job.stack, self.kept, self.peak.of(groups)
+        buckets = stack.bucket_bytes if job.layout.data_parallel > 1 and job.layout.zero_stage < 3 else 0.0
+        return MemoryUse(
+            weights=peak.weights,
+            gradients=peak.gradients + self.errors,
+            optimizer=kept.optimizer,
+            activations=peak.activations,
+            logits=peak.logits,
+            communication=peak.transit + buckets,
+            fragmentation=stack.fragmentation * (peak.activations + peak.logits + peak.transit),
+            context=stack.context_bytes + job.communicators * stack.communicator_bytes,
+            host=kept.host + _offloaded_activations(job, self.stage, groups),
+            disk=kept.disk,
+            stage=self.stage,
+        )
 
 
 @dataclass(frozen=True)

@@ -45,12 +45,19 @@ class StepPoint:
         return self.weights + self.activations + self.logits + self.transit + self.gradients
 
 
-def peak_moment(job: Job, stage: int, weights: float, gradients: float, groups: Sequence[Groups]) -> StepPoint:
-    """The point at which a rank of a stage holds most; `weights` are its resident weights, `gradients` those kept at
-    the end of the backward pass, and `groups` its stages' recomputation."""
-    if not job.stack.chunked_loss:
-        return _all_logits(job, stage, weights, gradients, groups)
-    return max(_Engine(job, stage, weights, gradients, groups).moments(), key=lambda moment: moment.total)
+class StepPeak:
+    """The point at which a rank of a stage holds most, for any recomputation; `weights` are its resident weights,
+    `gradients` those kept at the end of the backward pass."""
+
+    def __init__(self, job: Job, stage: int, weights: float, gradients: float) -> None:
+        self.job, self.stage, self.weights, self.gradients = job, stage, weights, gradients
+        self.engine = _Engine(job, stage, weights, gradients) if job.stack.chunked_loss else None
+
+    def of(self, groups: Sequence[Groups]) -> StepPoint:
+        """The point for `groups`, the recomputation of the rank's stages."""
+        if self.engine is None:
+            return _all_logits(self.job, self.stage, self.weights, self.gradients, groups)
+        return max(self.engine.moments(groups), key=lambda moment: moment.total)
 
 
 def _all_logits(job: Job, stage: int, weights: float, gradients: float, groups: Sequence[Groups]) -> StepPoint:
@@ -83,10 +90,24 @@ def _decoded(job: Job, block: LayerParameters) -> float:
     return max(0.0, job.stack.weight_bytes * largest - inner_bytes(job, block)) if job.frozen_bytes else 0.0
 
 
+@dataclass(frozen=True)
+class _Activations:
+    """Bytes of activations of a rank under one recomputation."""
+
+    block: float
+    """Of the last block."""
+    one_pass: float
+    """Of one microbatch."""
+    saved: float
+    """Of all microbatches in flight, and messages."""
+    passing: tuple[float, float]
+    """Live in the backward pass of the last block, and of the one before."""
+
+
 class _Engine:
     """Memory over a step of one rank of this repository's engine."""
 
-    def __init__(self, job: Job, stage: int, weights: float, gradients: float, groups: Sequence[Groups]) -> None:
+    def __init__(self, job: Job, stage: int, weights: float, gradients: float) -> None:
         self.job, self.stage, self.weights, self.end_gradients = job, stage, weights, gradients
         stack, self.width = job.stack, job.width
         self.head = stage == job.head_rank
@@ -97,14 +118,6 @@ class _Engine:
         blocks = [job.model.kinds[kind] for kind, _ in job.stage_kinds[stage]]
         self.layer = max((block_parameters(job, block) for block in blocks), default=0.0)
         self.first = max((first_weights(job, block) for block in blocks), default=0.0)
-        last = [stage[-1] for stage in groups if stage]
-        behind: list[tuple[LayerParameters, Policy]] = [
-            (job.model.kinds[kind], policy) for policy, kinds in last for kind, _ in kinds
-        ]
-        self.block = max((block_activations(job, block, policy) for block, policy in behind), default=0.0)
-        self.one_pass = pass_activations(job, groups)
-        self.saved = saved_activations(job, stage, self.one_pass) + self._messages()
-        self.passing, self.passing_before = passing_activations(job, groups)
         gathers = job.layout.zero_stage >= 3 and not self.job.alone
         self.gathered = stack.weight_bytes if gathers else 0.0
         self.gathered_layer = (job.frozen_bytes or stack.weight_bytes) * self.layer if gathers else 0.0
@@ -125,24 +138,38 @@ class _Engine:
             # The last sum, of embedding and head, is allocated when their gradients have been copied and freed.
             self.end_gradients -= stack.gradient_bytes * self.ends / job.shards
 
-    def moments(self) -> Iterator[StepPoint]:
+    def _recomputing(self, groups: Sequence[Groups]) -> "_Activations":
+        job, one_pass = self.job, pass_activations(self.job, groups)
+        last = [stage[-1] for stage in groups if stage]
+        behind: list[tuple[LayerParameters, Policy]] = [
+            (job.model.kinds[kind], policy) for policy, kinds in last for kind, _ in kinds
+        ]
+        return _Activations(
+            block=max((block_activations(job, block, policy) for block, policy in behind), default=0.0),
+            one_pass=one_pass,
+            saved=saved_activations(job, self.stage, one_pass) + self._messages(),
+            passing=passing_activations(job, groups),
+        )
+
+    def moments(self, groups: Sequence[Groups]) -> Iterator[StepPoint]:
         """The candidates for the peak."""
+        now = self._recomputing(groups)
         # In the first block's forward pass what embedding and head were gathered from is still there, and the block's.
         yield self._moment(0.0, 2 * (self.gathered * self.ends + self.gathered_layer))
         if self.head:
-            yield from self._loss()
-        yield from self._blocks()
-        yield from self._end()
+            yield from self._loss(now)
+        yield from self._blocks(now)
+        yield from self._end(now)
 
     def _messages(self) -> float:
         """Early messages from other stages, and the message to the previous one."""
         return self.job.stream_bytes * ((self.job.layout.pp > 1) + (self.stage > 0))
 
-    def _loss(self) -> Iterator[StepPoint]:
+    def _loss(self, now: "_Activations") -> Iterator[StepPoint]:
         """At the loss all activations are saved; embedding and head are gathered, and the last block's gathered weights
         are still live."""
         job, hidden = self.job, self.job.model.hidden
-        saved = saved_activations(job, self.stage, self.one_pass, at_loss=True) + self._messages()
+        saved = saved_activations(job, self.stage, now.one_pass, at_loss=True) + self._messages()
         transit = self.gathered * self.ends + self.gathered_layer
         # Microbatches after the first find all weights gathered.
         if 0 < job.layout.zero_stage < 3 and job.shards > 1 and job.microbatches == 1:
@@ -165,7 +192,7 @@ class _Engine:
         scaled = (wide + self.width) * self.table + wide * min(self.table, rows * hidden) + 2 * states
         yield self._moment(saved, transit, scaled)
 
-    def _blocks(self) -> Iterator[StepPoint]:
+    def _blocks(self, now: "_Activations") -> Iterator[StepPoint]:
         """Backward passes of the last block and the one before. The head's gradient waits for the embedding's
         gradient."""
         transit = self.decoded + self.gathered * self.ends + 2 * self.gathered_layer
@@ -173,20 +200,20 @@ class _Engine:
             transit += self.width * self.table
         if not (self.job.alone or self.job.frozen):
             transit += self.width * self.first
-        saved = self.saved - (self.job.stream_bytes if self.head else 0.0)  # the input of the last norm is freed
-        yield self._moment(saved + max(self.passing, self.passing_before), transit)
+        saved = now.saved - (self.job.stream_bytes if self.head else 0.0)  # the input of the last norm is freed
+        yield self._moment(saved + max(now.passing), transit)
         if self.job.layout.zero_stage < 2 or self.job.alone or self.job.frozen:
             return
         # A block's weights are freed before its gradients are copied for the reduction; that copy lives until the next
         # block's.
-        yield self._moment(saved - self.block, transit + (self.fresh + self.reduced - self.gathered) * self.layer)
-        yield self._moment(saved + self.passing_before, transit + self.reduced * self.layer)
+        yield self._moment(saved - now.block, transit + (self.fresh + self.reduced - self.gathered) * self.layer)
+        yield self._moment(saved + now.passing[1], transit + self.reduced * self.layer)
 
-    def _end(self) -> Iterator[StepPoint]:
+    def _end(self, now: "_Activations") -> Iterator[StepPoint]:
         """Reduction of embedding and head: under ZeRO-2 and 3 after every microbatch, else after the last, when
         gathered weights have been freed."""
         flying = microbatches_in_flight(self.job, self.stage)
-        left = self.saved * (flying - 1 / self.job.layout.virtual_stages) / flying
+        left = now.saved * (flying - 1 / self.job.layout.virtual_stages) / flying
         ends = 0.0 if self.job.frozen else self.ends
         if self.job.alone:
             yield self._ended(left, self.width * min(ends, self.table), self.weights)

@@ -26,7 +26,7 @@ from meshwright.predict.candidate import (
 )
 from meshwright.predict.job import Job
 from meshwright.predict.layouts import SearchLimits, layouts
-from meshwright.predict.memory import MemoryUse, least_memory, predict_memory, stage_memory
+from meshwright.predict.memory import MemoryUse, RankMemory, least_memory, predict_memory
 from meshwright.predict.pipeline import schedule_waiting
 from meshwright.predict.step_time import Cache, StepModel
 from meshwright.spec.cluster import ClusterSpec
@@ -289,8 +289,10 @@ def _least_of_rank(model: StepModel, rank: int, enough: Enough) -> Counts | None
     job = model.job
     layers = max(stop - start for start, stop in job.spans[rank])
 
+    memory = RankMemory(job, rank)
+
     def suffices(full: int, selective: int) -> bool:
-        return enough(stage_memory(job, rank, job.grouped(rank, full, selective)))
+        return enough(memory.use(job.grouped(rank, full, selective)))
 
     def seconds(full: int, selective: int) -> float:
         return model.repeated(job.grouped(rank, full, selective))
