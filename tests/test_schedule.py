@@ -14,7 +14,6 @@ from meshwright.spec.actions import (
     ScheduleError,
     Transfer,
     forward_only,
-    in_order,
     read_schedule,
     with_transfers,
 )
@@ -99,7 +98,7 @@ def test_every_schedule_is_legal_wherever_it_says_so(name: str, ranks: int) -> N
         if SCHEDULES[name].problem(ranks, SCHEDULES[name].stages_per_rank, microbatches) is None:
             schedule = build_schedule(name, ranks=ranks, microbatches=microbatches)
             assert schedule.num_microbatches == microbatches
-            assert len(in_order(schedule)) == sum(map(len, schedule.ranks))
+            assert len(schedule.order) == sum(map(len, schedule.ranks))
             assert all(schedule.stages_of(rank) for rank in range(ranks))
 
 

@@ -6,6 +6,7 @@ import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from meshwright.spec.actions import Schedule
 from meshwright.spec.schedule import build_schedule, is_asynchronous, nearest_microbatches
 from meshwright.spec.timeline import StageCosts, simulate
 
@@ -89,8 +90,14 @@ def _probe(schedule: str, ranks: int, microbatches: int, virtual: int) -> Pipeli
 
 
 def _seconds(schedule: str, ranks: int, microbatches: int, virtual: int, transfer: float) -> float:
-    built = build_schedule(schedule, ranks=ranks, microbatches=microbatches, stages_per_rank=virtual)
-    return simulate(built, StageCosts.equal(ranks * virtual, transfer=transfer)).duration
+    return simulate(
+        _built(schedule, ranks, microbatches, virtual), StageCosts.equal(ranks * virtual, transfer=transfer)
+    ).duration
+
+
+@functools.lru_cache(maxsize=64)
+def _built(schedule: str, ranks: int, microbatches: int, virtual: int) -> Schedule:
+    return build_schedule(schedule, ranks=ranks, microbatches=microbatches, stages_per_rank=virtual)
 
 
 def most_in_flight(
@@ -116,7 +123,7 @@ def _held(
     schedule: str, ranks: int, microbatches: int, virtual: int, layers: tuple[int, ...]
 ) -> tuple[tuple[float, float], ...]:
     """For every rank, the most unfinished passes at any time, and when it computes losses."""
-    built = build_schedule(schedule, ranks=ranks, microbatches=microbatches, stages_per_rank=virtual)
+    built = _built(schedule, ranks, microbatches, virtual)
     found = []
     for rank, actions in enumerate(built.ranks):
         held = most = at_loss = 0

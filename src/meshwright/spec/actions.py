@@ -59,7 +59,12 @@ class Schedule:
 
     def __post_init__(self) -> None:
         _check_once(self)
-        in_order(self)
+        _ = self.order  # raises for a deadlock
+
+    @cached_property
+    def order(self) -> tuple[tuple[int, Action], ...]:
+        """All actions as (rank, action), in an order in which one process could run them, close to that in time."""
+        return _in_order(self)
 
     @cached_property
     def placement(self) -> tuple[int, ...]:
@@ -126,20 +131,18 @@ def _parse(cell: str, where: str) -> Action:
     return Action(kind, int(stage), int(microbatch))  # type: ignore[arg-type]
 
 
-def in_order(schedule: Schedule) -> list[tuple[int, Action]]:
-    """All actions as (rank, action), in an order in which one process could run them.
-
-    In each round, every rank that is ready runs one action, so the order is close to the order in time. Raises
-    `ScheduleError` for a deadlock.
-    """
+def _in_order(schedule: Schedule) -> tuple[tuple[int, Action], ...]:
+    """`Schedule.order`: in each round, every rank that is ready runs one action. Raises `ScheduleError` for a
+    deadlock."""
     todo = [list(reversed(actions)) for actions in schedule.ranks]
+    needs = [schedule.needs(actions[-1]) if actions else () for actions in todo]
     done: set[Action] = set()
     order: list[tuple[int, Action]] = []
     while any(todo):
         turn = [
             (rank, actions[-1])
             for rank, actions in enumerate(todo)
-            if actions and all(done.intersection(group) for group in schedule.needs(actions[-1]))
+            if actions and not any(done.isdisjoint(group) for group in needs[rank])
         ]
         if not turn:
             rank, action = next((rank, actions[-1]) for rank, actions in enumerate(todo) if actions)
@@ -148,9 +151,12 @@ def in_order(schedule: Schedule) -> list[tuple[int, Action]]:
                 f"schedule {schedule.name}: rank {rank} deadlocks at {action}: it waits for "
                 f"{' or '.join(map(str, missing))}, which comes later or never"
             )
-        done.update(todo[rank].pop() for rank, _ in turn)
+        for rank, action in turn:
+            todo[rank].pop()
+            done.add(action)
+            needs[rank] = schedule.needs(todo[rank][-1]) if todo[rank] else ()
         order += turn
-    return order
+    return tuple(order)
 
 
 def _check_once(schedule: Schedule) -> None:
@@ -197,7 +203,7 @@ def with_transfers(schedule: Schedule) -> tuple[Program, ...]:
     deadlock, even if messages between two ranks must be received in the order of sending. A receive may start at its
     position in the list; the action that needs the result comes later.
     """
-    return add_transfers(schedule, in_order(schedule))
+    return add_transfers(schedule, schedule.order)
 
 
 def add_transfers(schedule: Schedule, order: Iterable[tuple[int, Action]]) -> tuple[Program, ...]:

@@ -9,7 +9,7 @@ all but the last P - 1 - r of its own.
 
 from dataclasses import dataclass
 
-from meshwright.spec.actions import Action, Program, Schedule, add_transfers, in_order
+from meshwright.spec.actions import Action, Program, Schedule, add_transfers
 from meshwright.spec.schedule import build_schedule
 from meshwright.spec.timeline import StageCosts, simulate
 
@@ -40,7 +40,7 @@ def cut_stream(schedule: Schedule) -> ActionStream:
         part |= dict.fromkeys(actions[:second], 0)
         part |= dict.fromkeys(actions[second : second + 2 * size], 1)
         part |= dict.fromkeys(actions[second + 2 * size :], 2)
-    order = in_order(two)
+    order = two.order
     fill, steady, drain = (
         add_transfers(two, [(rank, action) for rank, action in order if part[action] == index]) for index in range(3)
     )

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from itertools import accumulate
 
-from meshwright.spec.actions import Action, Schedule, in_order
+from meshwright.spec.actions import Action, Schedule
 
 DIGITS = "0123456789abcdefghijklmnopqrstuvwxyz"
 
@@ -86,7 +86,7 @@ def simulate(schedule: Schedule, costs: StageCosts) -> Timeline:
     free = [0.0] * len(schedule.ranks)
     end: dict[Action, float] = {}
     spans: list[list[TimedAction]] = [[] for _ in schedule.ranks]
-    for rank, action in in_order(schedule):
+    for rank, action in schedule.order:
         start = free[rank]
         for group in schedule.needs(action):
             for needed in group:
