@@ -153,6 +153,6 @@ def _joined(worker: Any, degree: int, device_name: str) -> Any:
 
 
 if __name__ == "__main__":
-    from meshwright.launch.launcher import exit_with
+    from meshwright.launch.status import exit_with
 
     exit_with(main)

@@ -8,12 +8,10 @@ import os
 import re
 import socket
 import sys
-import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
-from typing import NoReturn
 
 import torch
 import torch.distributed as dist
@@ -351,25 +349,6 @@ def leave_group() -> None:
         while _sentries:
             _sentries.pop().stop()
         dist.destroy_process_group()
-
-
-def exit_with(main: Callable[[], int]) -> NoReturn:
-    """Run this rank's program and end without an orderly teardown, in which gloo's threads may abort the process.
-
-    An error is printed here: Python's own end waits for NCCL, which may wait for the other ranks, and they for it.
-    """
-    status = 1
-    try:
-        status = main()
-    except SystemExit as end:  # of argparse
-        status = end.code if isinstance(end.code, int) else 1
-        if isinstance(end.code, str):
-            print(end.code, file=sys.stderr)
-    except Exception:
-        traceback.print_exc()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(status)
 
 
 def make_cublas_deterministic() -> None:

@@ -16,6 +16,12 @@
 69 to 78 are named in BSD's sysexits.h; none of them is given by a shell or by a signal. 75 is EX_TEMPFAIL, "try again".
 """
 
+import os
+import sys
+import traceback
+from collections.abc import Callable
+from typing import NoReturn
+
 from meshwright.spec.errors import OneLine
 
 MISUSE = 2
@@ -83,3 +89,22 @@ class TrainingStopped(OneLine, KeyboardInterrupt):
     def __init__(self, status: int, remark: str = "") -> None:
         super().__init__(remark)
         self.status = status
+
+
+def exit_with(main: Callable[[], int]) -> NoReturn:
+    """Run this rank's program and end without an orderly teardown, in which gloo's threads may abort the process.
+
+    An error is printed here: Python's own end waits for NCCL, which may wait for the other ranks, and they for it.
+    """
+    status = 1
+    try:
+        status = main()
+    except SystemExit as end:  # of argparse
+        status = end.code if isinstance(end.code, int) else 1
+        if isinstance(end.code, str):
+            print(end.code, file=sys.stderr)
+    except Exception:
+        traceback.print_exc()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)

@@ -4,9 +4,9 @@ import argparse
 import pickle
 from pathlib import Path
 
-from meshwright.launch.launcher import Worker, exit_with, find_worker, leave_group
+from meshwright.launch.launcher import Worker, find_worker, leave_group
 from meshwright.launch.signals import end_with
-from meshwright.launch.status import MISUSE
+from meshwright.launch.status import MISUSE, exit_with
 from meshwright.prove.inputs import proof_weights
 from meshwright.prove.verify import OWN, PROOF, RESOLVED, prove_rank
 from meshwright.spec.errors import UserError

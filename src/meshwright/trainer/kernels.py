@@ -21,10 +21,10 @@ def measured_kernels(resolved: ResolvedRun, place: RankContext) -> Iterator[Meas
     if not on_cpu(place.device) or resolved.run.training.deterministic:
         yield None
         return
-    found = kept(shapes_of(resolved), Path(resolved.run.data.cache_dir)) if rank() == 0 else None
-    found = from_first(found)
-    with using(found.kernels):
-        yield found if found.milliseconds else None
+    measured = kept(shapes_of(resolved), Path(resolved.run.data.cache_dir)) if rank() == 0 else None
+    choice = from_first(measured)
+    with using(choice.kernels):
+        yield choice if choice.milliseconds else None
 
 
 def shapes_of(resolved: ResolvedRun) -> Shapes:

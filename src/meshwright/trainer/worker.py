@@ -10,9 +10,9 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from meshwright.launch.launcher import exit_with, find_worker
+from meshwright.launch.launcher import find_worker
 from meshwright.launch.signals import StopRequest, end_with
-from meshwright.launch.status import MISUSE, RunError
+from meshwright.launch.status import MISUSE, RunError, exit_with
 from meshwright.spec.errors import UserError
 from meshwright.spec.plugins import plugged_in
 from meshwright.terminal import printable
