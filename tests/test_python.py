@@ -90,6 +90,13 @@ def test_a_planned_recipe_keeps_its_folder(here: Path) -> None:
     assert result.run.file.folder == (here / "p").resolve()
 
 
+def test_one_override_needs_no_list(here: Path) -> None:
+    assert load_recipe("p/run.yaml", "training.steps=7").training.steps == 7
+    words = "training.global_batch=64"
+    result = plan("gpt2", words, cluster="8xa100", methods=False)
+    assert str(result) == str(plan("gpt2", [words], cluster="8xa100", methods=False))
+
+
 def test_generation_and_evaluation_equal_the_command_line(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = generate("runs/small", "the quick", max_tokens=4, temperature=0)
     assert generate("runs/small", ["the quick", "a"], max_tokens=4, temperature=0)[0] == text

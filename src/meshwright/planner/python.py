@@ -12,6 +12,7 @@ from meshwright.predict.candidate import MARGIN
 from meshwright.predict.recipe import planned_run
 from meshwright.predict.text import cluster_lines, plan_lines
 from meshwright.spec.errors import UserError
+from meshwright.spec.recipe import Overrides, listed
 from meshwright.spec.run import Run
 from meshwright.storage.durable import write_durably
 
@@ -68,7 +69,7 @@ class PlanResult:
 
 def plan(
     recipe: Run | Path | str,
-    overrides: Sequence[str] = (),
+    overrides: Overrides = (),
     *,
     cluster: str | Sequence[str] = (),
     top: int = TOP,
@@ -88,7 +89,7 @@ def plan(
     """
     clusters = (cluster,) if isinstance(cluster, str) else tuple(cluster)
     what = "" if isinstance(recipe, Run) else str(recipe)
-    query = Query(what, tuple(overrides), clusters, top=top, margin=margin, consider=consider, methods=methods)
+    query = Query(what, listed(overrides), clusters, top=top, margin=margin, consider=consider, methods=methods)
     query.check()
     if not isinstance(recipe, Run):
         return PlanResult(query, *find_recipe(what, query.words))

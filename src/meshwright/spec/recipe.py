@@ -20,12 +20,22 @@ from meshwright.spec.run import RecipeFile, Run
 SpecT = TypeVar("SpecT", bound=Spec)
 
 
-def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Run:
+Overrides = str | Sequence[str]
+"""One override, as in `training.steps=100`, or several."""
+
+
+def load_recipe(path: str | Path, overrides: Overrides = ()) -> Run:
     """Read the recipe at `path` and apply the overrides (`training.steps=100`) in order. The run knows its file.
 
     Raises RecipeError with every problem at once, and OSError if the file cannot be read.
     """
-    return load_spec(path, Run, overrides).read_from(Path(path), overrides)
+    several = listed(overrides)
+    return load_spec(path, Run, several).read_from(Path(path), several)
+
+
+def listed(overrides: Overrides) -> tuple[str, ...]:
+    """The overrides, also of one given as text."""
+    return (overrides,) if isinstance(overrides, str) else tuple(overrides)
 
 
 def load_spec(path: str | Path, spec: type[SpecT], overrides: Sequence[str] = ()) -> SpecT:
