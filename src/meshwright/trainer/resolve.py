@@ -172,7 +172,8 @@ def _with_layout(run: Run, base_dir: Path, machine: Machine) -> ResolvedRun:
         if plan.problem:
             raise UserError(f"layout: auto, but {cluster.name} has no suitable layout: {plan.problem}")
         lost = "; ".join(f"{name}: {figures['reason']}" for name, figures in facts["strategies"].items())
-        raise UserError(f"layout: auto, but no layout fits {cluster.name}: {lost}")
+        advice = "; or ".join(facts.get("advice", ())) or "nothing that was tried"
+        raise UserError(f"layout: auto, but no layout fits {cluster.name}: {lost}; what would fit: {advice}")
     resolved = resolve_run(planned_run(run, plan), base_dir=base_dir, machine=machine)
     reasons = resolved.reasons | {"layout": choice_reason(plan), "training.micro_batch": "by the planner"}
     return resolved.model_copy(update={"asked": run, "plan": facts, "reasons": reasons})
