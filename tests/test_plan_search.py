@@ -602,7 +602,7 @@ def test_what_this_version_cannot_run_is_said_beside(recipe: Path, capsys: pytes
     words = ["model=llama-3-70b", "cluster=2xh100", "training.global_batch=8"]
     assert main(["plan", str(recipe), *words, "data.sequence_length=2048"]) == 1
     text = capsys.readouterr().out
-    assert "would fit  finetune.method=lora (" in text
+    assert "would fit  finetune.method=qlora (" in text
     assert "offload={optimizer: disk, parameters: disk}" in text
 
 

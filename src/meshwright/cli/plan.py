@@ -204,7 +204,8 @@ def _plan(arguments: argparse.Namespace) -> int:
     with waiting("searching layouts"):
         planned = answer(query, recipe, base_dir)
     if arguments.explain:
-        print(explain_field(planned[0].plan, arguments.explain))
+        explained = explain_field(planned[0].plan, arguments.explain)
+        print_result(arguments, {arguments.explain: explained.splitlines()}, [explained])
     else:
         facts = [one.facts for one in planned]
         lines = plan_lines(facts[0], columns(sys.stdout)) if len(facts) == 1 else cluster_lines(facts)
