@@ -227,7 +227,7 @@ def test_reasons_name_the_memory_that_lacks_or_the_time_that_is_lost() -> None:
     best = found.ranked[0]
     assert why_not(found.strategies["DDP"], best).startswith("needs 15")
     assert "84.6 available; largest term optimizer 96.4 GB" in why_not(found.strategies["DDP"], best)
-    assert why_not(found.strategies["TP"], best).endswith(" s instead of 0.00 s")
+    assert why_not(found.strategies["TP"], best).endswith(" s instead of 0 s")
     assert why_not(best, best) == "chosen"
 
 

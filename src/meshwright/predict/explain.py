@@ -112,7 +112,7 @@ def _unlike(more: float, less: float) -> str:
         if shown[0] != shown[1] or abs(more - less) < FINEST * more:
             break
         shown = f"{more:.{decimals}f}", f"{less:.{decimals}f}"
-    return f"{shown[0]} s instead of {shown[1]} s"
+    return f"{shown[0]} s instead of {shown[1] if less else 0} s"
 
 
 def binding(candidate: Candidate) -> str:
