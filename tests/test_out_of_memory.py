@@ -451,7 +451,9 @@ def test_a_run_starts_again_with_the_first_remedy_and_learns_the_same(
     assert remedy == ["training.micro_batch=8"]
     with Device(60e6):
         assert main(["train", "run.yaml", "--retry-oom"]) == 0
-    assert "starting again with training.micro_batch=8 (--retry-oom)\n" in capfd.readouterr().err
+    assert (
+        "starting again with training.micro_batch=8 (--retry-oom, in Python retry_oom=True)\n" in capfd.readouterr().err
+    )
     # The same tokens in the same order; only the order of fp32 sums differs.
     assert losses(folder / "runs/a") == pytest.approx(losses(folder / "runs/whole"), rel=1e-5)
     assert "micro_batch: 8" in (folder / "runs/a/recipe.yaml").read_text()

@@ -16,7 +16,7 @@ from meshwright.spec.run import Run
 from meshwright.trainer.resolve import resolve_run
 
 SMALL_DEVICE = ("cluster=1xrtx4090", "data.sequence_length=1024", "training.global_batch=64")
-KINDS = ("finetune.method=lora (", "finetune.method=qlora (", "layout.offload={optimizer: disk} (", "8 devices (")
+KINDS = ("finetune.method=lora (", "finetune.method=qlora (", "'layout.offload={optimizer: disk}' (", "8 devices (")
 
 
 @pytest.fixture

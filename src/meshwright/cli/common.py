@@ -3,6 +3,7 @@
 import argparse
 import contextlib
 import math
+import shlex
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
@@ -92,7 +93,9 @@ def check_page_name(path: Path) -> None:
 def check_folder_of(option: str, path: Path) -> None:
     """Raise `UserError` if there is no folder for an option's file."""
     if not path.parent.is_dir():
-        raise UserError(f"{option} {path}: there is no folder {path.parent}; make it first: mkdir -p {path.parent}")
+        raise UserError(
+            f"{option} {path}: there is no folder {path.parent}; make it first: mkdir -p {shlex.quote(str(path.parent))}"
+        )
 
 
 @contextlib.contextmanager

@@ -3,6 +3,8 @@
 import csv
 import gzip
 import io
+import json
+import shlex
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -118,7 +120,11 @@ def _read_text(file: SourceFile, skip: int) -> Iterator[Document]:
     try:
         text = content.decode().removeprefix("\ufeff")
     except UnicodeDecodeError as error:
-        raise UserError(f"{file.name}: is not UTF-8 at byte {error.start}") from error
+        left_out = shlex.quote(f"data.exclude={json.dumps([file.name], ensure_ascii=False)}")
+        raise UserError(
+            f"{file.name}: is not UTF-8 at byte {error.start}; convert it (iconv -f LATIN1 -t UTF-8), or leave it out: "
+            f"{left_out}"
+        ) from error
     yield Document(file.name, text, num_bytes)
 
 

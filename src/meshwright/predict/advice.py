@@ -1,5 +1,6 @@
 """What to do where no layout of the devices is enough: adapters, offloading, more devices, shorter sequences."""
 
+import shlex
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
@@ -30,7 +31,11 @@ def advise(case: Case, enough: Enough = fitting) -> list[str]:
     """The changes of a recipe with which a layout is `enough`, in the order in which people try them: adapters,
     offloading unless the recipe forbids it, more devices, shorter sequences."""
     tried = (*_methods(case), *_offloading(case, enough), *_devices(case, enough), *_sequences(case, enough))
-    return [f"{words} ({describe_candidate(best)}: {_figures(best)})" for words, best in tried if best and enough(best)]
+    return [
+        f"{shlex.quote(words) if '=' in words else words} ({describe_candidate(best)}: {_figures(best)})"
+        for words, best in tried
+        if best and enough(best)
+    ]
 
 
 def _figures(best: Candidate) -> str:

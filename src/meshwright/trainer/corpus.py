@@ -81,7 +81,7 @@ def check_tokenizer(resolved: ResolvedRun, tokenizer: TextTokenizer | None, *, c
         return
     if tokenizer is None:
         ours, theirs = resolved.run.data, read_resolved(records.resolved).run.data
-        decisive = ("sources", "held_out", "tokenizer", "tokenizer_vocab")
+        decisive = ("sources", "exclude", "held_out", "tokenizer", "tokenizer_vocab")
         same = all(getattr(ours, field) == getattr(theirs, field) for field in decisive)
     else:
         same = tokenizer.extends(load_tokenizer(records.tokenizer))

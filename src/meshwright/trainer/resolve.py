@@ -1,6 +1,7 @@
 """Resolution: every `auto` of a recipe becomes a value, with its reason. No torch here."""
 
 import json
+import shlex
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -246,7 +247,10 @@ def _stage_layers(run: Run, model: ModelSpec, microbatches: int, base_dir: Path)
 def _recompute_advice(job: Job, limit: float) -> str:
     """The least recomputation with which a job takes at most `limit` bytes, in words; empty if there is none."""
     least = _least_recompute(job, limit)
-    return "" if least in (None, "none") else f"; this would fit: training.recompute={flow(plain_recompute(least))}"
+    if least in (None, "none"):
+        return ""
+    override = f"training.recompute={flow(plain_recompute(least))}"
+    return f"; this would fit: {shlex.quote(override)}"
 
 
 def _least_recompute(job: Job, limit: float) -> Recompute | None:
