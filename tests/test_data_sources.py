@@ -12,6 +12,7 @@ import pytest
 from meshwright.data.readers import read_documents
 from meshwright.data.sources import find_files
 from meshwright.spec.data import DataSpec, SourceSpec
+from meshwright.spec.recipe import parse_spec
 
 
 def documents(base_dir, *sources):
@@ -151,7 +152,7 @@ def test_python_without_library_source(tmp_path, monkeypatch):
 
 
 def found(folder: Path, sources: object, exclude: object = ()) -> list[str]:
-    data = DataSpec.model_validate({"sources": sources, "exclude": exclude})
+    data = parse_spec(json.dumps({"sources": sources, "exclude": exclude}), DataSpec)
     return [file.name for file in find_files(data.sources, folder, data.exclude)]
 
 

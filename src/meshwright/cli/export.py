@@ -12,7 +12,7 @@ from meshwright.cli.common import add_ema_argument, add_family_argument, example
 from meshwright.cli.output import add_json_argument, print_result, progress_on_stderr
 from meshwright.spec.errors import UserError
 from meshwright.spec.precision import FP32, FP64, ComputeName, GgufName
-from meshwright.spec.text import command
+from meshwright.spec.text import command, quoted
 
 if TYPE_CHECKING:
     from meshwright.handover.receipt import Receipt
@@ -160,7 +160,7 @@ def _export_adapter(arguments: argparse.Namespace, trained: "TrainedModel") -> i
     if unread_by_vllm(arguments.adapter):
         commands.append(f"{command('export', arguments.model, '--merge', '--hf', 'DIR')}   # for vLLM and SGLang")
     else:
-        base, named = shlex.quote(base), shlex.quote(f"{name}={arguments.adapter}")
+        base, named = quoted(base), quoted(f"{name}={arguments.adapter}")
         lora = f"--lora-modules {named} --max-lora-rank {vllm_rank(arguments.adapter)}"
         commands.append(f"{_vllm_server(arguments)} {base} --enable-lora {lora}")
         commands.append(f"python -m sglang.launch_server --model-path {base} --lora-paths {named}")
@@ -202,20 +202,18 @@ def _export_model(arguments: argparse.Namespace, trained: "TrainedModel") -> int
 def _vllm_server(arguments: argparse.Namespace) -> str:
     """The command that starts vLLM's server, up to the model: with the Python of `--vllm`, if given. `vllm serve` does
     not start in every build (docs/handover.md); this module does."""
-    return (
-        f"{shlex.quote(str(arguments.vllm))} -m vllm.entrypoints.openai.api_server --model"
-        if arguments.vllm
-        else "vllm serve"
-    )
+    if not arguments.vllm:
+        return "vllm serve"
+    return f"{quoted(arguments.vllm)} -m vllm.entrypoints.openai.api_server --model"
 
 
 def _next(arguments: argparse.Namespace, context: int, *, chats: bool) -> list[str]:
     """Commands that use the exported files."""
     if arguments.gguf:
-        return [f"llama-server -m {shlex.quote(str(arguments.gguf))} --jinja"]
+        return [f"llama-server -m {quoted(arguments.gguf)} --jinja"]
     if arguments.ollama:
         return [shlex.join(["ollama", "create", arguments.ollama.name, "-f", f"{arguments.ollama}/Modelfile"])]
-    folder = shlex.quote(str(arguments.hf))
+    folder = quoted(arguments.hf)
     return [
         f"{command('generate', arguments.hf)} {example_prompt(has_template=chats)}",
         f"{_vllm_server(arguments)} {folder} --max-model-len {context}",

@@ -1,7 +1,6 @@
 """The verb `plan`: ranks layouts by predicted memory, speed and cost, and measures the error of predictions."""
 
 import argparse
-import shlex
 import sys
 from collections.abc import Iterator
 from dataclasses import asdict
@@ -37,7 +36,7 @@ from meshwright.predict.changes import CHANGES, GROUPS
 from meshwright.predict.text import cluster_lines, plan_lines
 from meshwright.spec.errors import UserError
 from meshwright.spec.recipe import dump_recipe
-from meshwright.spec.text import command
+from meshwright.spec.text import command, quoted
 from meshwright.terminal import columns
 from meshwright.validate.doubts import Doubt
 from meshwright.validate.judge import Judged, judge, regret, report, worst
@@ -159,9 +158,8 @@ def _show(arguments: argparse.Namespace) -> int:
         raise UserError(f"--{others[0]} is for a plan of RECIPE; leave it out: the page asks for the rest")
     if arguments.site:
         write_site(arguments.site, arguments.pyodide)
-        print(
-            f"{arguments.site} written; open it with: python -m http.server --directory {shlex.quote(str(arguments.site))}"
-        )
+        serve = f"python -m http.server --directory {quoted(arguments.site)}"
+        print(f"{arguments.site} written; open it with: {serve}")
         return 0
     serve_until_interrupted(serve_planner(arguments.port))
     return 0

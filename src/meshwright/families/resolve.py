@@ -101,9 +101,8 @@ def read_hf_directory(directory: Path, *, family: str | None = None) -> ModelSpe
         config = parse_json(regular(path).read_text(encoding="utf-8"), str(path))
     except FileNotFoundError as error:
         is_run = (directory / "checkpoints").is_dir()
-        hint = (
-            f"; to write one from a run: {command('export', directory, '--hf', directory / 'export')}" if is_run else ""
-        )
+        export = command("export", directory, "--hf", directory / "export")
+        hint = f"; to write one from a run: {export}" if is_run else ""
         raise UserError(f"{directory} is not a Hugging Face model directory: it has no config.json{hint}") from error
     except UnicodeDecodeError as error:
         raise UserError(f"{path}: is not UTF-8 at byte {error.start}") from error

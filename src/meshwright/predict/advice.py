@@ -1,6 +1,5 @@
 """What to do where no layout of the devices is enough: adapters, offloading, more devices, shorter sequences."""
 
-import shlex
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
@@ -11,6 +10,7 @@ from meshwright.predict.explain import describe_candidate, short
 from meshwright.predict.hardware import resized
 from meshwright.predict.methods import METHODS, by_method
 from meshwright.predict.search import Variant, search
+from meshwright.spec.text import quoted
 
 GB = 1e9
 MOST_TIMES = 16
@@ -31,10 +31,10 @@ def advise(case: Case, enough: Enough = fitting) -> list[str]:
     """The changes of a recipe with which a layout is `enough`, in the order in which people try them: adapters,
     offloading unless the recipe forbids it, more devices, shorter sequences."""
     tried = (*_methods(case), *_offloading(case, enough), *_devices(case, enough), *_sequences(case, enough))
+    fits = [(words, best) for words, best in tried if best and enough(best)]
     return [
-        f"{shlex.quote(words) if '=' in words else words} ({describe_candidate(best)}: {_figures(best)})"
-        for words, best in tried
-        if best and enough(best)
+        f"{quoted(words) if '=' in words else words} ({describe_candidate(best)}: {_figures(best)})"
+        for words, best in fits
     ]
 
 

@@ -204,7 +204,7 @@ class DataSpec(Spec):
     @field_validator("exclude", mode="before")
     @classmethod
     def _one_glob_alone(cls, value: Any) -> Any:
-        return (value,) if isinstance(value, str) else value
+        return tuple(value) if isinstance(value, list | tuple) else (value,)
 
     @field_validator("sources")
     @classmethod

@@ -1,7 +1,6 @@
 """Resolution: every `auto` of a recipe becomes a value, with its reason. No torch here."""
 
 import json
-import shlex
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -36,6 +35,7 @@ from meshwright.spec.precision import BF16
 from meshwright.spec.problems import RecipeError
 from meshwright.spec.recompute import Recompute, plain_recompute, recompute_misfit
 from meshwright.spec.run import ResolvedRun, Run
+from meshwright.spec.text import quoted
 from meshwright.spec.training import MOST_WARMUP, TrainingSpec
 from meshwright.trainer.derived import with_split
 from meshwright.trainer.length import in_steps
@@ -250,7 +250,7 @@ def _recompute_advice(job: Job, limit: float) -> str:
     if least in (None, "none"):
         return ""
     override = f"training.recompute={flow(plain_recompute(least))}"
-    return f"; this would fit: {shlex.quote(override)}"
+    return f"; this would fit: {quoted(override)}"
 
 
 def _least_recompute(job: Job, limit: float) -> Recompute | None:
