@@ -2,8 +2,11 @@
 
 import importlib.util
 import json
+import os
 import re
 import shutil
+import signal
+import time
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, ClassVar
@@ -15,7 +18,7 @@ import torch
 from meshwright.cli.main import main
 from meshwright.data.mixture import training_samples
 from meshwright.data.tokenizer import load_tokenizer
-from meshwright.engines.compare import Contestant, ContestRow, Pace, compare
+from meshwright.engines.compare import Contestant, ContestRow, Pace, _Running, compare
 from meshwright.engines.deepspeed import DeepSpeedEngine
 from meshwright.engines.engine import Engine, explained
 from meshwright.engines.layouts import layout_called
@@ -78,6 +81,18 @@ class Fake(Engine):
 
     def measure(self, resolved: ResolvedRun, program: str) -> str:
         return self.program
+
+
+class First(Fake):
+    """The one that is measured."""
+
+    name = "first"
+
+
+class Second(Fake):
+    """The one whose turn does not end."""
+
+    name = "second"
 
 
 @pytest.fixture
@@ -167,6 +182,33 @@ def test_an_engine_that_fails_is_a_row_that_says_why_and_the_others_go_on(folder
         "max_loss_difference": None,
         "error": rows[1].error,
     }
+
+
+def test_an_interrupted_comparison_prints_what_it_has_measured(folder, monkeypatch, capsys):
+    """Ctrl-C after the first engine's turn; the second has not had one."""
+
+    def interrupted(*_: object) -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(60)
+
+    monkeypatch.setitem(ENGINES, "first", First())
+    monkeypatch.setitem(ENGINES, "second", Second())
+    turn = _Running.take_turn
+    monkeypatch.setattr(
+        _Running, "take_turn", lambda one, n: (turn if one.row.engine == "first" else interrupted)(one, n)
+    )
+    words = ["compare", "run.yaml", "--engines", "first,second", "--turn", "3", "--rounds", "2", "--warm-up", "2"]
+    assert main([*words, "--out", "out"]) == 130
+    told = capsys.readouterr()
+    assert "stopped before the comparison was complete" in told.err
+    assert re.search(r"^first .* 1\.00", told.out, re.MULTILINE)
+    assert re.search(r"second.*stopped before its first turn", told.out)
+    assert "stopped before the last" in (folder / "out" / "compare.md").read_text()
+    assert main([*words, "--out", "again", "--json"]) == 130
+    rows = json.loads(capsys.readouterr().out)
+    assert len(json.dumps(rows)) > 100
+    assert main([*words[:3], "second", *words[4:], "--out", "third"]) == 130
+    assert not capsys.readouterr().out
 
 
 def test_an_engine_that_dies_at_its_end_keeps_its_right_results(folder):

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shlex
 import sysconfig
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import pytest
 from meshwright.data.readers import read_documents
 from meshwright.data.sources import find_files
 from meshwright.spec.data import DataSpec, SourceSpec
+from meshwright.spec.recipe import parse_spec
 
 
 def documents(base_dir, *sources):
@@ -147,3 +149,63 @@ def test_python_without_library_source(tmp_path, monkeypatch):
     monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path / "python311.zip"))
     with pytest.raises(ValueError, match="has no source files of its standard library"):
         documents(tmp_path, "stdlib")
+
+
+def found(folder: Path, sources: object, exclude: object = ()) -> list[str]:
+    data = parse_spec(json.dumps({"sources": sources, "exclude": exclude}), DataSpec)
+    return [file.name for file in find_files(data.sources, folder, data.exclude)]
+
+
+def test_a_glob_counts_each_file_once(tmp_path):
+    """Links made it an error that named the same source twice."""
+    write(tmp_path / "real" / "b.txt", "b")
+    write(tmp_path / "z.txt", "z")
+    (tmp_path / "a.txt").symlink_to(tmp_path / "z.txt")
+    (tmp_path / "hard.txt").hardlink_to(tmp_path / "z.txt")
+    (tmp_path / "folder").symlink_to(tmp_path / "real")
+    (tmp_path / "real" / "loop").symlink_to(tmp_path / "real")
+    assert found(tmp_path, "**/*.txt") == ["hard.txt", "real/b.txt"]
+    assert found(tmp_path, "folder/*.txt") == ["folder/b.txt"], "a link alone is read"
+
+
+def test_a_link_to_nothing_is_named(tmp_path):
+    write(tmp_path / "a.txt", "a")
+    (tmp_path / "gone.txt").symlink_to(tmp_path / "moved.txt")
+    with pytest.raises(ValueError, match=r"^gone\.txt: is a link to .*moved\.txt, which does not exist"):
+        found(tmp_path, "*.txt")
+
+
+def test_globs_leave_files_out(tmp_path):
+    for name in ("a.txt", "b.txt", "drafts/c.txt", "drafts/old/d.txt", "[x].txt"):
+        write(tmp_path / name, name)
+    every = found(tmp_path, "**/*.txt")
+    assert len(every) == 5
+    assert found(tmp_path, "**/*.txt", "drafts/**") == ["[x].txt", "a.txt", "b.txt"]
+    assert found(tmp_path, "**/*.txt", ["drafts/*.txt", "[x].txt"]) == ["a.txt", "b.txt", "drafts/old/d.txt"]
+    assert len(found(tmp_path, ["stdlib"])) == len(
+        found(tmp_path, ["stdlib"], f"{sysconfig.get_path('stdlib')}/json/*.py")
+    ) + len(list(Path(sysconfig.get_path("stdlib"), "json").glob("*.py")))
+    with pytest.raises(ValueError, match=r"data\.exclude none/\*\* matches no file of data\.sources"):
+        found(tmp_path, "**/*.txt", "none/**")
+    with pytest.raises(ValueError, match=r"data\.exclude drafts/\*\* matches no file of data\.sources"):
+        found(tmp_path, "*.txt", "drafts/**")
+    with pytest.raises(ValueError, match=r"leaves out every file of data source a\.txt"):
+        found(tmp_path, ["a.txt", "b.txt"], "a*")
+
+
+def test_tokens_are_left_out_by_either_name(tmp_path):
+    for name in ("x.bin", "x.idx", "y.bin", "y.idx"):
+        write(tmp_path / name, name)
+    assert found(tmp_path, "*.idx", "y.idx") == ["x.idx"]
+    assert found(tmp_path, "*.idx", "y.bin") == ["x.idx"]
+    assert found(tmp_path, "*.*", "y.*") == ["x.idx"]
+    assert found(tmp_path, "*.*", "y.idx") == ["x.idx"]
+
+
+def test_a_file_that_is_not_text_can_be_left_out_as_its_error_says(tmp_path):
+    write(tmp_path / "a.txt", "a")
+    write(tmp_path / "old one.txt", b"caf\xe9")
+    with pytest.raises(ValueError, match=r"^old one\.txt: is not UTF-8") as error:
+        documents(tmp_path, "*.txt")
+    (override,) = shlex.split(str(error.value).rpartition(": ")[2])
+    assert found(tmp_path, "*.txt", json.loads(override.removeprefix("data.exclude="))) == ["a.txt"]

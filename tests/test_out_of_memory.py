@@ -447,11 +447,13 @@ def test_a_run_starts_again_with_the_first_remedy_and_learns_the_same(
     told = capfd.readouterr().err
     assert "error: out of memory: rank 0, step 1, the " in told
     assert "starting again" not in told
+    assert "fastest first (--retry-oom, in Python retry_oom=True: restarts with the first):" in told
     remedy = json.loads((folder / "runs/a" / PAGE).read_text())["remedies"][0]
     assert remedy == ["training.micro_batch=8"]
     with Device(60e6):
         assert main(["train", "run.yaml", "--retry-oom"]) == 0
-    assert "starting again with training.micro_batch=8 (--retry-oom)\n" in capfd.readouterr().err
+    again = "starting again with training.micro_batch=8 (--retry-oom, in Python retry_oom=True)\n"
+    assert again in capfd.readouterr().err
     # The same tokens in the same order; only the order of fp32 sums differs.
     assert losses(folder / "runs/a") == pytest.approx(losses(folder / "runs/whole"), rel=1e-5)
     assert "micro_batch: 8" in (folder / "runs/a/recipe.yaml").read_text()

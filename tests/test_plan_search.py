@@ -227,7 +227,7 @@ def test_reasons_name_the_memory_that_lacks_or_the_time_that_is_lost() -> None:
     best = found.ranked[0]
     assert why_not(found.strategies["DDP"], best).startswith("needs 15")
     assert "84.6 available; largest term optimizer 96.4 GB" in why_not(found.strategies["DDP"], best)
-    assert why_not(found.strategies["TP"], best).endswith("% of the step")
+    assert why_not(found.strategies["TP"], best).endswith(" s instead of 0 s")
     assert why_not(best, best) == "chosen"
 
 
@@ -245,9 +245,9 @@ def test_no_reason_contradicts_itself() -> None:
         if " slower: " not in said:
             continue
         assert one.time.total > other.time.total
-        cause = re.search(r"slower: (.*?) ([\d.]+) s(?: instead of ([\d.]+) s|, \d+% of the step)$", said)
+        cause = re.search(r"slower: (.*?) ([\d.]+) s instead of ([\d.]+) s$", said)
         assert cause, said
-        assert float(cause[2]) > float(cause[3] or 0), said
+        assert float(cause[2]) > float(cause[3]), said
         compared[cause[1]] += 1
     assert compared["forward and backward passes"] > 10
     assert len(compared) > 3
@@ -602,7 +602,7 @@ def test_what_this_version_cannot_run_is_said_beside(recipe: Path, capsys: pytes
     words = ["model=llama-3-70b", "cluster=2xh100", "training.global_batch=8"]
     assert main(["plan", str(recipe), *words, "data.sequence_length=2048"]) == 1
     text = capsys.readouterr().out
-    assert "disk       fits with state on disk: " in text
+    assert "would fit  finetune.method=qlora (" in text
     assert "offload={optimizer: disk, parameters: disk}" in text
 
 

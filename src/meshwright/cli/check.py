@@ -2,7 +2,6 @@
 
 import argparse
 import re
-import shlex
 import sys
 from collections.abc import Callable, Collection, Iterator
 from functools import partial
@@ -41,7 +40,7 @@ from meshwright.spec.model import ModelSpec
 from meshwright.spec.problems import RecipeError
 from meshwright.spec.recipe import with_place
 from meshwright.spec.run import RecipeFile, ResolvedRun, Run
-from meshwright.spec.text import counted
+from meshwright.spec.text import command, counted
 from meshwright.terminal import printable
 from meshwright.trainer.corpus import check_objective, check_tokenizer, check_vocabulary, starting_model, with_datasets
 from meshwright.trainer.derived import with_split
@@ -126,9 +125,8 @@ def run(arguments: argparse.Namespace) -> int:
         print(f"warning: {printable(warning)}", file=sys.stderr)
     if failed:
         return 1
-    command = shlex.join(["meshwright", "train", str(arguments.recipe), *arguments.overrides])
     verdict = "no errors, but see the warning" if warned else "no errors"
-    print(f"\n{verdict}; train it with: {command}")
+    print(f"\n{verdict}; train it with: {command('train', arguments.recipe, *arguments.overrides)}")
     return 0
 
 
@@ -183,7 +181,7 @@ def examine(recipe: Run, base_dir: Path, findings: Findings) -> dict[str, Any]:
     given = findings.attempt(lambda: _starting_model(recipe, base_dir, model)) or NO_MODEL
     files = None
     if written or not has_datasets(recipe.data):
-        files = findings.attempt(lambda: told_apart(find_files(recipe.data.sources, base_dir)))
+        files = findings.attempt(lambda: told_apart(find_files(recipe.data.sources, base_dir, recipe.data.exclude)))
     if files is not None:
         formats = {file.name: file.format for file in files if file.is_records}
         facts["data"] = {"files": len(files), "bytes": sum(file.path.stat().st_size for file in files)}

@@ -18,6 +18,7 @@ from meshwright.spec.precision import ComputeName
 from meshwright.spec.problems import RecipeError, did_you_mean, setting_called
 from meshwright.spec.recipe import load_recipe
 from meshwright.spec.run import Run
+from meshwright.spec.text import quoted
 from meshwright.storage.durable import write_durably
 
 RECIPES = Path(__file__).resolve().parents[1] / "recipes"
@@ -92,7 +93,8 @@ def check_page_name(path: Path) -> None:
 def check_folder_of(option: str, path: Path) -> None:
     """Raise `UserError` if there is no folder for an option's file."""
     if not path.parent.is_dir():
-        raise UserError(f"{option} {path}: there is no folder {path.parent}; make it first: mkdir -p {path.parent}")
+        make = f"mkdir -p {quoted(path.parent)}"
+        raise UserError(f"{option} {path}: there is no folder {path.parent}; make it first: {make}")
 
 
 @contextlib.contextmanager

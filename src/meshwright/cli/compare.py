@@ -11,6 +11,7 @@ from pathlib import Path
 
 from meshwright.cli.common import positive, read_recipe, stoppable, unused_folder
 from meshwright.cli.output import add_json_argument, print_result, progress_on_stderr
+from meshwright.cli.parser import INTERRUPTED
 from meshwright.spec.errors import UserError
 from meshwright.spec.problems import setting_called
 from meshwright.spec.run import Run
@@ -72,7 +73,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Compare, print the table and write the pages."""
     recipes = read_recipes(arguments)
     # Torch loads here, so that errors in a recipe are reported at once.
-    from meshwright.engines.compare import Pace, compare
+    from meshwright.engines.compare import ComparisonStopped, Pace, compare
     from meshwright.engines.contest import checkouts, contestants, installed, pythons
     from meshwright.engines.page import comparison_page
     from meshwright.engines.report import as_data, as_json, describe, markdown, text
@@ -91,14 +92,25 @@ def run(arguments: argparse.Namespace) -> int:
             raise UserError(f"{arguments.out} already exists; give another --out, or remove it")
         folder = arguments.out or unused_folder(Path("runs/compare"))
         folder.mkdir(parents=True)
-        with stoppable("the comparison"), _removed_if_empty(folder):
-            rows = compare(entered, folder, pace=pace, patience=arguments.patience, say=say)
+        stopped = None
+        try:
+            with stoppable("the comparison"), _removed_if_empty(folder):
+                rows = compare(entered, folder, pace=pace, patience=arguments.patience, say=say)
+        except ComparisonStopped as stop:
+            stop.status = stopped = INTERRUPTED
+            if not any(row.turns for row in stop.rows):
+                raise
+            rows = stop.rows
     about = describe(pace, shlex.join(["meshwright", *sys.argv[1:]]), entered)
+    if stopped:
+        about["steps"] += "; stopped before the last"
     (folder / "compare.json").write_text(json.dumps(as_data(rows, about), indent=1) + "\n")
     (folder / "compare.md").write_text(markdown(rows, about))
     (folder / "compare.html").write_text(comparison_page(rows, about))
     summary = f"\n{text(rows)}\n\n{folder}/compare.md, compare.html and compare.json; programs beside them"
     print_result(arguments, as_json(rows), [summary])
+    if stopped:
+        return stopped
     return NOT_MEASURED if any(row.error and (names or not row.absent) for row in rows) else 0
 
 

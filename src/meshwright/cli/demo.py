@@ -6,6 +6,7 @@ from pathlib import Path
 
 from meshwright.cli.common import presets, unused_folder
 from meshwright.spec.recipe import load_recipe
+from meshwright.spec.text import command
 
 PROMPTS = ("def main(", "import os\n", "class Error(Exception):\n", "# Return the ")
 """Beginnings of Python code, on which the demo's model is trained."""
@@ -60,8 +61,8 @@ def _whats_next(run_dir: Path) -> str:
   tokenizer/                   the tokenizer trained on this text
 
 Try next:
-  meshwright view {run_dir}
-  meshwright generate {run_dir} --prompt 'def main('
-  meshwright export {run_dir} --hf {run_dir}/export
+  {command("view", run_dir)}
+  {command("generate", run_dir, "--prompt", "def main(")}
+  {command("export", run_dir, "--hf", run_dir / "export")}
   meshwright init demo > run.yaml    then change it: model, data, layout
   meshwright train run.yaml run_dir=runs/mine training.steps=1000"""

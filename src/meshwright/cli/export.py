@@ -3,6 +3,7 @@ format, each verified by the programs that read it, or the run as another engine
 
 import argparse
 import json
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, get_args
 
@@ -11,6 +12,7 @@ from meshwright.cli.common import add_ema_argument, add_family_argument, example
 from meshwright.cli.output import add_json_argument, print_result, progress_on_stderr
 from meshwright.spec.errors import UserError
 from meshwright.spec.precision import FP32, FP64, ComputeName, GgufName
+from meshwright.spec.text import command, quoted
 
 if TYPE_CHECKING:
     from meshwright.handover.receipt import Receipt
@@ -154,13 +156,14 @@ def _export_adapter(arguments: argparse.Namespace, trained: "TrainedModel") -> i
     parameters, receipt = export_adapter(trained, arguments.adapter, vllm=arguments.vllm)
     config = json.loads((arguments.adapter / CONFIG).read_text(encoding="utf-8"))
     base, name = config["base_model_name_or_path"] or "BASE", arguments.adapter.name
-    commands = [f"meshwright serve {base} --adapter {name}={arguments.adapter}"]
+    commands = [command("serve", base, "--adapter", f"{name}={arguments.adapter}")]
     if unread_by_vllm(arguments.adapter):
-        commands.append(f"meshwright export {arguments.model} --merge --hf DIR   # for vLLM and SGLang")
+        commands.append(f"{command('export', arguments.model, '--merge', '--hf', 'DIR')}   # for vLLM and SGLang")
     else:
-        lora = f"--lora-modules {name}={arguments.adapter} --max-lora-rank {vllm_rank(arguments.adapter)}"
+        base, named = quoted(base), quoted(f"{name}={arguments.adapter}")
+        lora = f"--lora-modules {named} --max-lora-rank {vllm_rank(arguments.adapter)}"
         commands.append(f"{_vllm_server(arguments)} {base} --enable-lora {lora}")
-        commands.append(f"python -m sglang.launch_server --model-path {base} --lora-paths {name}={arguments.adapter}")
+        commands.append(f"python -m sglang.launch_server --model-path {base} --lora-paths {named}")
     facts = {
         "model": str(trained.source),
         "adapter": str(arguments.adapter),
@@ -199,20 +202,23 @@ def _export_model(arguments: argparse.Namespace, trained: "TrainedModel") -> int
 def _vllm_server(arguments: argparse.Namespace) -> str:
     """The command that starts vLLM's server, up to the model: with the Python of `--vllm`, if given. `vllm serve` does
     not start in every build (docs/handover.md); this module does."""
-    return f"{arguments.vllm} -m vllm.entrypoints.openai.api_server --model" if arguments.vllm else "vllm serve"
+    if not arguments.vllm:
+        return "vllm serve"
+    return f"{quoted(arguments.vllm)} -m vllm.entrypoints.openai.api_server --model"
 
 
 def _next(arguments: argparse.Namespace, context: int, *, chats: bool) -> list[str]:
     """Commands that use the exported files."""
     if arguments.gguf:
-        return [f"llama-server -m {arguments.gguf} --jinja"]
+        return [f"llama-server -m {quoted(arguments.gguf)} --jinja"]
     if arguments.ollama:
-        return [f"ollama create {arguments.ollama.name} -f {arguments.ollama}/Modelfile"]
+        return [shlex.join(["ollama", "create", arguments.ollama.name, "-f", f"{arguments.ollama}/Modelfile"])]
+    folder = quoted(arguments.hf)
     return [
-        f"meshwright generate {arguments.hf} {example_prompt(has_template=chats)}",
-        f"{_vllm_server(arguments)} {arguments.hf} --max-model-len {context}",
-        f"python -m sglang.launch_server --model-path {arguments.hf} --context-length {context}",
-        f"text-generation-launcher --model-id {arguments.hf} --max-total-tokens {context}",
+        f"{command('generate', arguments.hf)} {example_prompt(has_template=chats)}",
+        f"{_vllm_server(arguments)} {folder} --max-model-len {context}",
+        f"python -m sglang.launch_server --model-path {folder} --context-length {context}",
+        f"text-generation-launcher --model-id {folder} --max-total-tokens {context}",
     ]
 
 

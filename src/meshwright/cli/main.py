@@ -10,6 +10,7 @@ import traceback
 from collections.abc import Sequence
 
 from meshwright.cli.completion import complete
+from meshwright.cli.output import Printed, print_json_error
 from meshwright.cli.parser import BROKEN_PIPE, INTERRUPTED, VERBS, Parser, UsageError, help_lines, similar_word
 from meshwright.spec.errors import UserError
 from meshwright.terminal import columns, folded, guarded_terminal, printable
@@ -37,7 +38,14 @@ something missing (doctor), or nothing fits (plan); 2 an error in the command li
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command line (default: this process's) and return the exit status."""
-    words = list(sys.argv[1:] if argv is None else argv)
+    words, before = list(sys.argv[1:] if argv is None else argv), Printed.objects
+
+    def ended(status: int, reason: str) -> int:
+        """The status; with `--json`, the reason is an object where none is printed yet."""
+        if status and "--json" in words and Printed.objects == before:
+            print_json_error(reason, status)
+        return status
+
     if argv is None:
         complete()
         os.putenv("PYTHONSAFEPATH", "1")  # child Python processes import nothing from the user's folder
@@ -45,14 +53,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         with guarded_terminal(folds="--json" not in words and (words[:1] or [""])[0] not in VERBATIM):
             status = _run(words)
             sys.stdout.flush()  # so that a closed pipe raises here
-        return status
+        return ended(status, "failed; standard error says why")
     except SystemExit as stop:  # argparse, after --help
         return stop.code if isinstance(stop.code, int) else 0
     except KeyboardInterrupt as stop:
         status = getattr(stop, "status", None)  # a `TrainingStopped` has one; without a message, the reason is printed
         if status is None or str(stop):
             print("interrupted" if status is None else stop, file=sys.stderr)
-        return INTERRUPTED if status is None else status
+        return ended(INTERRUPTED if status is None else status, str(stop) or "interrupted")
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # so that Python's flush at exit succeeds
         return BROKEN_PIPE
@@ -61,7 +69,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             traceback.print_exc()
         for line in _lines(error):
             print(*folded(f"error: {printable(line)}", columns(sys.stderr)), sep="\n", file=sys.stderr)
-        return 2
+        return ended(2, "\n".join(_lines(error)))
 
 
 def _run(words: list[str]) -> int:

@@ -16,9 +16,22 @@ def add_json_argument(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
 
 
+class Printed:
+    """What this process has printed."""
+
+    objects = 0
+    """Number of JSON objects, so that an error after one does not print another."""
+
+
 def print_json(value: Any) -> None:
     """Print `value` as one indented JSON object."""
-    print(json.dumps(value, indent=2))
+    print(json.dumps(value, indent=2), flush=True)
+    Printed.objects += 1
+
+
+def print_json_error(words: str, status: int) -> None:
+    """Print an error as the JSON object that `--json` promises."""
+    print_json({"error": words, "status": status})
 
 
 def print_result(arguments: argparse.Namespace, value: Any, lines: Iterable[str]) -> None:

@@ -36,6 +36,7 @@ from meshwright.predict.changes import CHANGES, GROUPS
 from meshwright.predict.text import cluster_lines, plan_lines
 from meshwright.spec.errors import UserError
 from meshwright.spec.recipe import dump_recipe
+from meshwright.spec.text import command, quoted
 from meshwright.terminal import columns
 from meshwright.validate.doubts import Doubt
 from meshwright.validate.judge import Judged, judge, regret, report, worst
@@ -157,7 +158,8 @@ def _show(arguments: argparse.Namespace) -> int:
         raise UserError(f"--{others[0]} is for a plan of RECIPE; leave it out: the page asks for the rest")
     if arguments.site:
         write_site(arguments.site, arguments.pyodide)
-        print(f"{arguments.site} written; open it with: python -m http.server --directory {arguments.site}")
+        serve = f"python -m http.server --directory {quoted(arguments.site)}"
+        print(f"{arguments.site} written; open it with: {serve}")
         return 0
     serve_until_interrupted(serve_planner(arguments.port))
     return 0
@@ -178,7 +180,7 @@ def _calibrate(arguments: argparse.Namespace) -> int:
     lines = [
         f"{cluster.devices} simultaneous ranks, each: {rates}, memory {measured.memory_gb_s:.3g} GB/s",
         *(f"{kind}: {cost.latency_us:.0f} us, {cost.bandwidth_gb_s:.3g} GB/s" for kind, cost in costs),
-        f"saved to {path}; use it with: meshwright plan run.yaml --cluster {path}",
+        f"saved to {path}; use it with: {command('plan', 'run.yaml', '--cluster', path)}",
     ]
     print_result(arguments, cluster.model_dump(mode="json"), lines)
     return 0
@@ -204,7 +206,8 @@ def _plan(arguments: argparse.Namespace) -> int:
     with waiting("searching layouts"):
         planned = answer(query, recipe, base_dir)
     if arguments.explain:
-        print(explain_field(planned[0].plan, arguments.explain))
+        explained = explain_field(planned[0].plan, arguments.explain)
+        print_result(arguments, {arguments.explain: explained.splitlines()}, [explained])
     else:
         facts = [one.facts for one in planned]
         lines = plan_lines(facts[0], columns(sys.stdout)) if len(facts) == 1 else cluster_lines(facts)

@@ -9,6 +9,7 @@ from meshwright.spec.errors import UserError
 from meshwright.spec.finetune import FullSpec
 from meshwright.spec.plugins import PluginSpec
 from meshwright.spec.run import Run
+from meshwright.spec.text import command
 
 TIMELINE = "memory"
 """The callback of `--memory`."""
@@ -121,12 +122,12 @@ def run(arguments: argparse.Namespace) -> int:
 def whats_next(run: Run, *, has_template: bool) -> str:
     """Commands to try on a trained run; `has_template`: its tokenizer has a chat template."""
     place = run.run_dir
-    lines = [f"meshwright generate {place} {example_prompt(has_template=has_template)}"]
+    lines = [f"{command('generate', place)} {example_prompt(has_template=has_template)}"]
     if run.data.held_out and run.training.preference is None:
-        lines.append(f"meshwright eval {place}")
+        lines.append(command("eval", place))
     if run.finetune is None or isinstance(run.finetune, FullSpec):
-        lines.append(f"meshwright export {place} --hf {place}/export")
+        lines.append(command("export", place, "--hf", f"{place}/export"))
     else:
-        lines.append(f"meshwright export {place} --adapter {place}/adapter")
-        lines.append(f"meshwright export {place} --hf {place}/merged --merge")
+        lines.append(command("export", place, "--adapter", f"{place}/adapter"))
+        lines.append(command("export", place, "--hf", f"{place}/merged", "--merge"))
     return next_commands(lines)

@@ -142,7 +142,7 @@ def prepare_corpus(
     """
     progress = progress or (lambda what, done, total: None)
     cache = Path(data.cache_dir)
-    groups = group_files(data, told_apart(find_files(data.sources, base_dir)))
+    groups = group_files(data, told_apart(find_files(data.sources, base_dir, data.exclude)))
     tokenizer = find_tokenizer(data, base_dir=base_dir, model=model)
     splits: dict[str, Split] = {}
     if tokenizer is None:

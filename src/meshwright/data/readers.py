@@ -3,6 +3,7 @@
 import csv
 import gzip
 import io
+import json
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -13,6 +14,7 @@ from meshwright.data.records import COLUMNS, FURTHER, MEDIA, Content, format_of,
 from meshwright.data.sources import SourceFile, require
 from meshwright.data.structs import read_row, readers_of
 from meshwright.spec.errors import UserError
+from meshwright.spec.text import quoted
 from meshwright.storage.jsonl import parse_json
 
 ROWS = 256
@@ -118,7 +120,11 @@ def _read_text(file: SourceFile, skip: int) -> Iterator[Document]:
     try:
         text = content.decode().removeprefix("\ufeff")
     except UnicodeDecodeError as error:
-        raise UserError(f"{file.name}: is not UTF-8 at byte {error.start}") from error
+        left_out = quoted(f"data.exclude={json.dumps([file.name], ensure_ascii=False)}")
+        raise UserError(
+            f"{file.name}: is not UTF-8 at byte {error.start}; convert it (iconv -f LATIN1 -t UTF-8), or leave it out: "
+            f"{left_out}"
+        ) from error
     yield Document(file.name, text, num_bytes)
 
 

@@ -93,12 +93,22 @@ class SourceFile:
         )
 
 
-def find_files(sources: Sequence[SourceSpec], base_dir: Path) -> list[SourceFile]:
-    """The files of all sources: sources in their order, the files of each sorted by name.
+def find_files(sources: Sequence[SourceSpec], base_dir: Path, exclude: Sequence[str] = ()) -> list[SourceFile]:
+    """The files of all sources, without those that the globs in `exclude` name: sources in their order, the files of
+    each sorted by name. A file that a glob finds under several names, by links, is one file.
 
-    Raises UserError if a source matches nothing, or nothing that can be read, and if a file would be read twice.
+    Raises UserError if a source or an `exclude` matches nothing, or nothing that can be read, and if two sources read
+    the same file.
     """
-    files = [file for number, source in enumerate(sources) for file in _files_of(source, number, base_dir)]
+    left_out = {
+        pattern: {_identity(path) for name in _globbed(pattern, base_dir) if (path := base_dir / name).is_file()}
+        for pattern in exclude
+    }
+    excluded = _Excluded(set().union(*left_out.values()))
+    files = [file for number, source in enumerate(sources) for file in _files_of(source, number, base_dir, excluded)]
+    for pattern, identities in left_out.items():
+        if not identities & excluded.met:
+            raise UserError(f"data.exclude {pattern} matches no file of data.sources (looked in {base_dir.resolve()})")
     known: dict[Path, SourceFile] = {}
     for file in files:
         first = known.setdefault(file.path.resolve(), file)
@@ -111,6 +121,33 @@ def find_files(sources: Sequence[SourceSpec], base_dir: Path) -> list[SourceFile
                 f"{paths[1]}; remove it from one"
             )
     return files
+
+
+class _Excluded:
+    """The files to leave out, and which of them a source has."""
+
+    def __init__(self, identities: set[tuple[int, int]]) -> None:
+        self._identities, self.met = identities, set[tuple[int, int]]()
+
+    def has(self, path: Path) -> bool:
+        """Whether a file is left out; of token files, by the name of the index or the tokens."""
+        names = [path.with_suffix(suffix) for suffix in (".bin", ".idx")] if path.suffix in (".bin", ".idx") else [path]
+        met = {_identity(name) for name in names if self._identities and name.is_file()} & self._identities
+        self.met |= met
+        return bool(met)
+
+
+def _identity(path: Path) -> tuple[int, int]:
+    """A number of the file itself: equal for all of its names."""
+    status = path.stat()
+    return status.st_dev, status.st_ino
+
+
+def _globbed(pattern: str, base_dir: Path) -> list[str]:
+    """The names, of files and folders, that a path or a glob stands for."""
+    pattern = os.path.expanduser(pattern)
+    # A name that exists is taken literally, so that brackets in file names need no escape.
+    return [pattern] if (base_dir / pattern).is_file() else glob.glob(pattern, root_dir=base_dir, recursive=True)
 
 
 def names_of(files: Sequence[SourceFile]) -> str:
@@ -134,34 +171,50 @@ def require(library: str, purpose: str) -> ModuleType:
         ) from error
 
 
-def _files_of(source: SourceSpec, number: int, base_dir: Path) -> list[SourceFile]:
+def _files_of(source: SourceSpec, number: int, base_dir: Path, excluded: _Excluded) -> list[SourceFile]:
     if source.path == STDLIB:
-        return _stdlib_files(number)
+        return [file for file in _stdlib_files(number) if not excluded.has(file.path)]
     if source.path.startswith(HUB):
         files = _arrow_files(_hub_files(source), source)
     elif (folder := base_dir / os.path.expanduser(source.path)).is_dir():
         files = _arrow_files(_saved_dataset(folder, source), source)
     else:
-        files = _matching_files(source, base_dir)
+        files = _matching_files(source, base_dir, excluded)
     columns = tuple(source.columns.items())
     return [
         replace(file, format=source.format, text_key=source.text_key, columns=columns, source=number) for file in files
     ]
 
 
-def _matching_files(source: SourceSpec, base_dir: Path) -> list[SourceFile]:
+def _matching_files(source: SourceSpec, base_dir: Path, excluded: _Excluded) -> list[SourceFile]:
     """The files that a path or a glob names."""
-    pattern = os.path.expanduser(source.path)
-    # A name that exists is taken literally, so that brackets in file names need no escape.
-    names = [pattern] if (base_dir / pattern).is_file() else glob.glob(pattern, root_dir=base_dir, recursive=True)
-    names = sorted(name for name in names if (base_dir / name).is_file())
+    names = _globbed(source.path, base_dir)
+    there = _each_once([name for name in names if _is_file(base_dir / name, name)], base_dir)
+    names = [name for name in there if not excluded.has(base_dir / name)]
+    if there and not names:
+        raise UserError(f"data.exclude leaves out every file of data source {source.path}; remove one of them")
     files = [_source_file(name, source, base_dir) for name in _without_twins(names)]
     if files and not total_bytes(files):
         raise UserError(f"data source {source.path} is empty: {names_of(files)} contains no data; remove it")
     if not files:
-        regular(base_dir / pattern)
+        regular(base_dir / os.path.expanduser(source.path))
         raise UserError(f"data source {source.path} matches no file (looked in {base_dir.resolve()})")
     return files
+
+
+def _is_file(path: Path, name: str) -> bool:
+    """Whether a name is a file's. Raises UserError for a link to nothing, whose text would be missing in silence."""
+    if path.is_symlink() and not path.exists():
+        raise UserError(f"{name}: is a link to {os.readlink(path)}, which does not exist; mend it, or remove it")
+    return path.is_file()
+
+
+def _each_once(names: Iterable[str], base_dir: Path) -> list[str]:
+    """The names, sorted, without further names of the same file; of a file and its links the file's own name stays."""
+    first: dict[tuple[int, int], str] = {}
+    for name in sorted(names, key=lambda name: ((base_dir / name).absolute() != (base_dir / name).resolve(), name)):
+        first.setdefault(_identity(base_dir / name), name)
+    return sorted(first.values())
 
 
 def _without_twins(names: Sequence[str]) -> list[str]:

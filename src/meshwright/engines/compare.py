@@ -16,6 +16,7 @@ from meshwright.engines.readback import check_optimizer, check_what_ran
 from meshwright.engines.registry import MissingPackageError, check_installed
 from meshwright.launch.launcher import find_worker
 from meshwright.launch.programs import ProgramError, RankedProgram
+from meshwright.launch.status import TrainingStopped
 from meshwright.machine import find_machine
 from meshwright.spec.errors import UserError
 from meshwright.spec.run import ResolvedRun
@@ -96,7 +97,7 @@ class ContestRow:
         scale = self.tokens_per_step / other.tokens_per_step
         rounds = [
             scale * statistics.median(there) / statistics.median(here)
-            for here, there in zip(self.turns, other.turns, strict=True)
+            for here, there in zip(self.turns, other.turns, strict=False)  # one has more turns if it was stopped
         ]
         return mine / theirs, min(rounds), max(rounds)
 
@@ -106,17 +107,46 @@ class ContestRow:
         return None if self.error or other.error else max((abs(a - b) for a, b in pairs), default=None)
 
 
+class ComparisonStopped(TrainingStopped):
+    """A signal ended the comparison; `rows` holds what was measured before it."""
+
+    def __init__(self, stop: TrainingStopped, rows: Sequence[ContestRow]) -> None:
+        super().__init__(stop.status, str(stop))
+        self.rows = list(rows)
+
+
 def compare(
     contestants: Sequence[Contestant], folder: Path, *, pace: Pace, patience: float, say: Callable[[str], None]
 ) -> list[ContestRow]:
     """Train every contestant in turns on this machine; `folder` receives programs, inputs and journals.
 
     An engine becomes a row with an error if it cannot express its recipe, is not installed, fails, makes no step for
-    `patience` seconds, or trains differently than asked. Raises `UserError` for mistakes in the recipes.
+    `patience` seconds, or trains differently than asked. Raises `UserError` for mistakes in the recipes, and
+    `ComparisonStopped` on a signal.
     """
     if find_worker() is not None:
         raise UserError("compare starts the engines' processes; run it without torchrun or srun")
-    rows, running = [], list[_Running]()
+    rows = list[ContestRow]()
+    try:
+        _take_turns(contestants, folder, rows, pace=pace, patience=patience, say=say)
+    except TrainingStopped as stop:
+        for row in rows:
+            row.error = row.error or (None if row.turns else "stopped before its first turn")
+        raise ComparisonStopped(stop, rows) from stop
+    return rows
+
+
+def _take_turns(
+    contestants: Sequence[Contestant],
+    folder: Path,
+    rows: list[ContestRow],
+    *,
+    pace: Pace,
+    patience: float,
+    say: Callable[[str], None],
+) -> None:
+    """Start every contestant, and let them take turns; each adds its row when it starts."""
+    running = list[_Running]()
     inputs = _write_inputs(contestants, folder, pace, say)
     with ExitStack() as stack:
         for contestant in contestants:
@@ -139,7 +169,6 @@ def compare(
                 if not one.attempt(lambda one=one, number=number: one.take_turn(number)):
                     say(f"{one.row.name}: {one.row.error}")
             running = [one for one in running if one.row.error is None]
-    return rows
 
 
 class _Running:

@@ -20,6 +20,7 @@ from meshwright.spec.errors import UserError
 from meshwright.spec.files import regular
 from meshwright.spec.model import ModelFields, ModelSpec
 from meshwright.spec.plugins import has_plugin, known_plugins
+from meshwright.spec.text import command
 from meshwright.storage.jsonl import parse_json
 
 SIZES = [field for field in ModelFields.model_fields if field not in ("name", "weights", "family")]
@@ -100,7 +101,8 @@ def read_hf_directory(directory: Path, *, family: str | None = None) -> ModelSpe
         config = parse_json(regular(path).read_text(encoding="utf-8"), str(path))
     except FileNotFoundError as error:
         is_run = (directory / "checkpoints").is_dir()
-        hint = f"; to write one from a run: meshwright export {directory} --hf {directory}/export" if is_run else ""
+        export = command("export", directory, "--hf", directory / "export")
+        hint = f"; to write one from a run: {export}" if is_run else ""
         raise UserError(f"{directory} is not a Hugging Face model directory: it has no config.json{hint}") from error
     except UnicodeDecodeError as error:
         raise UserError(f"{path}: is not UTF-8 at byte {error.start}") from error

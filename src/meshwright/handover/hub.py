@@ -18,6 +18,7 @@ from meshwright.serve.trained import TrainedModel
 from meshwright.spec.errors import UserError
 from meshwright.spec.recipe import dump_recipe
 from meshwright.spec.run import ResolvedRun
+from meshwright.spec.text import command
 from meshwright.trainer.metrics import read_journal
 
 CARD = "README.md"
@@ -112,7 +113,7 @@ def model_card(trained: TrainedModel, receipt: Receipt, repository: Repository) 
         + (f" License: {repository.license}." if repository.license else " No license was given."),
         "## Use",
         f"```bash\nvllm serve {repository.name} --max-model-len {trained.spec.max_positions}\n"
-        f"meshwright chat {repository.name}\n```",
+        f"{command('chat', repository.name)}\n```",
     ]
     if run is not None:
         parts += _training(trained.source, run)

@@ -1,7 +1,6 @@
 """The systems whose files are imported: how a file of each is recognised, what reads it, and the rules of its keys."""
 
 import re
-import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -30,6 +29,7 @@ from meshwright.imports.reading import Reading, Rule, flat, of_section, refusing
 from meshwright.imports.titan_python import is_titan_python
 from meshwright.spec.errors import UserError
 from meshwright.spec.run import Run
+from meshwright.spec.text import command
 from meshwright.storage.opening import read_data, read_text
 
 FORMATS = (
@@ -114,11 +114,11 @@ def describe_foreign(path: Path) -> str:
         if isinstance(values, Mapping) and values.keys() <= Run.model_fields.keys():
             return ""
         if path.suffix == ".py" and (name := _configured_in_code(read_text(path))):
-            command = f"meshwright import {shlex.quote(str(path))}"
-            return f"{path}: not a recipe, but a program of {name}; see what can be done: {command}"
+            how = command("import", path)
+            return f"{path}: not a recipe, but a program of {name}; see what can be done: {how}"
         return (
             f"{path}: not a recipe, but a file of {_opened(path)[0].name}; convert it first: "
-            f"meshwright import {shlex.quote(str(path))} --write run.yaml"
+            f"{command('import', path, '--write', 'run.yaml')}"
         )
     except (UserError, OSError):
         return ""
@@ -168,7 +168,7 @@ def _opened(path: Path) -> tuple[System, Any, str]:
         if system.recognises(values):
             return system, values, name
     if values and values.keys() <= Run.model_fields.keys():
-        raise UserError(f"{path}: a recipe already; check it: meshwright check {shlex.quote(str(path))}")
+        raise UserError(f"{path}: a recipe already; check it: {command('check', path)}")
     nearest = _nearest(list(flat(values)))
     likely = nearest.share(list(flat(values))) > 1 / 2
     hint = f", but most of its keys are {nearest.name}'s: import a whole file of it" if likely else ""

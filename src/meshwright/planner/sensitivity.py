@@ -5,9 +5,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 from meshwright.predict.candidate import Candidate
-from meshwright.predict.engine import passes
+from meshwright.predict.engine import make_case, passes
 from meshwright.predict.hardware import resized
-from meshwright.predict.recipe import make_case
 from meshwright.predict.report import Plan
 from meshwright.predict.search import search
 from meshwright.spec.cluster import ClusterSpec

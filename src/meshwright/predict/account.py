@@ -70,7 +70,26 @@ def _explain_memory(plan: Plan, chosen: Candidate) -> list[str]:
         f"  {'total':<14}{use.total / GB:>8.2f} GB  ({total.low / GB:.1f} to {total.high / GB:.1f}), stage {use.stage}"
     )
     lines.append(f"  {'available':<14}{chosen.capacity / GB:>8.2f} GB  of which {chosen.margin:.0%} must stay free")
-    return lines
+    return [*lines, *_memory_verdict(plan, chosen)]
+
+
+def _memory_verdict(plan: Plan, shown: Candidate) -> Iterator[str]:
+    """Whether the layout fits its devices, and what would fit if it does not."""
+    words = f"{shown.verdict}: {short(shown.memory.total / GB)} of {short(shown.capacity / GB)} GB"
+    if shown.verdict == "does not fit":
+        words = f"does not fit: {why_not(shown, None)}"
+    elif shown.verdict == "tight":
+        words += f", so less than {shown.margin:.0%} stays free"
+    yield f"  {'verdict':<14}{words}"
+    if shown.verdict == "fits":
+        return
+    remedies = [plan.relief] if shown is plan.given and plan.relief else []
+    if plan.chosen and plan.chosen is not shown and plan.chosen.verdict == "fits":
+        chosen = plan.chosen
+        figures = f"{short(chosen.memory.total / GB)} GB, {short(chosen.time.total)} s a step"
+        remedies.append(f"the layout that plan chooses ({describe_candidate(chosen)}: {figures})")
+    for number, remedy in enumerate(remedies or plan.advice or ["nothing that was tried"]):
+        yield f"  {'' if number else 'would fit':<14}{remedy}"
 
 
 def _kept_weights(job: Job) -> str:

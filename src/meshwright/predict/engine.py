@@ -8,10 +8,11 @@ from typing import Any, Literal, get_args
 from meshwright.families import finetuned_table, low_precision_misfits, parameter_table
 from meshwright.families.adapters import adapter_misfit
 from meshwright.families.quantized import split_misfit
-from meshwright.predict.blueprint import Blueprint
+from meshwright.predict.blueprint import Blueprint, blueprint
 from meshwright.predict.job import MESHWRIGHT, QUANTIZED, Job, Stack, adapter_parameters
 from meshwright.predict.layouts import SearchLimits
 from meshwright.spec.cluster import ClusterSpec
+from meshwright.spec.errors import UserError
 from meshwright.spec.finetune import FinetuneSpec
 from meshwright.spec.fit import batch_misfits, find_misfits, fp8_gather_misfits, quantized_misfits
 from meshwright.spec.layout import LayoutSpec
@@ -27,6 +28,8 @@ MOMENT_BYTES = {"adamw_8bit": 2 * (1 + 4 / 256)}
 `optimizer.state_dtype`."""
 STATES = 2
 """Numbers that a plugged-in optimizer keeps per parameter, unless its class says (`states = 1`)."""
+MOST_DEVICES, MOST_SEQUENCES = 2**20, 2**24
+"""Devices of a cluster and sequences of a step that a search ends for."""
 LayoutCheck = Callable[[LayoutSpec], list[str]]
 """The reasons why a layout is refused, one sentence each; empty if it runs."""
 ON_CPU = replace(MESHWRIGHT, context_bytes=0.45e9, chunk_bytes=2**26, wide_bytes=2**22, communicator_bytes=0.0)
@@ -76,6 +79,33 @@ class Case:
     def check(self, run: Run) -> LayoutCheck:
         """The engine's check of layouts for another recipe of the model."""
         return layout_check(run, self.spec, Processor.of(self.cluster).kind)
+
+
+def make_case(
+    run: Run, spec: ModelSpec, cluster: ClusterSpec, limits: SearchLimits, model: Blueprint | None = None
+) -> Case:
+    """A recipe to plan on a cluster; `model`: the blueprint of `spec`, if it is known.
+
+    Raises `UserError` for a cluster or a batch that is too large to search.
+    """
+    if cluster.devices > MOST_DEVICES:
+        raise UserError(f"cluster {cluster.name} has {cluster.devices:,} devices; plan supports {MOST_DEVICES:,}")
+    if run.sequences_per_step() > MOST_SEQUENCES:
+        raise UserError(f"{run.sequences_per_step():,} sequences a step; plan supports {MOST_SEQUENCES:,}")
+    if "offload" in run.layout.model_fields_set and run.layout.offload == "none":  # said, not only the default
+        limits = replace(limits, offload=False)
+    size = 1 if run.training.micro_batch == "auto" else run.training.micro_batch
+    # Any layout of several ranks: the search replaces it, and one rank alone keeps other copies (engine_stack).
+    several = LayoutSpec(dp_replicate=2) if cluster.devices > 1 else LayoutSpec()
+    base = engine_job(
+        run,
+        model or blueprint(spec),
+        global_batch=run.sequences_per_step(),
+        micro_batch=size,
+        processor=Processor.of(cluster),
+        layout=several,
+    )
+    return Case(run, spec, cluster, base, limits)
 
 
 def engine_job(

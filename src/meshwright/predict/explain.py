@@ -6,7 +6,7 @@ from meshwright.predict.candidate import Candidate, evaluate, strategy_name
 from meshwright.predict.changes import CHANGES
 from meshwright.predict.job import Job
 from meshwright.predict.layouts import SearchLimits, divisors, layouts
-from meshwright.predict.search import recomputing_least, search
+from meshwright.predict.search import recomputing_least
 from meshwright.spec.cluster import ClusterSpec
 from meshwright.spec.layout import AXES
 from meshwright.spec.precision import BF16, FP16, Precision
@@ -25,6 +25,8 @@ CAUSES = {
 }
 WORTH_A_WORD = 0.01
 """Fraction of a step below which neither a cause nor a saving is named."""
+FINEST = 0.0001
+"""Fraction of a time below which a difference is not shown."""
 SAME = 0.005
 """Fraction of a step within which two layouts are called equally fast."""
 
@@ -80,13 +82,14 @@ def why_not(candidate: Candidate, chosen: Candidate | None) -> str:
     if chosen is None or candidate.job == chosen.job:
         return "chosen" if chosen else "the fastest"
     slower = candidate.time.total / chosen.time.total - 1
+    both = _unlike(candidate.time.total, chosen.time.total)
     if candidate.verdict == "tight" and chosen.verdict == "fits":
-        speed = f", {-slower:.0%} faster" if slower < -WORTH_A_WORD else ""
+        speed = f", {-slower:.0%} faster: {both}" if slower < -WORTH_A_WORD else ""
         return f"tight: {short(memory.total / GB)} of {short(candidate.capacity / GB)} GB{speed}"
     if slower < -SAME:
-        return f"{-slower:.1%} faster, which is within the prediction error"
+        return f"{-slower:.1%} faster: {both}, within the prediction error"
     if slower < SAME:
-        return "as fast"
+        return f"as fast: {both}"
     return f"{slower:.0%} slower: {_largest_loss(candidate, chosen)}"
 
 
@@ -99,19 +102,17 @@ def _largest_loss(candidate: Candidate, chosen: Candidate) -> str:
     causes = {"once": "forward and backward passes"} | CAUSES
     cause = max(causes, key=lambda name: seconds(candidate, name) - seconds(chosen, name))
     more, less = seconds(candidate, cause), seconds(chosen, cause)
-    if not less:
-        return f"{causes[cause]} {short(more)} s, {more / candidate.time.total:.0%} of the step"
     return f"{causes[cause]} {_unlike(more, less)}"
 
 
 def _unlike(more: float, less: float) -> str:
-    """Two different times, with enough digits to show the difference."""
+    """Two times, with enough digits to show a difference of `FINEST`."""
     shown = short(more), short(less)
     for decimals in range(1, 9):
-        if shown[0] != shown[1]:
+        if shown[0] != shown[1] or abs(more - less) < FINEST * more:
             break
         shown = f"{more:.{decimals}f}", f"{less:.{decimals}f}"
-    return f"{shown[0]} s instead of {shown[1]} s"
+    return f"{shown[0]} s instead of {shown[1] if less else 0} s"
 
 
 def binding(candidate: Candidate) -> str:
@@ -159,19 +160,23 @@ def no_layout(base: Job, cluster: ClusterSpec, limits: SearchLimits) -> str:
     )
 
 
-def relief(job: Job, cluster: ClusterSpec, margin: float) -> str | None:
-    """The change with the least time cost that makes a layout fit; None if no usual one does."""
+def relief(job: Job, cluster: ClusterSpec, margin: float, *, offload: bool = True) -> str | None:
+    """The change with the least time cost that makes a layout fit, with offloading only if `offload`; None if no usual
+    one does."""
     before = evaluate(job, cluster, margin)
-    tried = [(words, evaluate(changed, where, margin)) for words, changed, where in _reliefs(job, cluster, margin)]
+    tried = [
+        (words, evaluate(changed, where, margin)) for words, changed, where in _reliefs(job, cluster, margin, offload)
+    ]
     fitting = [(found.time.total, words, found) for words, found in tried if found.verdict == "fits"]
     if not fitting:
         return None
     seconds, words, found = min(fitting, key=lambda entry: entry[0])
     change = seconds / before.time.total - 1
-    return f"{words}: {short(found.memory.total / GB)} GB, step time {change:+.0%}"
+    times = _unlike(seconds, before.time.total)
+    return f"{words}: {short(found.memory.total / GB)} GB, step time {change:+.0%} ({times})"
 
 
-def _reliefs(job: Job, cluster: ClusterSpec, margin: float) -> list[tuple[str, Job, ClusterSpec]]:
+def _reliefs(job: Job, cluster: ClusterSpec, margin: float, offload: bool) -> list[tuple[str, Job, ClusterSpec]]:
     """The usual remedies, one at a time."""
     found: list[tuple[str, Job, ClusterSpec]] = []
     if job.recompute != "full":
@@ -186,7 +191,7 @@ def _reliefs(job: Job, cluster: ClusterSpec, margin: float) -> list[tuple[str, J
             found.append((f"zero={zero}, dp_shard={dp}", sharded, cluster))
             again = recomputing_least(sharded, cluster, margin)
             found.append((f"zero={zero} and recompute={recomputes(again)}", again, cluster))
-    if layout.offload == "none":
+    if offload and layout.offload == "none":
         sharded = {"zero": max(layout.zero_stage, 3 if dp > 1 else 0), "dp_shard": dp, "dp_replicate": 1}
         for name in ("parameters", "disk", "disk_parameters", "activations"):
             change = CHANGES[name]
@@ -266,12 +271,3 @@ def in_bf16(candidate: Candidate) -> dict[str, float] | None:
     plain = replace(job, precision=replace(job.precision, recipe=None), stack=stack)
     seconds = evaluate(plain, candidate.cluster, candidate.margin).time.total
     return {"step_time": seconds, "saved": 1 - seconds / candidate.time.total}
-
-
-def on_disk(base: Job, cluster: ClusterSpec, limits: SearchLimits) -> Candidate | None:
-    """The layout that would be chosen with the optimizer's state on the nodes' disks, and parameters too if it does not
-    fit otherwise; None if none fits even so."""
-    for name in ("disk", "disk_parameters"):
-        if found := search(base, cluster, top=1, limits=replace(limits, change=CHANGES[name])).chosen:
-            return found
-    return None

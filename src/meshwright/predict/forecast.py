@@ -1,19 +1,17 @@
 """A run's predicted memory and time on its devices, and remedies where they are too much."""
 
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from meshwright.families import PRESETS, resolve_model
 from meshwright.machine import Machine
+from meshwright.predict.advice import Enough, advise, fitting
 from meshwright.predict.blueprint import blueprint
 from meshwright.predict.candidate import MARGIN, Candidate, evaluate
-from meshwright.predict.engine import Processor, engine_job, layout_check, passes
+from meshwright.predict.engine import Processor, engine_job, make_case, passes
 from meshwright.predict.explain import describe, in_bf16, relief, short
 from meshwright.predict.hardware import local_cluster, resolve_cluster
 from meshwright.predict.layouts import SearchLimits
-from meshwright.predict.search import recomputing_least, search
-from meshwright.spec.errors import UserError
+from meshwright.predict.search import search
 from meshwright.spec.run import ResolvedRun
 
 LONGEST_STEP = 3600.0
@@ -48,7 +46,7 @@ def warnings(resolved: ResolvedRun, found: Candidate) -> list[str]:
             need, there = found.host_bytes, found.cluster.host_memory_gb * 1e9
         told.append(
             f"predicted to need {short(need / GIB)} of {short(there / GIB)} GiB on each of {where}; "
-            f"{_remedy(resolved, found, lambda other: other.verdict == 'fits')}"
+            f"{_remedy(resolved, found, fitting)}"
         )
     if found.time.total > LONGEST_STEP:
         told.append(
@@ -66,33 +64,19 @@ def warnings(resolved: ResolvedRun, found: Candidate) -> list[str]:
     return told
 
 
-def _remedy(resolved: ResolvedRun, found: Candidate, enough: Callable[[Candidate], bool]) -> str:
-    """The first remedy that helps: a change of the layout, another layout, or a smaller published model."""
-    job, cluster = found.job, found.cluster
-    change = (
-        relief(job, cluster, MARGIN) if found.verdict == "does not fit" and found.time.total <= LONGEST_STEP else None
-    )
-    if change:
-        return f"this would fit: {change}"
-    check = layout_check(resolved.run, resolved.model, Processor.of(cluster).kind)
-    other = search(job, cluster, top=1, limits=SearchLimits(runs=passes(check))).chosen
+def _remedy(resolved: ResolvedRun, found: Candidate, enough: Enough) -> str:
+    """What helps: a change of the layout or another layout, else changes of the recipe or more devices."""
+    run, job, cluster = resolved.run, found.job, found.cluster
+    case = make_case(run, resolved.model, cluster, SearchLimits(), job.model)
+    if found.verdict == "does not fit" and found.time.total <= LONGEST_STEP:
+        change = relief(job, cluster, MARGIN, offload=False)
+        if change:
+            return f"this would fit: {change}"
+    limits = replace(case.limits, offload=False, runs=passes(case.check(run)))
+    other = search(job, cluster, top=1, limits=limits).chosen
     if other and enough(other):
         return f"use layout: auto, which chooses {describe(other.job)}, {short(other.time.total)} s per step"
-    size = job.model.num_parameters
-    smaller = [(name, _of_preset(found, name)) for name in PRESETS]
-    fitting = [(one.job.model.num_parameters, name) for name, one in smaller if one is not None and enough(one)]
-    named = [(numel, name) for numel, name in fitting if numel < size]
-    more = "more devices (compare them with meshwright plan RECIPE --cluster 8xh100)"
-    return f"no layout of these devices is enough; use {more}" + (f", or model={max(named)[1]}" if named else "")
-
-
-def _of_preset(found: Candidate, name: str) -> Candidate | None:
-    """The same run of a published size, with the least recomputation that fits; None if its layers are too few."""
-    try:
-        model = blueprint(resolve_model(PRESETS[name], base_dir=Path()))
-    except UserError:
-        return None
-    if model.num_layers < len(found.job.cut):
-        return None
-    job = recomputing_least(replace(found.job, model=model, recompute="none"), found.cluster)
-    return evaluate(job, found.cluster)
+    words = advise(case, enough)
+    if not any(" devices (" in one for one in words):
+        words.append("more devices (compare them with meshwright plan RECIPE --cluster 8xh100)")
+    return f"no layout of these devices is enough; what would be: {'; or '.join(words)}"

@@ -1,16 +1,14 @@
 """The plan of a recipe: look up model and batch, resolve the cluster, search for the layout and write it."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from meshwright.families import resolve_model
 from meshwright.machine import find_machine
-from meshwright.predict.blueprint import Blueprint, blueprint
 from meshwright.predict.candidate import TIGHT
 from meshwright.predict.changes import Change
-from meshwright.predict.engine import Case, Processor, engine_job
+from meshwright.predict.engine import Processor, engine_job, make_case
 from meshwright.predict.explain import describe_candidate, short
 from meshwright.predict.hardware import resolve_cluster
 from meshwright.predict.layouts import SearchLimits
@@ -19,13 +17,9 @@ from meshwright.predict.search import ALIKE
 from meshwright.spec.cluster import ClusterSpec
 from meshwright.spec.errors import UserError
 from meshwright.spec.fit import check_positions
-from meshwright.spec.layout import LayoutSpec
-from meshwright.spec.model import ModelSpec
 from meshwright.spec.run import Run
 
 GB = 1e9
-MOST_DEVICES, MOST_SEQUENCES = 2**20, 2**24
-"""Devices of a cluster and sequences of a step that a search ends for."""
 
 
 def plan_recipe(
@@ -51,10 +45,7 @@ def plan_recipe(
         run = run.lasting(run.known_steps() or 1)
     spec = resolve_model(run.model, base_dir=base_dir, vocab=run.data.tokenizer_vocab)
     check_positions(run.data.sequence_length, spec)
-    limits = limits or SearchLimits()
-    if "offload" in run.layout.model_fields_set and run.layout.offload == "none":  # said, not only the default
-        limits = replace(limits, offload=False)
-    case = make_case(run, spec, where, limits)
+    case = make_case(run, spec, where, limits or SearchLimits())
     given = None
     if not run.layout.choose and (run.layout.world_size > 1 or _chose_for_one(run, where)):
         base = case.base
@@ -67,31 +58,6 @@ def plan_recipe(
         )
     plan = make_plan(case, given, top=top, consider=consider)
     return plan, plan_facts(plan)
-
-
-def make_case(
-    run: Run, spec: ModelSpec, cluster: ClusterSpec, limits: SearchLimits, model: Blueprint | None = None
-) -> Case:
-    """A recipe to plan on a cluster; `model`: the blueprint of `spec`, if it is known.
-
-    Raises `UserError` for a cluster or a batch that is too large to search.
-    """
-    if cluster.devices > MOST_DEVICES:
-        raise UserError(f"cluster {cluster.name} has {cluster.devices:,} devices; plan supports {MOST_DEVICES:,}")
-    if run.sequences_per_step() > MOST_SEQUENCES:
-        raise UserError(f"{run.sequences_per_step():,} sequences a step; plan supports {MOST_SEQUENCES:,}")
-    size = 1 if run.training.micro_batch == "auto" else run.training.micro_batch
-    # Any layout of several ranks: the search replaces it, and one rank alone keeps other copies (predict/engine.py).
-    several = LayoutSpec(dp_replicate=2) if cluster.devices > 1 else LayoutSpec()
-    base = engine_job(
-        run,
-        model or blueprint(spec),
-        global_batch=run.sequences_per_step(),
-        micro_batch=size,
-        processor=Processor.of(cluster),
-        layout=several,
-    )
-    return Case(run, spec, cluster, base, limits)
 
 
 def _chose_for_one(run: Run, where: ClusterSpec) -> bool:

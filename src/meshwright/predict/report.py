@@ -2,8 +2,10 @@
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import cached_property
 from typing import Any
 
+from meshwright.predict.advice import advise
 from meshwright.predict.candidate import Candidate, evaluate
 from meshwright.predict.changes import LAST_RESORT, Change
 from meshwright.predict.engine import Case, LayoutCheck, passes, refusal
@@ -16,7 +18,6 @@ from meshwright.predict.explain import (
     in_fp8,
     in_fp16,
     no_layout,
-    on_disk,
     relief,
     why_not,
 )
@@ -69,6 +70,19 @@ class Plan:
         if not self.found.legal:
             return no_layout(self.case.base, self.case.cluster, self.case.limits)
         return self.refusal(self.found.ranked[0]) if self.found.ranked else None
+
+    @cached_property
+    def relief(self) -> str | None:
+        """The cheapest change with which the recipe's own layout fits; None if it fits, or nothing usual helps."""
+        if self.given is None or self.given.verdict == "fits":
+            return None
+        limits = self.case.limits
+        return relief(self.given.job, self.given.cluster, limits.margin, offload=limits.offload)
+
+    @cached_property
+    def advice(self) -> list[str]:
+        """What would fit, where no layout of these devices does."""
+        return [] if self.found.ranked or not self.found.legal else advise(self.case)
 
     def refusal(self, candidate: Candidate) -> str | None:
         """Why the engine does not run a layout; None if it does."""
@@ -206,10 +220,9 @@ def _facts(plan: Plan) -> dict[str, Any]:
         facts["emulated"] = in_bf16(plan.chosen)
         facts["fp16"] = in_fp16(plan.chosen)
     elif plan.found.legal and not plan.found.ranked:
-        disk = on_disk(case.base, case.cluster, replace(case.limits, runs=passes(plan.check)))
-        facts["disk"] = candidate_facts(plan, disk) if disk else None
-    if plan.given and plan.given.verdict != "fits":
-        facts["relief"] = relief(plan.given.job, plan.given.cluster, case.limits.margin)
+        facts["advice"] = plan.advice
+    if plan.relief:
+        facts["relief"] = plan.relief
     return facts
 
 

@@ -167,6 +167,9 @@ class DataSpec(Spec):
 
     sources: tuple[SourceSpec, ...] = Field(default=(SourceSpec(path=STDLIB),), min_length=1)
     """Sources of documents: a list, or a single source (`sources: stdlib`)."""
+    exclude: tuple[str, ...] = ()
+    """Files that the sources leave out: a path or glob relative to the recipe, or several (`exclude: [drafts/**,
+    bad.txt]`)."""
     tokenizer: str = Field(default="auto", min_length=1)
     """A tokenizer.json, or a directory that holds one, relative to the recipe, or the hub's id of a model in the local
     cache. auto: the tokenizer of the model's Hugging Face directory; for other models a byte-level BPE is trained on
@@ -197,6 +200,11 @@ class DataSpec(Spec):
     def _one_source_alone(cls, value: Any) -> Any:
         sources = value if isinstance(value, list | tuple) else [value]
         return tuple({"path": source} if isinstance(source, str) else source for source in sources)
+
+    @field_validator("exclude", mode="before")
+    @classmethod
+    def _one_glob_alone(cls, value: Any) -> Any:
+        return tuple(value) if isinstance(value, list | tuple) else (value,)
 
     @field_validator("sources")
     @classmethod

@@ -1,6 +1,18 @@
-"""Numbers in sentences."""
+"""Numbers and commands in sentences."""
+
+import shlex
 
 QUANTITIES = ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k"))
+
+
+def command(*words: object) -> str:
+    """A command line of this program to paste into a shell, from its words: `meshwright check 'my run.yaml'`."""
+    return shlex.join(["meshwright", *map(str, words)])
+
+
+def quoted(word: object) -> str:
+    """A path or a setting as a word of a shell."""
+    return shlex.quote(str(word))
 
 
 def counted(number: int, noun: str) -> str:

@@ -14,6 +14,7 @@ from meshwright.spec.errors import UserError
 from meshwright.spec.model import ModelSpec
 from meshwright.spec.plugins import said_of
 from meshwright.spec.run import ResolvedRun, Run
+from meshwright.spec.text import quoted
 from meshwright.trainer.folder import read_resolved, records_in, starting_records
 
 
@@ -81,7 +82,7 @@ def check_tokenizer(resolved: ResolvedRun, tokenizer: TextTokenizer | None, *, c
         return
     if tokenizer is None:
         ours, theirs = resolved.run.data, read_resolved(records.resolved).run.data
-        decisive = ("sources", "held_out", "tokenizer", "tokenizer_vocab")
+        decisive = ("sources", "exclude", "held_out", "tokenizer", "tokenizer_vocab")
         same = all(getattr(ours, field) == getattr(theirs, field) for field in decisive)
     else:
         same = tokenizer.extends(load_tokenizer(records.tokenizer))
@@ -90,7 +91,7 @@ def check_tokenizer(resolved: ResolvedRun, tokenizer: TextTokenizer | None, *, c
         raise UserError(
             f"data.tokenizer={resolved.run.data.tokenizer} assigns other ids to tokens than the tokenizer of "
             f"{records.resolved.parent}, which this run {verb}; set "
-            f"data.tokenizer={os.path.relpath(records.tokenizer, resolved.base_dir)}"
+            + quoted(f"data.tokenizer={os.path.relpath(records.tokenizer, resolved.base_dir)}")
         )
 
 

@@ -39,6 +39,8 @@ LARGEST = 5
 """Tensors that are named."""
 MOST_RETRIES = 4
 """The maximum number of restarts; every remedy needs less memory than the one before."""
+RETRY = "--retry-oom, in Python retry_oom=True"
+"""The option and the argument of `train`: a worker does not know which of them started it."""
 REFUSED = re.compile(
     r"can't allocate memory|not enough memory|out of memory|Cannot allocate memory|_STATUS_ALLOC_FAILED", re.IGNORECASE
 )
@@ -151,7 +153,7 @@ def page_of(resolved: ResolvedRun, moment: OutOfMemoryState, run_dir: Path | Non
     if moment.phase == SAVING and resolved.run.checkpoint.asynchronous:
         changes.insert(0, (SYNCHRONOUS,))
         advice.insert(0, f"{SYNCHRONOUS}  no second copy of the state; training waits while the checkpoint is written")
-    lines.append("predicted to fit, fastest first (train --retry-oom restarts with the first):")
+    lines.append(f"predicted to fit, fastest first ({RETRY}: restarts with the first):")
     lines += [f"  {line}" for line in advice]
     if run_dir is not None and run_dir.is_dir():
         write_json(run_dir / PAGE, {"time": time.time(), "page": lines, "remedies": changes})
@@ -271,10 +273,10 @@ class Attempts:
             fresh = [tuple(overrides) for overrides in remedies] if page != before else []
             chosen = next((overrides for overrides in fresh if overrides not in tried), None)
             if chosen is None or len(tried) == MOST_RETRIES:
-                print("error: no further change to try (--retry-oom)", file=sys.stderr, flush=True)
+                print(f"error: no further change to try ({RETRY})", file=sys.stderr, flush=True)
                 return
             tried.add(chosen)
-            print(f"starting again with {shlex.join(chosen)} (--retry-oom)", file=sys.stderr, flush=True)
+            print(f"starting again with {shlex.join(chosen)} ({RETRY})", file=sys.stderr, flush=True)
             run, resume = parse_spec(dump_recipe(run), Run, chosen), AUTO
 
 

@@ -35,6 +35,7 @@ from meshwright.spec.precision import BF16
 from meshwright.spec.problems import RecipeError
 from meshwright.spec.recompute import Recompute, plain_recompute, recompute_misfit
 from meshwright.spec.run import ResolvedRun, Run
+from meshwright.spec.text import quoted
 from meshwright.spec.training import MOST_WARMUP, TrainingSpec
 from meshwright.trainer.derived import with_split
 from meshwright.trainer.length import in_steps
@@ -172,7 +173,8 @@ def _with_layout(run: Run, base_dir: Path, machine: Machine) -> ResolvedRun:
         if plan.problem:
             raise UserError(f"layout: auto, but {cluster.name} has no suitable layout: {plan.problem}")
         lost = "; ".join(f"{name}: {figures['reason']}" for name, figures in facts["strategies"].items())
-        raise UserError(f"layout: auto, but no layout fits {cluster.name}: {lost}")
+        advice = "; or ".join(facts.get("advice", ())) or "nothing that was tried"
+        raise UserError(f"layout: auto, but no layout fits {cluster.name}: {lost}; what would fit: {advice}")
     resolved = resolve_run(planned_run(run, plan), base_dir=base_dir, machine=machine)
     reasons = resolved.reasons | {"layout": choice_reason(plan), "training.micro_batch": "by the planner"}
     return resolved.model_copy(update={"asked": run, "plan": facts, "reasons": reasons})
@@ -245,7 +247,10 @@ def _stage_layers(run: Run, model: ModelSpec, microbatches: int, base_dir: Path)
 def _recompute_advice(job: Job, limit: float) -> str:
     """The least recomputation with which a job takes at most `limit` bytes, in words; empty if there is none."""
     least = _least_recompute(job, limit)
-    return "" if least in (None, "none") else f"; this would fit: training.recompute={flow(plain_recompute(least))}"
+    if least in (None, "none"):
+        return ""
+    override = f"training.recompute={flow(plain_recompute(least))}"
+    return f"; this would fit: {quoted(override)}"
 
 
 def _least_recompute(job: Job, limit: float) -> Recompute | None:
