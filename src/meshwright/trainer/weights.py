@@ -89,6 +89,8 @@ def base_of(resolved: ResolvedRun) -> dict[str, str] | None:
 
 LATER_FIELDS = ("wrapper", "fp8", "norms", "rope_layers", "query_scalar", "window_layers", "window_theta")
 LATER_FIELDS += ("window_scaled", "embedding_scaled", "sinks", "expert_bias", "glu_alpha", "glu_limit")
+LATER_FIELDS += ("router_z_loss", "shared_ffn", "shared_gate", "attention_gate", "delta_layers", "delta_heads")
+LATER_FIELDS += ("delta_key_heads", "delta_key_dim", "delta_value_dim", "delta_kernel", "delta_by_key_head")
 """Fields of a model that the first version did not have."""
 
 
