@@ -287,8 +287,8 @@ def _context(rank: _Rank) -> Traffic:
 
 
 def _balance(rank: _Rank) -> int:
-    """The balance loss adds up each sequence's counts of tokens per expert over the ranks that share the sequence."""
-    if not rank.model.balance_loss:
+    """The router's losses add up each sequence's counts of tokens per expert over the ranks that share the sequence."""
+    if not rank.model.balance_loss + rank.model.router_z_loss:
         return 0
     forward = rank.moe(rank.layers) + rank.moe(rank.again)
     return rank.rounds * forward * rank.resolved.micro_batch * rank.model.num_experts * 8
