@@ -120,8 +120,8 @@ class Router(Viewed):
         )
 
     def _z_loss(self, logits_BTE: torch.Tensor, counts_BE: torch.Tensor) -> torch.Tensor:
-        """The mean over tokens of the squared logarithm of the sum of exponentials (Zoph et al., "ST-MoE", 2022, eq. 5);
-        `counts`: of whole sequences."""
+        """The mean over tokens of the squared logarithm of the sum of exponentials (Zoph et al., "ST-MoE", 2022,
+        eq. 5). `counts`: of whole sequences."""
         length_B = counts_BE.sum(-1) / self.experts.chosen
         return (logits_BTE.logsumexp(-1).square().sum(-1) / length_B).sum()
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from meshwright.checkpoint.dcp import load_tensors
-from meshwright.checkpoint.hf import HfWeights
+from meshwright.checkpoint.hf import HfWeights, about_left_out
 from meshwright.checkpoint.manifest import MANIFEST, CheckpointError
 from meshwright.checkpoint.peft import read_adapter
 from meshwright.checkpoint.peft_config import CONFIG, AdapterSpec
@@ -67,6 +67,12 @@ def _named_weights(resolved: ResolvedRun) -> RowSource:
         return lambda parameter, start, stop: draw_rows(parameter, seed, start, stop)
     pretrained = HfWeights(_directory(resolved), resolved.model)
     return lambda parameter, start, stop: pretrained.read_rows(parameter.name, start, stop)
+
+
+def left_out_weights(resolved: ResolvedRun) -> str:
+    """The tensors of the Hugging Face directory that a run does not read (`about_left_out`); empty if there are
+    none."""
+    return about_left_out(_directory(resolved), resolved.model) if resolved.run.model.weights == "pretrained" else ""
 
 
 def base_of(resolved: ResolvedRun) -> dict[str, str] | None:
