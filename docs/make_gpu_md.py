@@ -23,7 +23,8 @@ rest in one command. This page is written from the tests' own tables.
 
 Every rank's collectives and messages are recorded on gloo, FSDP2's and DTensor's included, and checked for equal
 kinds, order, dtypes, sizes, rows and roots, first uses of communicators, and sends that wait for sends
-(`rehearse/nccl.py`). [`meshwright rehearse run.yaml --deadlocks`](verbs.md#deadlocks) does the same for all ranks of a job.
+(`rehearse/nccl.py`). [`meshwright rehearse run.yaml --deadlocks`](verbs.md#deadlocks) does the same for all ranks of
+a job.
 
 | test | cases | found |
 |---|---|---|

@@ -45,6 +45,10 @@ times the sum, over experts, of the share of tokens times the mean probability. 
 gradient of its mean over the sequences of the global batch is added. So it does not depend on how a batch is split into
 microbatches and ranks, as a loss over whole microbatches would. The reported loss does not include it.
 
+`model.router_z_loss` is the coefficient of the router's z-loss (Zoph et al., "ST-MoE", 2022, eq. 5): the mean over
+tokens of the squared logarithm of the sum of the exponentials of a router's logits, which keeps them small. It is added
+for each layer and sequence like the balance loss. The default is 0; ST-MoE used 0.001.
+
 ```yaml
 model: {family: mixtral, hidden: 512, num_layers: 8, num_heads: 8, ffn: 1024, num_experts: 8, experts_per_token: 2}
 ```

@@ -68,6 +68,7 @@ REFUSED = {
     "data.separate_documents": ["data.separate_documents=true"],
     "finetune.method": ["finetune={method: full, last_layers: 1}"],
     "model.balance_loss": ["model.family=mixtral", "model.num_experts=4", "model.balance_loss=0.1"],
+    "model.router_z_loss": ["model.family=mixtral", "model.num_experts=4", "model.router_z_loss=0.1"],
     "training.preference.beta": ["training.preference={}", "data.separate_documents=true"],
     "checkpoint.start_from": ["checkpoint.start_from=elsewhere"],
 }

@@ -43,6 +43,27 @@ def test_every_layout(ranks: RankPool, name: str) -> None:
     assert_equal(ranks.run(layout.world_size, one_step, run)[0], alone(**options))
 
 
+Z_LOSS = {
+    "hybrid-ep": ("mixtral", "none"),
+    "tp-without-ep": ("qwen3_5_moe", "selective"),
+    "cp-tp-ep": ("gpt_oss", "full"),
+    "pp-tp-ep": ("qwen3_next", "none"),
+    "pp-zero-bubble-ep": ("mixtral", "full"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", Z_LOSS)
+def test_the_routers_z_loss(ranks: RankPool, name: str) -> None:
+    """Where ranks share experts, sequences or layers, as on one process, where it changes the gradient."""
+    layout, (family, recompute) = EXPERT_PARALLEL[name], Z_LOSS[name]
+    options: dict[str, Any] = {"family": family, "z_loss": 0.5}
+    expected = alone(**options)
+    run = tiny_run(layout, accumulation=2, recompute=recompute, **options)
+    assert_equal(ranks.run(layout.world_size, one_step, run)[0], expected)
+    assert largest_difference(expected.gradients, alone(family=family).gradients)[0] > 1e-3
+
+
 @pytest.mark.parametrize("name", ["zero-3-ep", "zero-3-cp-ep", "tp-without-ep", "zero-3-tp-ep", "cp-tp-ep"])
 def test_every_rank_keeps_exactly_what_the_table_says(ranks: RankPool, name: str) -> None:
     layout = EXPERT_PARALLEL[name]

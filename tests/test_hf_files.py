@@ -9,12 +9,15 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 
 from meshwright.checkpoint import hf
 from meshwright.checkpoint.hf import INDEX, WEIGHTS, HfForm, HfWeights, export_hf
 from meshwright.checkpoint.hf_proof import probe_tokens
+from meshwright.cli.main import main
 from meshwright.families import hf_tensors, model_to_hf_config, parameter_table, read_hf_directory, resolve_model
-from meshwright.models import build_model, initialize
+from meshwright.models import build_model, initialize, named_tensors
 from meshwright.spec.errors import UserError
 from meshwright.spec.model import ModelFields, ModelSpec
 
@@ -39,7 +42,7 @@ def random_model(spec: ModelSpec):
 
 def export(out: Path, spec: ModelSpec, **options) -> dict[str, float]:
     prove, form = options.pop("prove", False), HfForm(**{"dtype": torch.float32} | options)
-    return export_hf(random_model(spec).named_parameters(), spec, out, form, prove=prove)
+    return export_hf(named_tensors(random_model(spec)).items(), spec, out, form, prove=prove)
 
 
 @pytest.fixture
@@ -91,6 +94,36 @@ def test_a_tensor_that_is_missing_misshapen_unknown_or_quantized(llama):
         rewritten(llama, change)
         assert message in refused(llama)
         shutil.rmtree(llama)
+
+
+MTP_SIZES = {"deepseek_v3": {"kv_rank": 8, "nope_head_dim": 8, "rope_head_dim": 8, "v_head_dim": 8}}
+MTP_SIZES["deepseek_v3"] |= {"num_experts": 4, "experts_per_token": 2, "router_groups": 1, "router_top_groups": 1}
+MTP_SIZES["deepseek_v3"] |= {"expert_ffn": 8, "dense_layers": 1}
+MTP_SIZES["qwen3_5"] = {"num_layers": 4, "num_kv_heads": 2, "head_dim": 8, "delta_heads": 4, "delta_key_heads": 2}
+MTP_SIZES["qwen3_5"] |= {"delta_key_dim": 8, "delta_value_dim": 8, "rope_head_dim": 4}
+
+
+@pytest.mark.parametrize(
+    ("family", "names"),
+    [
+        ("qwen3_5", ("mtp.fc.weight", "mtp.norm.weight")),
+        ("deepseek_v3", ("model.layers.2.eh_proj.weight", "model.layers.2.enorm.weight")),
+    ],
+)
+def test_tensors_of_multi_token_prediction_are_left_out_and_named(tmp_path, capsys, family, names):
+    """Once on the command line; a directory without them has no note."""
+    export(tmp_path / "hf", resolve_model(ModelFields(family=family, **SIZES | MTP_SIZES[family]), base_dir=Path()))
+    spec = read_hf_directory(tmp_path / "hf")
+    assert hf.about_left_out(tmp_path / "hf", spec) == ""
+    rewritten(tmp_path / "hf", lambda tensors: tensors.update({name: torch.zeros(32, 32) for name in names}))
+    HfWeights(tmp_path / "hf", spec)
+    note = f"2 tensors of multi-token prediction not read: {names[0]} to {names[1]}; exports do not have them"
+    assert hf.about_left_out(tmp_path / "hf", spec) == note
+    Tokenizer(WordLevel({f"t{row}": row for row in range(59)} | {"</s>": 59}, "t0")).save(
+        str(tmp_path / "hf" / "tokenizer.json")
+    )
+    assert main(["generate", str(tmp_path / "hf"), "--prompt", "t1", "--max-tokens", "1", "--no-compile"]) == 0
+    assert capsys.readouterr().err.count(f"note: {note}\n") == 1
 
 
 @pytest.mark.parametrize(

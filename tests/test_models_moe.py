@@ -16,6 +16,7 @@ from meshwright.models.moe import MoE, Router, grouped_matmul
 from meshwright.spec.model import ModelFields
 
 SIZES = {"hidden": 16, "num_layers": 2, "num_heads": 2, "vocab": 40, "max_positions": 32, "init_std": 0.3}
+DEEPSEEK = {"kv_rank": 8, "nope_head_dim": 6, "rope_head_dim": 2, "v_head_dim": 6, "dense_layers": 0}
 TOKENS = torch.randint(40, (3, 10), generator=torch.Generator().manual_seed(1))
 
 
@@ -124,6 +125,39 @@ def test_the_balance_loss_joins_the_gradient_with_its_weight(monkeypatch):
         torch.testing.assert_close(parameter.grad, expected, rtol=0, atol=1e-13)
 
 
+@pytest.mark.parametrize(
+    ("family", "fields"),
+    [
+        ("mixtral", {}),
+        ("deepseek_v3", DEEPSEEK | {"router_groups": 1, "router_top_groups": 1}),
+        ("gpt_oss", {"num_kv_heads": 2}),
+    ],
+)
+def test_the_z_loss_joins_the_gradient_with_its_weight(family, fields):
+    """As if coefficient x weight x the mean over tokens of logsumexp squared (Zoph et al., 2022, eq. 5) were added for
+    every layer and sequence: router scores of every kind, also with biases."""
+    model, logits = built(family, **{**fields, "balance_loss": 0.0, "router_z_loss": 0.5}), []
+    summed_loss(model, TOKENS, TOKENS).backward()
+    alone = [parameter.grad.clone() for parameter in model.parameters()]
+    for layer in layers(model):
+        bias = 0.0 if layer.router.logit_bias is None else layer.router.logit_bias
+        layer.router.register_forward_pre_hook(
+            lambda module, inputs, bias=bias: logits.append(inputs[0] @ module.weight.T + bias)
+        )
+    weigh(model, 0.125)
+    model.zero_grad()
+    loss = summed_loss(model, TOKENS, TOKENS)
+    weigh(model, 0.0)  # else each loss would include those below it
+    z = sum(x.exp().sum(-1).log().square().mean(1).sum() for x in logits)
+    parts = torch.autograd.grad(z, list(model.parameters()), allow_unused=True, retain_graph=True)
+    weigh(model, 0.125)
+    loss.backward()
+    assert any(part is not None and part.abs().max() > 1e-3 for part in parts)
+    for parameter, plain, part in zip(model.parameters(), alone, parts, strict=True):
+        expected = plain if part is None else plain + 0.5 * 0.125 * part
+        torch.testing.assert_close(parameter.grad, expected, rtol=0, atol=1e-13)
+
+
 def test_no_loss_joins_where_none_is_asked_for():
     for fields, weight in (({}, 0.0), ({"balance_loss": 0.0}, 0.125)):
         model, plain = built(**fields), built(**fields)
@@ -163,9 +197,6 @@ def test_an_expert_that_nobody_chooses():
         assert linear.weight.grad.isfinite().all()
         assert not linear.weight.grad[4].any()
         assert linear.weight.grad.any()
-
-
-DEEPSEEK = {"kv_rank": 8, "nope_head_dim": 6, "rope_head_dim": 2, "v_head_dim": 6, "dense_layers": 0}
 
 
 def test_groups_limit_the_choice():

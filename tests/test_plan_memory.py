@@ -11,6 +11,8 @@ from types import SimpleNamespace
 import pytest
 
 from meshwright.families import PRESETS, parameter_table, resolve_model
+from meshwright.models import delta_rule
+from meshwright.predict import delta
 from meshwright.predict.activations import block_activations, microbatches_in_flight
 from meshwright.predict.blueprint import Blueprint, LayerParameters, Matrix, blueprint
 from meshwright.predict.job import MESHWRIGHT, Job, Stack
@@ -162,6 +164,10 @@ def test_sharding_recomputation_and_smaller_microbatches_need_less() -> None:
     ]
     assert totals == sorted(totals, reverse=True)
     assert predict_memory(base).total == sum(predict_memory(base).kinds().values())
+
+
+def test_the_chunks_of_the_gated_delta_rule_are_those_that_are_computed() -> None:
+    assert (delta.CHUNK, delta.SMALLEST) == (delta_rule.CHUNK, delta_rule.SMALLEST)
 
 
 def test_the_planner_agrees_with_what_was_rehearsed() -> None:

@@ -161,3 +161,9 @@ def test_runs_that_the_formulas_do_not_cover() -> None:
     with pytest.raises(ValueError, match="ZeRO-3 under schedule dualpipev"):
         predict_traffic(tiny_run(LayoutSpec(pp=2, dp_shard=2, schedule="dualpipev"), accumulation=6, num_layers=4))
     assert not predict_traffic(tiny_run(LayoutSpec()))
+
+
+def test_states_that_ranks_pass_on_are_not_predicted() -> None:
+    """The formulas know attention's exchanges alone."""
+    with pytest.raises(ValueError, match="not predicted for the gated delta rule under context parallelism"):
+        predict_traffic(tiny_run(LayoutSpec(cp=2), family="qwen3_5"))

@@ -41,6 +41,7 @@ def tiny_run(
     num_layers: int = 2,
     finetune: dict[str, Any] | None = None,
     width: int = 24,
+    z_loss: float = 0.0,
     **training: Any,
 ) -> ResolvedRun:
     """Two layers, of `width`, vocabulary 50, float64, twelve sequences of sixteen tokens per step.
@@ -59,6 +60,8 @@ def tiny_run(
     if family in ("mixtral", "qwen3_moe", "deepseek_v3", "glm4_moe", "minimax_m2", "gpt_oss"):
         # Routing so uneven that some experts get no token of a microbatch.
         sizes |= {"num_experts": 8, "experts_per_token": 2, "balance_loss": 0.5}
+    if z_loss:
+        sizes["router_z_loss"] = z_loss
     if family == "qwen3_moe":
         sizes["expert_ffn"] = 20
     if family in DELTA:

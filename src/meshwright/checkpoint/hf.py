@@ -26,6 +26,7 @@ from meshwright.families.tensor_headers import INDEX, WEIGHTS, StoredTensor, sto
 from meshwright.models import Decoder, build_model, named_state, named_tensors
 from meshwright.spec.errors import UserError
 from meshwright.spec.model import ModelSpec
+from meshwright.spec.text import counted
 from meshwright.storage.durable import complete_folder
 
 GENERATION = "generation_config.json"
@@ -155,11 +156,29 @@ def _refuse_unknown(stored: Mapping[str, StoredTensor], used: set[str], spec: Mo
     for key in stored.keys() - used:
         if spec.wrapper is not None and not key.startswith(tuple(file for _, file in spec.wrapper.files)):
             continue
-        layer = re.search(r"\blayers\.(\d+)\.", key) if family.hf_more_layers else None
-        further = layer is not None and int(layer[1]) >= spec.num_layers
-        further = further or (bool(family.hf_left_out) and key.startswith(family.hf_left_out))
-        if not further and not key.endswith(ignored):
+        if not _predicts_further(key, spec) and not key.endswith(ignored):
             raise UserError(f"{stored[key].file}: tensor {key} does not belong to the {spec.family} of config.json")
+
+
+def _predicts_further(key: str, spec: ModelSpec) -> bool:
+    """Whether a stored tensor is part of layers or heads that predict several tokens."""
+    family = family_of(spec)
+    layer = re.search(r"\blayers\.(\d+)\.", key) if family.hf_more_layers else None
+    return (layer is not None and int(layer[1]) >= spec.num_layers) or key.startswith(family.hf_left_out)
+
+
+def about_left_out(directory: Path, spec: ModelSpec) -> str:
+    """A sentence that names the tensors of a directory that are not read because they predict several tokens; empty
+    if there are none."""
+    if spec.foreign:
+        return ""
+    stored, _ = stored_tensors(directory)
+    left_out = sorted(key for key in stored if _predicts_further(key, spec))
+    if not left_out:
+        return ""
+    named = left_out[0] if len(left_out) == 1 else f"{left_out[0]} to {left_out[-1]}"
+    lost = "" if spec.wrapper else "; exports do not have them"
+    return f"{counted(len(left_out), 'tensor')} of multi-token prediction not read: {named}{lost}"
 
 
 def _second_head(stored: Mapping[str, StoredTensor], spec: ModelSpec) -> tuple[str, str, StoredTensor] | None:

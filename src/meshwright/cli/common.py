@@ -142,7 +142,6 @@ def add_model_arguments(parser: argparse.ArgumentParser, *, family: bool = False
 def open_model(arguments: argparse.Namespace, path: Path | None = None) -> Any:
     """The trained model at `path`, by default MODEL, opened as the options say."""
     # Torch loads here, so that --help and misuse never wait for it.
-    from meshwright.serve.from_disk import about_disk
     from meshwright.serve.trained import open_trained
 
     trained = open_trained(
@@ -153,9 +152,18 @@ def open_model(arguments: argparse.Namespace, path: Path | None = None) -> Any:
         family=getattr(arguments, "family", None),
         weights=weights_of(arguments),
     )
-    if line := about_disk(trained.model):
-        note(line)
+    note_weights(trained)
     return trained
+
+
+def note_weights(trained: Any) -> None:
+    """Print what a user should know about the weights of an opened model: where they are, what was left out."""
+    from meshwright.checkpoint.hf import about_left_out
+    from meshwright.serve.from_disk import about_disk
+
+    left_out = "" if trained.run else about_left_out(trained.source, trained.spec)
+    for line in filter(None, (about_disk(trained.model), left_out)):
+        note(line)
 
 
 def compile_steps(arguments: argparse.Namespace, *models: Any) -> None:

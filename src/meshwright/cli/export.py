@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, get_args
 
 from meshwright.checkpoint.peft_config import CONFIG, unread_by_vllm
-from meshwright.cli.common import add_ema_argument, add_family_argument, example_prompt, next_commands
+from meshwright.cli.common import add_ema_argument, add_family_argument, example_prompt, next_commands, note_weights
 from meshwright.cli.output import add_json_argument, print_result, progress_on_stderr
 from meshwright.spec.errors import UserError
 from meshwright.spec.precision import FP32, FP64, ComputeName, GgufName
@@ -110,6 +110,7 @@ def run(arguments: argparse.Namespace) -> int:
     trained = open_trained(
         arguments.model, device="cpu", dtype=FP32.name, averaged=arguments.ema, family=arguments.family
     )
+    note_weights(trained)
     if arguments.hub:
         return _push(arguments, trained)
     return (_export_adapter if arguments.adapter else _export_model)(arguments, trained)

@@ -74,6 +74,12 @@ def _balance(value: Any, resolved: ResolvedRun) -> tuple[Fate, str]:
     return "expressed", ""
 
 
+def _z_loss(value: Any, resolved: ResolvedRun) -> tuple[Fate, str]:
+    if resolved.model.router_z_loss:
+        return "refused", "the program does not add the router's z-loss; set model.router_z_loss=0"
+    return "expressed", ""
+
+
 def _finetune(value: Any, resolved: ResolvedRun) -> tuple[Fate, str]:
     finetune = resolved.run.finetune
     if finetune is None or (isinstance(finetune, FullSpec) and not finetune.train and finetune.last_layers is None):
@@ -97,6 +103,7 @@ RULES: Mapping[str, Rule] = {
     "model": expressed,
     "model.family": only(*get_args(FamilyName), None, reason="transformers does not have plug-in models"),
     "model.balance_loss": _balance,
+    "model.router_z_loss": _z_loss,
     "data": expressed,
     "data.packing": only(
         "concatenated",

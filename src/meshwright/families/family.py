@@ -22,7 +22,7 @@ DELTA_FIELDS = frozenset({"delta_heads", "delta_key_heads", "delta_key_dim", "de
 RARE_FIELDS = DELTA_FIELDS | {"window_theta", "query_scalar", "qk_norm", "shared_ffn"}
 """Fields of `ModelFields` that only families with a default for them have."""
 
-EXPERT_FIELDS = DEEPSEEK_FIELDS | {"num_experts", "experts_per_token", "expert_ffn", "balance_loss"}
+EXPERT_FIELDS = DEEPSEEK_FIELDS | {"num_experts", "experts_per_token", "expert_ffn", "balance_loss", "router_z_loss"}
 """Fields of `ModelFields` that only families of experts have."""
 
 

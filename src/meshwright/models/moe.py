@@ -38,8 +38,8 @@ class Router(Viewed):
         self.over_sequence: Callable[[torch.Tensor], torch.Tensor] = unreduced
         """A slot: reduces the counts [B, E] of this rank's tokens to counts of whole sequences."""
         self.sequence_weight = 0.0
-        """The factor of one sequence's balance loss in the gradient: the trainer's share of one sequence in the global
-        batch. 0 leaves it out."""
+        """The factor of one sequence's losses of the router in the gradient: the trainer's share of one sequence in the
+        global batch. 0 leaves them out."""
         self.load_E: torch.Tensor | None = None
         """Tokens sent to each expert in all backward passes since `take_load`, int64."""
 
@@ -63,7 +63,8 @@ class Router(Viewed):
         chosen_BM = experts_BTK.flatten(1)
         counts_BE = chosen_BM.new_zeros(len(x_BTD), self.experts.count)
         counts_BE.scatter_add_(1, chosen_BM, torch.ones_like(chosen_BM))
-        weights_BTK = _JoinBackward.apply(weights_BTK, self._balance_loss(scores_BTE, counts_BE), self, counts_BE)
+        losses = self._losses(logits_BTE, scores_BTE, counts_BE)
+        weights_BTK = _JoinBackward.apply(weights_BTK, *losses, self, counts_BE)
         return weights_BTK, experts_BTK, counts_BE
 
     def _scores(self, logits_BTE: torch.Tensor) -> torch.Tensor:
@@ -102,16 +103,32 @@ class Router(Viewed):
             self.bias = exact.to(self.bias.device, torch.promote_types(self.bias.dtype, torch.float32))
         return self
 
-    def _balance_loss(self, scores_BTE: torch.Tensor, counts_BE: torch.Tensor) -> torch.Tensor | None:
-        """E sum_i f_i P_i of every sequence, summed (Fedus et al., "Switch Transformers", 2021, eq. 4, as in Mixtral):
-        f_i is the share of the sequence's tokens that expert i gets, over all K choices (so they sum to K), and P_i the
-        mean of its probability. Only P has a gradient.
+    def _losses(
+        self, logits_BTE: torch.Tensor, scores_BTE: torch.Tensor, counts_BE: torch.Tensor
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """The balance loss and the z-loss of every sequence, summed; None for those that do not join the gradient.
 
         Each sequence counts separately, so the split of a batch into microbatches and ranks changes nothing.
         """
-        if self.sequence_weight * self.spec.balance_loss == 0 or not torch.is_grad_enabled():
-            return None
+        balance, z = self.spec.balance_loss, self.spec.router_z_loss
+        if self.sequence_weight * (balance + z) == 0 or not torch.is_grad_enabled():
+            return None, None
         counts_BE = self.over_sequence(counts_BE)
+        return (
+            self._balance_loss(scores_BTE, counts_BE) if balance else None,
+            self._z_loss(logits_BTE, counts_BE) if z else None,
+        )
+
+    def _z_loss(self, logits_BTE: torch.Tensor, counts_BE: torch.Tensor) -> torch.Tensor:
+        """The mean over tokens of the squared logarithm of the sum of exponentials (Zoph et al., "ST-MoE", 2022,
+        eq. 5). `counts`: of whole sequences."""
+        length_B = counts_BE.sum(-1) / self.experts.chosen
+        return (logits_BTE.logsumexp(-1).square().sum(-1) / length_B).sum()
+
+    def _balance_loss(self, scores_BTE: torch.Tensor, counts_BE: torch.Tensor) -> torch.Tensor:
+        """E sum_i f_i P_i (Fedus et al., "Switch Transformers", 2021, eq. 4, as in Mixtral): f_i is the share of the
+        sequence's tokens that expert i gets, over all K choices (so they sum to K), and P_i the mean of its
+        probability. Only P has a gradient. `counts`: of whole sequences."""
         length_B1 = counts_BE.sum(-1, keepdim=True) / self.experts.chosen
         probabilities_BTE = scores_BTE
         if self.kind.scores == "sigmoid":
@@ -127,15 +144,23 @@ class Router(Viewed):
 
 
 class _JoinBackward(torch.autograd.Function):
-    """Passes the routing weights through; the backward pass adds the balance loss's gradient and counts the load.
+    """Passes the routing weights through; the backward pass adds the gradients of the router's losses and counts the
+    load.
 
-    The loss joins at the router, so that no block has to return it. The load is counted in the backward pass, which
+    The losses join at the router, so that no block has to return them. The load is counted in the backward pass, which
     runs once for each microbatch even if the forward pass is recomputed.
     """
 
     @staticmethod
-    def forward(ctx: Any, weights: torch.Tensor, loss: torch.Tensor | None, router: Router, counts_BE: torch.Tensor):
-        ctx.router, ctx.load_E, ctx.joins = router, counts_BE.sum(0), loss is not None
+    def forward(
+        ctx: Any,
+        weights: torch.Tensor,
+        balance: torch.Tensor | None,
+        z: torch.Tensor | None,
+        router: Router,
+        counts_BE: torch.Tensor,
+    ):
+        ctx.router, ctx.load_E, ctx.joins = router, counts_BE.sum(0), (balance is not None, z is not None)
         return weights.view_as(weights)
 
     @staticmethod
@@ -143,8 +168,10 @@ class _JoinBackward(torch.autograd.Function):
         (grad,) = grad_outputs
         router: Router = ctx.router
         router.load_E = ctx.load_E if router.load_E is None else router.load_E + ctx.load_E
-        factor = router.spec.balance_loss * router.sequence_weight
-        return grad, grad.new_full((), factor) if ctx.joins else None, None, None
+        coefficients = router.spec.balance_loss, router.spec.router_z_loss
+        factors = (coefficient * router.sequence_weight for coefficient in coefficients)
+        losses = (grad.new_full((), f) if joins else None for f, joins in zip(factors, ctx.joins, strict=True))
+        return grad, *losses, None, None
 
 
 def read_counts(*counts: torch.Tensor) -> list[list[int]]:

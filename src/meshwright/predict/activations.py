@@ -10,6 +10,7 @@ from math import inf
 from typing import assert_never
 
 from meshwright.predict.blueprint import LayerParameters
+from meshwright.predict.delta import products_of_delta, saved_by_delta
 from meshwright.predict.job import Groups, Job, Kinds, adapted
 from meshwright.predict.pipeline import most_in_flight
 from meshwright.spec.precision import FP32
@@ -126,10 +127,10 @@ def inner_bytes(job: Job, block: LayerParameters) -> float:
 def _saved_everything(job: Job, block: LayerParameters) -> float:
     """Norms' inputs and outputs, attention's operands and result, the feed-forward layer's steps."""
     width, tokens = job.width, job.tokens / job.layout.tp
-    saved = 2 * job.stream_bytes + _normed(job)
+    saved = 2 * job.stream_bytes * _norm_copies(job) + _normed(job)
     if job.stack.dropout:
         saved += 2 * job.stream_tokens * job.model.hidden
-    saved += tokens * (_projected(job, block) + _attended(job))
+    saved += tokens * _mixed(job, block)
     if job.stack.attention == "unfused":
         saved += _score_bytes(job, block)
     for inner, per_token, routed in _inner_widths(job, block):
@@ -161,7 +162,7 @@ def _saved_selectively(job: Job, block: LayerParameters) -> float:
         )
     # Also the whole result of a row-wise product, before the sum over ranks is scattered.
     saved = 3 * job.stream_bytes + (2 * _whole(job) if job.stack.keeps_gathered else 0.0)
-    saved += tokens * (_queries_and_keys(job) + width * kv_heads(job) * model.head_dim + _attended(job))
+    saved += tokens * _mixed_selectively(job, block)
     for inner, per_token, routed in _inner_widths(job, block):
         saved += tokens * width * per_token * (inner * (2 if model.gated else 1) + (2 * model.hidden if routed else 0))
     wider = FP32.bytes - width if job.stack.emulated else 0.0  # results of emulated products
@@ -217,7 +218,32 @@ def _queries_and_keys(job: Job) -> float:
 
 def _projected(job: Job, block: LayerParameters) -> float:
     """Bytes of a token's queries, keys and values, and of the inputs of the heads' norms."""
-    return _queries_and_keys(job) * (2 if block.head_norms else 1) + job.width * kv_heads(job) * job.model.head_dim
+    return (
+        _queries_and_keys(job) * (1 + block.head_norms * _norm_copies(job))
+        + job.width * kv_heads(job) * job.model.head_dim
+    )
+
+
+def _norm_copies(job: Job) -> float:
+    """Bytes of what a norm keeps of its input, by those of the input."""
+    return max(job.width, FP32.bytes) / job.width if job.model.wide_norms else 1.0
+
+
+def _mixed(job: Job, block: LayerParameters) -> float:
+    """Bytes of a token between the block's first norm and the last product of attention, or what is in its place."""
+    if block.delta is not None:
+        return saved_by_delta(block.delta, job.sequence, job.width)
+    gates = 2 * job.width * job.model.num_heads * job.model.head_dim if block.gated_heads else 0
+    return _projected(job, block) + _attended(job) + gates
+
+
+def _mixed_selectively(job: Job, block: LayerParameters) -> float:
+    """The results of matrix products and of attention among them."""
+    if block.delta is not None:
+        return products_of_delta(block.delta, job.sequence, job.width)
+    gates = job.width * job.model.num_heads * job.model.head_dim if block.gated_heads else 0
+    values = job.width * kv_heads(job) * job.model.head_dim
+    return _queries_and_keys(job) + values + _attended(job) + gates
 
 
 def _attended(job: Job) -> float:

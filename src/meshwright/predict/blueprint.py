@@ -8,7 +8,7 @@ from typing import Any
 from meshwright.families import parameter_table
 from meshwright.families.flops import mixer_flops_per_token
 from meshwright.families.split import TP_SPLITS
-from meshwright.spec.layers import GatedDeltaSpec, MixerSpec
+from meshwright.spec.layers import AttentionSpec, GatedDeltaSpec, MixerSpec
 from meshwright.spec.model import ModelSpec, Parameter
 
 
@@ -45,6 +45,8 @@ class LayerParameters:
     """Keys that a query sees at most."""
     delta: GatedDeltaSpec | None = None
     """The gated delta rule, if the block has it in the place of attention."""
+    gated_heads: bool = False
+    """Whether attention's outputs are multiplied by gates as wide."""
 
     @cached_property
     def dense(self) -> int:
@@ -100,6 +102,8 @@ class Blueprint:
     gated: bool
     """Whether the feed-forward layer multiplies two projections (SwiGLU)."""
     tied: bool
+    wide_norms: bool = False
+    """Whether norms copy their inputs in fp32 or wider."""
     positions: int = 0
     """Rows of a learned position embedding."""
     final: int = 0
@@ -175,6 +179,7 @@ def blueprint(spec: ModelSpec) -> Blueprint:
         vocab=spec.vocab,
         gated=spec.gated,
         tied=spec.tied_embeddings,
+        wide_norms=spec.norm == "offset_rmsnorm",
         positions=spec.max_positions if spec.positions == "learned" else 0,
         top_k=spec.experts_per_token,
         name=spec.family,
@@ -229,4 +234,6 @@ def _block(rows: list[Parameter], mixer: MixerSpec | None) -> LayerParameters:
         matrices.append(Matrix(name, shape[0], shape[1], split, experts, keys))
     head_norms = any(row.name.endswith("attention.q_norm.weight") for row in rows)
     delta = mixer if isinstance(mixer, GatedDeltaSpec) else None
-    return LayerParameters(tuple(matrices), vectors, head_norms, None if mixer is None else mixer.window, delta)
+    window = None if mixer is None else mixer.window
+    gated = isinstance(mixer, AttentionSpec) and mixer.gated
+    return LayerParameters(tuple(matrices), vectors, head_norms, window, delta, gated)

@@ -196,7 +196,8 @@ class _Engine:
         """Backward passes of the last block and the one before. The head's gradient waits for the embedding's
         gradient."""
         transit = self.decoded + self.gathered * self.ends + 2 * self.gathered_layer
-        if self.head and not self.job.alone:
+        at_once = self.job.alone and not self.job.model.tied and self.job.microbatches > 1
+        if self.head and not at_once:  # a single process adds it up at once, unless nothing is there yet
             transit += self.width * self.table
         if not (self.job.alone or self.job.frozen):
             transit += self.width * self.first

@@ -20,7 +20,7 @@ from meshwright.families.split import is_experts, kept_shape, rows_of_layers, sp
 from meshwright.spec.actions import Transfer, with_transfers
 from meshwright.spec.errors import UserError
 from meshwright.spec.fit import context_method
-from meshwright.spec.layers import AttentionSpec
+from meshwright.spec.layers import AttentionSpec, GatedDeltaSpec
 from meshwright.spec.model import Parameter
 from meshwright.spec.precision import DTYPES
 from meshwright.spec.quantized import sent_bytes
@@ -54,13 +54,16 @@ def traffic_without_maxima(resolved: ResolvedRun) -> Traffic:
     """`predict_traffic` without the maxima from which ranks compute scales in low precision.
 
     Raises `UserError` for steps that overlap (`pipedream-2bw`), ZeRO-3 under `dualpipev` and custom schedules, and
-    under tensor parallelism fine-tuning of embeddings, norms, head or experts, and models of transformers.
+    under tensor parallelism fine-tuning of embeddings, norms, head or experts, and models of transformers; states of
+    the gated delta rule that ranks pass on.
     """
     layout = resolved.run.layout
     if layout.asynchronous:
         raise UserError(f"traffic is not predicted for schedule {layout.schedule}, whose steps overlap")
     if resolved.model.foreign is not None and layout.tp * layout.pp > 1:
         raise UserError("traffic is not predicted for models that transformers computes under tp or pp")
+    if layout.cp > 1 and any(isinstance(layer.mixer, GatedDeltaSpec) for layer in resolved.model.layers):
+        raise UserError("traffic is not predicted for the gated delta rule under context parallelism")
     rank = _Rank(resolved)
     if layout.zero_stage == 3 and layout.schedule.endswith(ALTERNATING):
         raise UserError(f"traffic is not predicted for ZeRO-3 under schedule {layout.schedule}")
@@ -287,8 +290,8 @@ def _context(rank: _Rank) -> Traffic:
 
 
 def _balance(rank: _Rank) -> int:
-    """The balance loss adds up each sequence's counts of tokens per expert over the ranks that share the sequence."""
-    if not rank.model.balance_loss:
+    """The router's losses add up each sequence's counts of tokens per expert over the ranks that share the sequence."""
+    if not rank.model.balance_loss + rank.model.router_z_loss:
         return 0
     forward = rank.moe(rank.layers) + rank.moe(rank.again)
     return rank.rounds * forward * rank.resolved.micro_batch * rank.model.num_experts * 8

@@ -84,6 +84,9 @@ class ModelFields(Spec):
     balance_loss: float | None = Field(default=None, ge=0)
     """Coefficient of the load-balancing loss, which is part of the gradient but not of the reported loss; 0 disables
     it."""
+    router_z_loss: float | None = Field(default=None, ge=0)
+    """Coefficient of the router's z-loss (Zoph et al., "ST-MoE", 2022), which keeps its logits small; part of the
+    gradient but not of the reported loss. Default 0: none."""
     balance_rate: float | None = Field(default=None, ge=0)
     """deepseek_v3, glm4_moe, minimax_m2: change per step of the bias of experts with more or less load than the
     mean."""
@@ -211,6 +214,7 @@ class ModelSpec(Spec):
     router_bias: bool = False
     """Whether a bias is added to each expert's score to choose experts. It is changed by balance_rate, not trained."""
     balance_loss: float = Field(default=0.0, ge=0)
+    router_z_loss: float = Field(default=0.0, ge=0)
     balance_rate: float = Field(default=0.0, ge=0)
     shared_experts: int = Field(default=0, ge=0, le=DEEPEST)
     shared_ffn: int = Field(default=0, ge=0, le=WIDEST)

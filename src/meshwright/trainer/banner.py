@@ -19,6 +19,7 @@ from meshwright.trainer.display import model_size, short
 from meshwright.trainer.out_of_memory import shortage
 from meshwright.trainer.setup import Trainer, asked_attention
 from meshwright.trainer.verification import describe
+from meshwright.trainer.weights import left_out_weights
 
 
 def banner(trainer: Trainer, corpus: Corpus) -> str:
@@ -36,6 +37,7 @@ def banner(trainer: Trainer, corpus: Corpus) -> str:
         "model": f"{run.model.name or model.family}: {model_size(weights, everything - weights, trained)}; "
         f"{model.num_layers} layers, width {model.hidden}, {model.num_heads} heads, vocabulary {model.vocab}",
         "files": describe_files(model),
+        "left out": left_out_weights(resolved),
         "base": _kept_base(run),
         "data": f"{short(corpus.num_tokens)} tokens of {corpus.num_documents} documents, held out {held_out}; "
         f"tokenizer of {corpus.tokenizer.vocab_size}",

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from meshwright.checkpoint.dcp import load_tensors
-from meshwright.checkpoint.hf import HfWeights
+from meshwright.checkpoint.hf import HfWeights, about_left_out
 from meshwright.checkpoint.manifest import MANIFEST, CheckpointError
 from meshwright.checkpoint.peft import read_adapter
 from meshwright.checkpoint.peft_config import CONFIG, AdapterSpec
@@ -69,6 +69,12 @@ def _named_weights(resolved: ResolvedRun) -> RowSource:
     return lambda parameter, start, stop: pretrained.read_rows(parameter.name, start, stop)
 
 
+def left_out_weights(resolved: ResolvedRun) -> str:
+    """The tensors of the Hugging Face directory that a run does not read (`about_left_out`); empty if there are
+    none."""
+    return about_left_out(_directory(resolved), resolved.model) if resolved.run.model.weights == "pretrained" else ""
+
+
 def base_of(resolved: ResolvedRun) -> dict[str, str] | None:
     """The origin and fingerprint of a fine-tuned run's base, which the run does not save because it does not change.
 
@@ -89,6 +95,8 @@ def base_of(resolved: ResolvedRun) -> dict[str, str] | None:
 
 LATER_FIELDS = ("wrapper", "fp8", "norms", "rope_layers", "query_scalar", "window_layers", "window_theta")
 LATER_FIELDS += ("window_scaled", "embedding_scaled", "sinks", "expert_bias", "glu_alpha", "glu_limit")
+LATER_FIELDS += ("router_z_loss", "shared_ffn", "shared_gate", "attention_gate", "delta_layers", "delta_heads")
+LATER_FIELDS += ("delta_key_heads", "delta_key_dim", "delta_value_dim", "delta_kernel", "delta_by_key_head")
 """Fields of a model that the first version did not have."""
 
 
