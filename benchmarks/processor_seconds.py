@@ -5,7 +5,8 @@
 `engines.py` compares whole training programs by the clock, on a machine without other work. Processor time of one
 thread depends less on other programs, so this compares on a busy machine: A B B A A B ..., the ratio of the medians,
 and the range of ratios of single turns. Ours computes by the kernels that it would choose, by the fixed ones, and in
-bf16 with bf16 weights, as our trainer does; nanoGPT by its own modules under its own autocast.
+bf16 with bf16 weights, as our trainer does; nanoGPT by its own modules under its own autocast. Without `--nanogpt` the
+chosen kernels are compared with the fixed ones alone.
 """
 
 import argparse
@@ -31,38 +32,35 @@ Step = Callable[[], None]
 def main() -> None:
     """Print a table with a row for each vocabulary and precision."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--nanogpt", type=Path, required=True)
+    parser.add_argument("--nanogpt", type=Path, help="folder of nanoGPT's model.py")
     parser.add_argument("--vocab", type=int, nargs="+", default=[4096, 50257])
     parser.add_argument("--precision", nargs="+", default=["fp32", "bf16"])
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--turns", type=int, default=7)
     arguments = parser.parse_args()
-    sys.path.insert(0, str(arguments.nanogpt))
+    beside = arguments.nanogpt is not None
+    if beside:
+        sys.path.insert(0, str(arguments.nanogpt))
     torch.set_num_threads(1)
     keep_freed_memory()
     print(f"{here()}\n")
-    columns = (
-        "vocabulary",
-        "precision",
-        "chosen",
-        "ours s",
-        "fixed s",
-        "nanogpt s",
-        "x nanogpt (turns)",
-        "fixed x nanogpt",
-    )
+    other = "nanogpt" if beside else "fixed"
+    columns = ("vocabulary", "precision", "chosen", "ours s", "fixed s", f"{other} s", f"x {other} (turns)")
+    columns += ("fixed x nanogpt",) if beside else ()
     print(f"| {' | '.join(columns)} |\n{'|---' * len(columns)}|")
     for vocab in arguments.vocab:
         for precision in arguments.precision:
-            print(compare(Workload(vocab, precision, 1, 1, 0, batch=arguments.batch), arguments.turns), flush=True)
+            workload = Workload(vocab, precision, 1, 1, 0, batch=arguments.batch)
+            print(compare(workload, arguments.turns, beside=beside), flush=True)
 
 
-def compare(workload: Workload, turns: int) -> str:
-    """A row of the table."""
+def compare(workload: Workload, turns: int, *, beside: bool) -> str:
+    """A row of the table; `beside` nanoGPT."""
     inputs, labels = (torch.randint(0, 4096, (workload.batch, workload.length)) for _ in range(2))
     measured, steps = measure(workload.shapes), {}
     steps["ours"], steps["fixed"] = ours(workload, inputs, labels, measured), ours(workload, inputs, labels, None)
-    steps["nanogpt"] = nanogpt(workload, inputs, labels)
+    if beside:
+        steps["nanogpt"] = nanogpt(workload, inputs, labels)
     for step in steps.values():
         step()
     seconds: dict[str, list[float]] = {name: [] for name in steps}
@@ -71,11 +69,12 @@ def compare(workload: Workload, turns: int) -> str:
             began = time.thread_time()
             steps[name]()
             seconds[name].append(time.thread_time() - began)
-    mine, fixed, theirs = (statistics.median(seconds[name]) for name in ("ours", "fixed", "nanogpt"))
-    single = [b / a for a, b in zip(seconds["ours"], seconds["nanogpt"], strict=True)]
+    other = "nanogpt" if beside else "fixed"
+    mine, fixed, theirs = (statistics.median(seconds[name]) for name in ("ours", "fixed", other))
+    single = [b / a for a, b in zip(seconds["ours"], seconds[other], strict=True)]
     return (
         f"| {workload.vocab} | {workload.precision} | {measured.chosen} | {mine:.3f} | {fixed:.3f} | {theirs:.3f} | "
-        f"{theirs / mine:.2f} ({min(single):.2f}-{max(single):.2f}) | {theirs / fixed:.2f} |"
+        f"{theirs / mine:.2f} ({min(single):.2f}-{max(single):.2f}) |{f' {theirs / fixed:.2f} |' if beside else ''}"
     )
 
 

@@ -131,7 +131,6 @@ DELTA = {
     "head_dim": one_of(8, 12),
     "rope_parameters": partial_rope,
     "layer_types": linear_layers,
-    "full_attention_interval": one_of(1, 2, 3),
     "linear_conv_kernel_dim": one_of(2, 4),
     "linear_key_head_dim": one_of(4, 6),
     "linear_value_head_dim": one_of(4, 8),
@@ -298,6 +297,7 @@ STRAY: dict[str, Draw] = {
     "chunk_size_feed_forward": one_of(0, 4),
     "head_dim": one_of(8),
     "scoring_func": one_of("sigmoid", "softmax"),
+    "full_attention_interval": one_of(1, 2, 3),
 }
 """Keys in files besides the schema: a tenth of the configurations gets each."""
 

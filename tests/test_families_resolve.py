@@ -146,7 +146,9 @@ def test_named_dims_say_every_shape(resolve):
     """The name of a dim means one size everywhere, so every split of a name splits it in the same way everywhere."""
     for family in FAMILIES:
         sizes = {"num_kv_heads": 2, "head_dim": 24} if family not in ("gpt2", "deepseek_v3") else {}
-        spec = resolve(family=family, **TINY, vocab=90, ffn=100, **sizes)
+        sizes |= {"num_layers": 4} if family in ("qwen3_next", "qwen3_5", "qwen3_5_moe") else {}  # one with attention
+        sizes |= {} if family == "qwen3_5_moe" else {"ffn": 100}
+        spec = resolve(**{"family": family, **TINY, "vocab": 90, **sizes})
         seen = {}
         for row in parameter_table(spec):
             assert len(row.dims) == len(row.shape)

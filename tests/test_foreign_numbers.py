@@ -30,6 +30,7 @@ LATENT = {"kv_rank": 8, "nope_head_dim": 8, "rope_head_dim": 4, "v_head_dim": 8,
 MORE: Mapping[str, dict[str, Any]] = {
     "mixtral": {"num_experts": 8, "experts_per_token": 2},
     "qwen3_moe": {"num_experts": 8, "experts_per_token": 2, "expert_ffn": 16},
+    "qwen3_5_moe": {"num_experts": 8, "experts_per_token": 2, "expert_ffn": 16, "shared_ffn": 16},
     "deepseek_v3": {"num_experts": 8, "experts_per_token": 2, "expert_ffn": 16, "router_top_groups": 1, **LATENT},
 }
 SCALINGS = (
@@ -74,7 +75,7 @@ def outcomes(
 
 
 def hf_config(family: str) -> dict[str, Any]:
-    ffn = {} if family == "gpt2" else {"ffn": 32}
+    ffn = {} if family in ("gpt2", "qwen3_5_moe") else {"ffn": 32}
     return model_to_hf_config(
         resolve_model(ModelFields(family=family, **SIZES, **ffn, **MORE.get(family, {})), base_dir=Path())
     )

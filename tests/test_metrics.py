@@ -128,7 +128,7 @@ def test_a_terminal_line_renews_itself_and_messages_do_not_overwrite_it() -> Non
     display.step(RECORD)
     display.step(RECORD)
     display.say("saved")
-    assert stream.getvalue().count("\r\x1b[K[==") == 2
+    assert stream.getvalue().count("\r\x1b[Kstep 120/1000") == 2  # too narrow for the bar
     assert stream.getvalue().endswith("\nsaved\n")
 
 

@@ -242,7 +242,7 @@ BAD_VALUES = {
     ),
     "gpu is not cpu": (
         "device: gpu",
-        "run.yaml:2: device: 'gpu' is not allowed: must be 'auto', 'cpu', 'cuda' or",
+        "run.yaml:2: device: 'gpu' is not allowed: must be 'auto', 'cpu', 'cuda', 'cuda_shared', 'xpu' or",
     ),
     "neither of two kinds": (
         "training: {micro_batch: big}",

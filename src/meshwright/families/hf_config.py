@@ -40,6 +40,7 @@ def model_from_hf_config(config: Mapping[str, Any], *, where: str = "config.json
             raise UserError(
                 f"{where}: {family.hf_fields[field]} is null; a {family.name} model cannot be built without it"
             )
+    read_foreign(ModelFields, {"num_layers": values["num_layers"]}, where=where, names=family.hf_fields)
     if family.hf_layers is not None:
         values |= family.hf_layers.read(reader, values)
     if family.switches["positions"] == "rope":

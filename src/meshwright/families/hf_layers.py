@@ -128,6 +128,11 @@ TYPED = HfLayers(_read_typed, lambda spec: {"layer_types": _types(windowed(spec)
 def _read_nope(reader: HfReader, values: Mapping[str, Any]) -> dict[str, Any]:
     layers, given = values["num_layers"], reader.config.get("no_rope_layers")
     interval = reader.config.get("no_rope_layer_interval", 4)
+    if not (given is None or isinstance(given, list)) or type(interval) is not int or interval < 1:
+        raise UserError(
+            f"{reader.where}: no_rope_layers={given!r} with no_rope_layer_interval={interval!r}; give a list of 0 and 1 "
+            "for each layer, or a whole number"
+        )
     rotates = [(i + 1) % interval != 0 for i in range(layers)] if given is None else [bool(one) for one in given]
     if len(rotates) < layers:
         raise UserError(f"{reader.where}: no_rope_layers has {len(rotates)} entries for {layers} layers")

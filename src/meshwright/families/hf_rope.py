@@ -53,6 +53,8 @@ def _fields(table: Mapping[str, Any]) -> dict[str, Any]:
 
 def _table(rope: Mapping[str, Any], theta: Any, reader: HfReader) -> dict[str, Any]:
     """The fields of a `Rope`."""
+    if not isinstance(rope, Mapping):
+        raise UserError(f"{reader.where}: the rope parameters of a kind of layer are {rope!r}, not an object")
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind not in ("default", *SCALINGS):
         known = ", ".join(map(repr, ("default", *SCALINGS)))

@@ -202,8 +202,8 @@ class ModelSpec(Spec):
     """Width of one expert."""
     expert_bias: bool = False
     """Whether experts and router have biases, which are trained (gpt_oss)."""
-    glu_alpha: float = 1.702
-    glu_limit: float = Field(default=7.0, gt=0)
+    glu_alpha: float = Field(default=1.702, gt=0, strict=True)
+    glu_limit: float = Field(default=7.0, gt=0, strict=True)
     """Factor and bound of the activation clamped_silu."""
     router_scores: RouterScores = "softmax"
     router_normalised: bool = False
