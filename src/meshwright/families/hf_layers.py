@@ -130,8 +130,8 @@ def _read_nope(reader: HfReader, values: Mapping[str, Any]) -> dict[str, Any]:
     interval = reader.config.get("no_rope_layer_interval", 4)
     if not (given is None or isinstance(given, list)) or type(interval) is not int or interval < 1:
         raise UserError(
-            f"{reader.where}: no_rope_layers={given!r} with no_rope_layer_interval={interval!r}; give a list of 0 and 1 "
-            "for each layer, or a whole number"
+            f"{reader.where}: no_rope_layers={given!r} with no_rope_layer_interval={interval!r}; give a list of 0 and "
+            "1, one for each layer, and a whole number of layers"
         )
     rotates = [(i + 1) % interval != 0 for i in range(layers)] if given is None else [bool(one) for one in given]
     if len(rotates) < layers:
