@@ -297,7 +297,6 @@ STRAY: dict[str, Draw] = {
     "chunk_size_feed_forward": one_of(0, 4),
     "head_dim": one_of(8),
     "scoring_func": one_of("sigmoid", "softmax"),
-    "full_attention_interval": one_of(1, 2, 3),
 }
 """Keys in files besides the schema: a tenth of the configurations gets each."""
 
@@ -328,6 +327,8 @@ def draw_config(family: str, seed: int) -> dict[str, Any]:
     for key in (key for key in left_out if key in config):
         if drawn.random() < 0.15:
             del config[key]
+    if "linear_conv_kernel_dim" in config and not config.get("layer_types"):  # at least one layer with attention
+        config["full_attention_interval"] = drawn.choice((1, 2, 3))
     return {"model_type": hf_type(family), "architectures": [FAMILIES[family].hf_architecture], **config}
 
 
