@@ -83,12 +83,16 @@ def words_of(request: dict[str, Any]) -> list[str]:
     return words
 
 
+ERROR = 2
+"""Exit status of an error, which `--json` prints as an object too."""
+
+
 def on_the_command_line(request: dict[str, Any]) -> str:
     """What the command line prints: its JSON, or its errors."""
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-        meshwright(words_of(request))
-    return out.getvalue() + err.getvalue()
+        status = meshwright(words_of(request))
+    return err.getvalue() if status == ERROR else out.getvalue()
 
 
 class Tab:

@@ -43,9 +43,10 @@ def asked(**request: Any) -> dict[str, Any]:
 
 
 def printed(capsys: pytest.CaptureFixture[str], *words: str) -> str:
-    main(["plan", *words, "--json", "--no-methods"])
+    """The plan, or the errors."""
+    status = main(["plan", *words, "--json", "--no-methods"])
     captured = capsys.readouterr()
-    return captured.out + captured.err
+    return captured.err if status == 2 else captured.out
 
 
 @pytest.mark.parametrize(
