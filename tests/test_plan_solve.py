@@ -112,7 +112,11 @@ def test_of_several_clusters_the_cheapest_that_keeps_the_deadline() -> None:
         (("--solve", "devices", "--deadline", "soon"), "--deadline soon: give minutes, hours, days or weeks"),
         (("--solve", "deadline", "--budget", "0"), "--budget 0 is not allowed"),
         (("--solve", "devices", "--deadline", "1h", "--explain", "time"), "--explain is for one plan"),
-        (("--solve", "budget", "--deadline", "1h", "--cluster", "t4"), "the price of T4"),
+        (("--solve", "budget", "--deadline", "1h", "--cluster", "t4"), "the price of t4"),
+        (("--solve", "devices", "--deadline", "1h", "training.epochs=3"), "training.epochs are counted when the data"),
+        (("--solve", "deadline", "--cluster", "8xh100+4xa100"), "8xh100+4xa100 is of several kinds of device"),
+        (("--solve", "deadline", "--budget", "5", "--cluster", "t4"), "the price of t4 is not known"),
+        (("--solve", "model", "--deadline", "1d", "finetune={method: lora}"), "laws are of training from scratch"),
         (("--tokens", "many"), "--tokens many: give a number of tokens, as in 300B or 1.5T"),
         (("--cluster", "8xh100+nothing"), "unknown device"),
         (("--cluster", "8xh100+"), "is not a name"),
@@ -125,6 +129,11 @@ def test_a_question_that_says_too_little_is_one_line(
     text = capsys.readouterr().err
     assert error in text
     assert len(text.splitlines()) == 1
+
+
+def test_options_of_a_plan_are_refused_where_nothing_is_planned(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "validate", "runs.csv", "--solve", "devices"]) == 2
+    assert "--solve is for a plan of RECIPE; leave it out beside validate" in capsys.readouterr().err
 
 
 def test_the_answer_is_written_as_a_recipe_a_page_and_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -134,6 +134,8 @@ def run(arguments: argparse.Namespace) -> int:
         return _show(arguments)
     if not arguments.what:
         raise UserError("plan needs a recipe or a model, as in meshwright plan llama-3.1-8b --cluster 8xh100")
+    if arguments.what in ("validate", "calibrate"):
+        _check_alone(arguments)
     if arguments.what == "validate":
         return _validate(arguments)
     if arguments.what == "calibrate":
@@ -163,6 +165,14 @@ def _show(arguments: argparse.Namespace) -> int:
         return 0
     serve_until_interrupted(serve_planner(arguments.port))
     return 0
+
+
+def _check_alone(arguments: argparse.Namespace) -> None:
+    """Raise `UserError` for an option of a plan beside `validate` or `calibrate`."""
+    of_plans = ("cluster", "explain", "consider", "write", "html", "solve", "deadline", "budget", "tokens")
+    for name in of_plans:
+        if getattr(arguments, name) not in (None, []):
+            raise UserError(f"--{name} is for a plan of RECIPE; leave it out beside {arguments.what}")
 
 
 def _calibrate(arguments: argparse.Namespace) -> int:

@@ -125,6 +125,23 @@ class PlanProblem:
         machine = find_machine(self.recipe.device) if where == "local" else None
         return resolve_cluster(where, base_dir=self.base_dir, machine=machine)
 
+    def check(self) -> None:
+        """Raise `UserError` for a recipe or a cluster that the question cannot be about."""
+        asked, question = f"--solve {self.question.quantity}", self.question
+        timed = (question.has_limits or question.quantity == "deadline") and question.quantity != "model"
+        if timed and self.recipe.known_steps() is None:
+            raise UserError(
+                f"{asked}: training.epochs are counted when the data are prepared; set training.tokens in their place"
+            )
+        if question.quantity == "model" and self.recipe.finetune is not None:
+            raise UserError(f"{asked}: published scaling laws are of training from scratch; leave finetune out")
+        if question.quantity in ("devices", "deadline", "budget") and "+" in self.cluster_name:
+            raise UserError(f"{asked}: {self.cluster_name} is of several kinds of device; name one, as in 8xh100")
+        priced = question.budget is not None or question.quantity == "budget"
+        for name in self.query.clusters or (self.cluster_name,) if priced else ():
+            if self.cluster(name).price_per_hour is None:
+                raise UserError(f"{asked}: the price of {name} is not known; set price_per_hour in a cluster file")
+
     def spec(self, recipe: Run) -> ModelSpec:
         """The model of a recipe."""
         return resolve_model(recipe.model, base_dir=self.base_dir, vocab=recipe.data.tokenizer_vocab)
@@ -156,6 +173,7 @@ def solve(query: Query, question: PlanQuestion, recipe: Run, base_dir: Path, pro
     """Answer a question. Raises `UserError` for a question that says too little, and for what cannot be planned."""
     question.check(query.clusters)
     problem = PlanProblem(query, question, recipe, base_dir, progress)
+    problem.check()
     match question.quantity:
         case "devices" | "deadline" | "budget":
             return _sizes(problem)
@@ -174,10 +192,6 @@ def _sizes(problem: PlanProblem) -> Solved:
     question, kind, named = problem.question, problem.cluster(), _bare_name(problem)
     if kind.device == "cpu":
         raise UserError(f"--solve {question.quantity}: clusters of CPUs are not sized; name a device, as in 8xh100")
-    if question.quantity == "budget" and kind.price_per_hour is None:
-        raise UserError(
-            f"--solve budget: the price of {kind.device} is not known; set price_per_hour in a cluster file"
-        )
     key: Callable[[PlannedValue], float] = _cost if question.quantity == "budget" else _seconds
     options: list[PlannedValue] = []
     for count in sizes(MOST_DEVICES):
@@ -265,10 +279,6 @@ def _batches(problem: PlanProblem) -> Solved:
 def _models(problem: PlanProblem) -> Solved:
     """The published sizes of the recipe's family, each for as many tokens as the limits allow."""
     cluster, question, recipe = problem.cluster(), problem.question, problem.recipe
-    if question.budget is not None and cluster.price_per_hour is None:
-        raise UserError(
-            f"--solve model: the price of {cluster.device} is not known; set price_per_hour in a cluster file"
-        )
     own = problem.spec(recipe)
     if own.num_experts:
         raise UserError("--solve model: published scaling laws are of dense models; name a dense model of the family")

@@ -12,7 +12,7 @@ from meshwright.planner.solve import PlannedValue, Quantity, Solved
 from meshwright.predict.text import duration, money_text
 from meshwright.spec.errors import UserError
 from meshwright.spec.run import Run
-from meshwright.spec.text import billions, quantity_text
+from meshwright.spec.text import billions, counted, quantity_text
 
 UNITS = {"m": 60.0, "h": 3600.0, "d": 86400.0, "w": 7 * 86400.0}
 TEN = 10
@@ -78,7 +78,7 @@ def solved_lines(solved: Solved, recipe: Run) -> Iterator[str]:
     yield ""
     marks = "* the answer; - exceeds a limit" if solved.question.has_limits else "* the answer"
     hidden = len(solved.options) - len(shown)
-    yield marks + (f"; {hidden} that are slower and dearer than another are in --json and --html" if hidden else "")
+    yield marks + (f"; {counted(hidden, 'more size')} in --json and --html" if hidden else "")
 
 
 def _is_worth_showing(option: PlannedValue, solved: Solved) -> bool:
