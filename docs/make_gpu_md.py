@@ -17,7 +17,7 @@ TEXT = """\
 # GPUs: what is proved without one
 
 **No line of this project has run on a GPU yet.** Tests on CPUs prove what they can; [`make gpu`](accept.md) tries the
-rest in one command. This page is written from the tests' own tables.
+rest in one command. Cases are counted from the tests' own tables; the last column is what the tests assert.
 
 ## NCCL's rules
 
@@ -77,7 +77,7 @@ skip a step that is not finite would have to be made on the device.
 
 ## The acceptance without a GPU
 
-`meshwright accept` on a CPU with two cores, its dry run ([the steps](accept.md)):
+`meshwright accept` on a CPU with two cores, the dry run of [accept.md](accept.md):
 
 ```
 train       passed      47 s  4 of 4 checks passed

@@ -1,7 +1,7 @@
-"""What a plan is asked beyond a layout: how many devices, how long, how dear, which sequence, batch, model or cluster.
+"""Questions about a run: the fewest devices, the shortest or cheapest run, the longest sequence, the smallest batch at
+full speed, the best model, the cheapest cluster.
 
-Each question plans the recipe for several values of one quantity and picks one of the plans. The quantity's values and
-their plans are the frontier that the answer stands on.
+Each question plans the recipe for several values of one quantity and picks one of the plans.
 """
 
 import re
@@ -127,20 +127,20 @@ class PlanProblem:
 
     def check(self) -> None:
         """Raise `UserError` for a recipe or a cluster that the question cannot be about."""
-        asked, question = f"--solve {self.question.quantity}", self.question
+        option, question = f"--solve {self.question.quantity}", self.question
         timed = (question.has_limits or question.quantity == "deadline") and question.quantity != "model"
         if timed and self.recipe.known_steps() is None:
             raise UserError(
-                f"{asked}: training.epochs are counted when the data are prepared; set training.tokens in their place"
+                f"{option}: training.epochs are counted when the data are prepared; set training.tokens in their place"
             )
         if question.quantity == "model" and self.recipe.finetune is not None:
-            raise UserError(f"{asked}: published scaling laws are of training from scratch; leave finetune out")
+            raise UserError(f"{option}: published scaling laws are of training from scratch; leave finetune out")
         if question.quantity in ("devices", "deadline", "budget") and "+" in self.cluster_name:
-            raise UserError(f"{asked}: {self.cluster_name} is of several kinds of device; name one, as in 8xh100")
+            raise UserError(f"{option}: {self.cluster_name} is of several kinds of device; name one, as in 8xh100")
         priced = question.budget is not None or question.quantity == "budget"
         for name in self.query.clusters or (self.cluster_name,) if priced else ():
             if self.cluster(name).price_per_hour is None:
-                raise UserError(f"{asked}: the price of {name} is not known; set price_per_hour in a cluster file")
+                raise UserError(f"{option}: the price of {name} is not known; set price_per_hour in a cluster file")
 
     def spec(self, recipe: Run) -> ModelSpec:
         """The model of a recipe."""

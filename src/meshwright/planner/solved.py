@@ -17,7 +17,7 @@ from meshwright.spec.text import billions, counted, quantity_text
 UNITS = {"m": 60.0, "h": 3600.0, "d": 86400.0, "w": 7 * 86400.0}
 TEN = 10
 COUNTS = {"k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
-ASKED: dict[Quantity, str] = {
+ANSWERS: dict[Quantity, str] = {
     "devices": "the fewest devices",
     "deadline": "the shortest run",
     "budget": "the cheapest run",
@@ -65,7 +65,7 @@ def _positive(text: str) -> float | None:
 
 def solved_lines(solved: Solved, recipe: Run) -> Iterator[str]:
     """The answer, and the values that lead to it."""
-    yield f"{ASKED[solved.question.quantity]}{limits_text(solved)}: {answer_text(solved)}"
+    yield f"{ANSWERS[solved.question.quantity]}{limits_text(solved)}: {answer_text(solved)}"
     yield from (f"  {remark}" for remark in (*answer_remarks(solved), *remarks(solved, recipe)))
     yield ""
     shown = [option for option in solved.options if option is solved.answer or _is_worth_showing(option, solved)]
@@ -234,7 +234,7 @@ def solved_json(solved: Solved) -> dict[str, Any]:
 
 def solved_page(solved: Solved, recipe: Run) -> str:
     """The answer as one offline page, with the frontier as a picture."""
-    title = f"{ASKED[solved.question.quantity].capitalize()}{limits_text(solved)}"
+    title = f"{ANSWERS[solved.question.quantity].capitalize()}{limits_text(solved)}"
     head, *rows = rows_of(solved, solved.options)
     lines = "".join(f"<li>{escape(remark)}</li>" for remark in (*answer_remarks(solved), *remarks(solved, recipe)))
     drawn = (section(name, drawing) for name, drawing in _pictures(solved))
