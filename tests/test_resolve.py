@@ -1,5 +1,6 @@
 """Every `auto` becomes a value with a reason; batches that cannot be split are refused with one that can."""
 
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -71,8 +72,11 @@ def test_where_no_microbatch_fits_the_least_recomputation_that_would_is_taken() 
     own = {"global_batch": 16, "recompute": "none"}
     resolved = resolve_run(run(**fixed, training=own), base_dir=Path(), machine=SMALL)
     assert resolved.asked is None
-    _, _, advice = resolved.reasons["training.micro_batch"].rpartition("this would fit: training.recompute=")
-    assert RecomputeSpec.model_validate(yaml.safe_load(advice)) == taken.run.training.recompute
+    _, _, advice = resolved.reasons["training.micro_batch"].rpartition("this would fit: ")
+    [override] = shlex.split(advice)  # as a shell takes it
+    key, _, value = override.partition("=")
+    assert key == "training.recompute"
+    assert RecomputeSpec.model_validate(yaml.safe_load(value)) == taken.run.training.recompute
 
 
 def test_recomputation_is_chosen_for_products_as_this_gpu_computes_them() -> None:
