@@ -9,7 +9,7 @@ import torch
 
 from meshwright.models import Decoder, attention
 from meshwright.models.attention import Core
-from meshwright.models.attention_kernels import Asked, NamedCore, check_kernel, describe_kernel
+from meshwright.models.attention_kernels import AttentionNeeds, NamedCore, check_kernel, describe_kernel
 from meshwright.models.masks import Documents, attention_mask
 from meshwright.parallel.compile import apply_compile
 from meshwright.spec.errors import UserError
@@ -80,8 +80,8 @@ def test_varlen_takes_rows_without_documents_too(
     assert torch.allclose(found, Core()(*heads(), MASKS[mask]), atol=1e-12)
 
 
-def asked(**changes: Any) -> Asked:
-    return Asked(CPU, torch.bfloat16, 64, documents=False, window=None)._replace(**changes)
+def asked(**changes: Any) -> AttentionNeeds:
+    return AttentionNeeds(CPU, torch.bfloat16, 64, documents=False, window=None)._replace(**changes)
 
 
 @pytest.mark.parametrize("name", ["mem_efficient", "cudnn", "flex", "varlen"])

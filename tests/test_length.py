@@ -47,7 +47,7 @@ def test_epochs_are_counted_on_the_data(tmp_path: Path, epochs: float) -> None:
     assert samples > 100
     assert resolved.run.training.steps == ceil(epochs * samples / 8)
     assert resolved.run.training.epochs is None
-    assert resolved.asked == run
+    assert resolved.given == run
     assert resolved.reasons["training.steps"].endswith(f": {epochs:g} epochs of {samples} samples, 8 a step")
 
 

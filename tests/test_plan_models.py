@@ -101,7 +101,7 @@ def test_a_choice_never_exceeds_the_device(tmp_path: Path) -> None:
     assert plan.chosen
     assert plan.chosen.verdict == "fits"
     assert facts["chosen"]["change"] == "activations"
-    for candidate in (*plan.found.ranked, *plan.found.strategies.values()):
+    for candidate in (*plan.searched.ranked, *plan.searched.strategies.values()):
         assert (candidate.memory.total <= candidate.capacity) == (candidate.verdict != "does not fit")
 
 
@@ -113,7 +113,7 @@ def test_a_recipe_that_forbids_offloading_is_planned_without(tmp_path: Path) -> 
     forbidden = run(*small, "layout.offload=none", model="llama-3-8b", tmp_path=tmp_path)
     plan, _ = plan_recipe(forbidden, base_dir=tmp_path, cluster="2xa100-40g")
     assert plan.chosen is None
-    assert {candidate.job.layout.offload for candidate in plan.found.strategies.values()} == {"none"}
+    assert {candidate.job.layout.offload for candidate in plan.searched.strategies.values()} == {"none"}
 
 
 def test_a_written_plan_names_its_cluster(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:

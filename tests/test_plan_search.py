@@ -301,7 +301,7 @@ def test_the_simplest_of_equally_fast_layouts_is_chosen_and_written(recipe: Path
     words = ["model=llama-3-70b", "data.sequence_length=4096", "training.global_batch=64", "cluster=16xh100@25Gb/s"]
     run = load_recipe(recipe, words)
     plan, facts = plan_recipe(run, base_dir=recipe.parent)
-    chosen, fastest = plan.chosen, plan.found.fastest
+    chosen, fastest = plan.chosen, plan.searched.fastest
     assert chosen
     assert fastest
     assert complexity(chosen.job.layout) < complexity(fastest.job.layout)
@@ -383,7 +383,7 @@ def test_what_fine_tuning_counts_and_explains(recipe: Path, method: str) -> None
 def test_what_does_not_fit_is_explained(recipe: Path) -> None:
     words = ["model=llama-3-70b", "training.global_batch=8", "layout=auto"]
     plan, _ = plan_recipe(load_recipe(recipe, words), base_dir=recipe.parent, cluster="1xrtx3090")
-    least = min(candidate.memory.total for candidate in plan.found.strategies.values())
+    least = min(candidate.memory.total for candidate in plan.searched.strategies.values())
     text = explain_field(plan, "memory")
     assert text.startswith("nothing fits; the layout that needs least memory is ")
     assert f"{least / 1e9:.2f} GB" in text
@@ -548,8 +548,8 @@ def test_layout_auto_is_resolved_before_the_run_with_its_reason(recipe: Path) ->
     resolved = resolve_run(load_recipe(recipe), base_dir=recipe.parent)
     assert resolved.run.layout.world_size == 8
     assert "the fastest of" in resolved.reasons["layout"]
-    assert resolved.asked is not None
-    assert resolved.asked.layout.choose
+    assert resolved.given is not None
+    assert resolved.given.layout.choose
     assert resolved.plan is not None
     assert resolved.plan["chosen"]["micro_batch"] == resolved.micro_batch
     some = resolve_run(load_recipe(recipe, ["training.recompute={full: 2}"]), base_dir=recipe.parent)

@@ -11,8 +11,9 @@ from pydantic import ValidationError
 from meshwright.machine import Machine
 from meshwright.spec.errors import UserError
 from meshwright.spec.layout import LayoutSpec
+from meshwright.spec.recipe import dump_recipe, parse_spec
 from meshwright.spec.recompute import RecomputeSpec
-from meshwright.spec.run import Run
+from meshwright.spec.run import ResolvedRun, Run
 from meshwright.trainer.resolve import resolve_run
 
 H100 = Machine(kind="gpu", name="NVIDIA H100 80GB HBM3", devices=8, memory_bytes=80 * 2**30)
@@ -50,9 +51,19 @@ def test_a_learning_rate_given_for_a_batch_is_scaled_to_the_run_s(layout: Any, s
     resolved = resolve_run(recipe, base_dir=Path(), machine=H100)
     rates = resolved.run.training.optimizer
     assert (rates.lr, rates.muon_lr, rates.lr_base_batch) == (factor * 1e-3, factor * 0.01, None)
-    assert resolved.asked == recipe
+    assert resolved.given == recipe
     assert resolved.reasons["training.optimizer.lr"].endswith(f"0.001 for 16 sequences, scaled ({scaling}) to 64")
     assert resolve_run(resolved.run, base_dir=Path(), machine=H100).run.training.optimizer == rates  # not twice
+
+
+def test_the_recipe_as_given_is_read_from_an_older_version_s_run() -> None:
+    optimizer = {"lr": 1e-3, "lr_base_batch": 16, "lr_scaling": "sqrt"}
+    recipe = run(training={"global_batch": 64, "optimizer": optimizer}, layout={"dp_shard": 8})
+    resolved = resolve_run(recipe, base_dir=Path(), machine=H100)
+    saved = dump_recipe(resolved)
+    older = saved.replace("\ngiven:", "\nasked:")
+    assert older != saved
+    assert parse_spec(older, ResolvedRun) == resolved
 
 
 SMALL = Machine(kind="gpu", name="NVIDIA A100-SXM4-40GB", devices=8, memory_bytes=40 * 2**30)
@@ -65,13 +76,13 @@ def test_where_no_microbatch_fits_the_least_recomputation_that_would_is_taken() 
     assert isinstance(taken.run.training.recompute, RecomputeSpec)
     assert "without it, the smallest microbatch would need" in taken.reasons["training.recompute"]
     assert not taken.reasons["training.micro_batch"].startswith("the small")
-    assert taken.asked is not None
-    assert "recompute" not in taken.asked.training.model_fields_set
+    assert taken.given is not None
+    assert "recompute" not in taken.given.training.model_fields_set
     assert taken.run.layout.offload == "none"
     fixed = LONG | {"layout": {"dp_shard": 8, "offload": "none"}}
     own = {"global_batch": 16, "recompute": "none"}
     resolved = resolve_run(run(**fixed, training=own), base_dir=Path(), machine=SMALL)
-    assert resolved.asked is None
+    assert resolved.given is None
     _, _, advice = resolved.reasons["training.micro_batch"].rpartition("this would fit: ")
     [override] = shlex.split(advice)  # as a shell takes it
     key, _, value = override.partition("=")

@@ -12,7 +12,7 @@ import torch
 from meshwright.accept.check import Check, Place, tried, within
 from meshwright.accept.runs import device_of
 from meshwright.devices import CPU
-from meshwright.models.attention_kernels import Asked, NamedCore, serves
+from meshwright.models.attention_kernels import AttentionNeeds, NamedCore, serves
 from meshwright.models.blockwise import encode_int8, encode_nf4
 from meshwright.models.dropout import drawn_bits, hash_key
 from meshwright.models.loss import linear_cross_entropy
@@ -54,7 +54,7 @@ def _attention(place: Place) -> Iterator[Check]:
         lacking = []
         for head_dim in (64, 128, 192) if name not in ("auto", "math") else ():
             for mask, (documents, window) in MASKS.items():
-                request = Asked(device_of(place), torch.bfloat16, head_dim, documents, window)
+                request = AttentionNeeds(device_of(place), torch.bfloat16, head_dim, documents, window)
                 if serves(name, request):
                     yield tried(
                         _attends, f"{name}, heads of {head_dim}, {mask}", name, request, 64 if not place.on_gpu else 512
@@ -65,7 +65,7 @@ def _attention(place: Place) -> Iterator[Check]:
             yield Check(f"{name}, not on this device", None, "; ".join(lacking))
 
 
-def _attends(title: str, name: AttentionName, request: Asked, length: int) -> Check:
+def _attends(title: str, name: AttentionName, request: AttentionNeeds, length: int) -> Check:
     def results(name: AttentionName, device: torch.device, dtype: torch.dtype) -> Tensors:
         mask = attention_mask(length, length, window=request.window, device=device) if request.window else None
         if request.documents:

@@ -248,9 +248,9 @@ def _validate(arguments: argparse.Namespace) -> int:
     path = Path(arguments.words[0])
     table = read_table(path)
     judged = judge(table.runs)
-    found = report(judged, table.refused)
-    facts = found | {"cells_not_understood": [asdict(doubt) for doubt in table.doubts]}
-    print_result(arguments, facts, [*_validation(found["summary"], judged), "", *_doubts(path, table.doubts)])
+    shown = report(judged, table.refused)
+    facts = shown | {"cells_not_understood": [asdict(doubt) for doubt in table.doubts]}
+    print_result(arguments, facts, [*_validation(shown["summary"], judged), "", *_doubts(path, table.doubts)])
     return 0
 
 

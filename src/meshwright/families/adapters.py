@@ -103,16 +103,16 @@ def finetuned_table(model: ModelSpec, finetune: FinetuneSpec | None) -> tuple[Pa
     adapters = {adapter.module: adapter for adapter in find_adapters(model, finetune)}
     trains = _trained_modules(model, finetune)
     quantized = finetune if isinstance(finetune, LoraSpec) and finetune.base != "plain" else None
-    found: list[Parameter] = []
+    rows: list[Parameter] = []
     for row, following in zip(table, (*table[1:], None), strict=True):
         module = module_of(row)
         if quantized and _is_inner(row) and not trains(module):
-            found += quantized_rows(row, quantized.base, double=quantized.double_quantization)
+            rows += quantized_rows(row, quantized.base, double=quantized.double_quantization)
         else:
-            found.append(replace(row, trained=trains(module)))
+            rows.append(replace(row, trained=trains(module)))
         if module in adapters and (following is None or module_of(following) != module):
-            found += adapters[module].rows()
-    return tuple(found)
+            rows += adapters[module].rows()
+    return tuple(rows)
 
 
 def find_adapters(model: ModelSpec, finetune: FinetuneSpec) -> tuple[Adapter, ...]:
@@ -189,7 +189,7 @@ def _is_inner(row: Parameter) -> bool:
 
 def _targets(model: ModelSpec, patterns: Iterable[str], weights: dict[str, Parameter]) -> list[str]:
     """The modules that match the patterns and can have an adapter; at least one for each pattern."""
-    found: set[str] = set()
+    targets: set[str] = set()
     able = {name for name, weight in weights.items() if _is_inner(weight) or name in (EMBEDDING, HEAD)}
     _matching(model, patterns, "finetune.targets", able)  # reports all patterns that match nothing at once
     for pattern in patterns:
@@ -200,8 +200,8 @@ def _targets(model: ModelSpec, patterns: Iterable[str], weights: dict[str, Param
                 f"finetune.targets: {pattern!r} matches no linear layer, only {matching[0]}, which cannot have an "
                 "adapter; train it in full (finetune.train)"
             )
-        found |= fitting
-    return [name for name in weights if name in found]
+        targets |= fitting
+    return [name for name in weights if name in targets]
 
 
 def _check_end(module: str, model: ModelSpec, finetune: LoraSpec | Ia3Spec) -> None:
@@ -247,14 +247,14 @@ def _by_pattern(
     model: ModelSpec, values: dict[str, int] | dict[str, float], modules: Iterable[str], setting: str
 ) -> dict[str, float]:
     """Module -> the value of the first pattern that matches it."""
-    found: dict[str, float] = {}
+    value_of: dict[str, float] = {}
     for pattern, value in values.items():
         matching = set(_matching(model, (pattern,), setting)) & set(modules)
         if not matching:
             raise UserError(f"{setting}: {pattern!r} matches no module that has an adapter (finetune.targets)")
         for module in matching:
-            found.setdefault(module, value)
-    return found
+            value_of.setdefault(module, value)
+    return value_of
 
 
 def _matching(
@@ -264,7 +264,7 @@ def _matching(
     suggests modules that are `able` (default all)."""
     theirs = {name: tensor.key.rpartition(".")[0] for name, tensor in hf_tensors(model).items()}
     names = {module_of(row): (module_of(row), theirs[row.name]) for row in parameter_table(model)}
-    found: set[str] = set()
+    matched: set[str] = set()
     problems = []
     for pattern in patterns:
         matching = {module for module, known in names.items() if any(_matches(name, pattern) for name in known)}
@@ -274,10 +274,10 @@ def _matching(
             ends = dict.fromkeys(module.rpartition(".")[2] for module in offered)
             hint = did_you_mean(pattern, known) or f"; there are {', '.join(ends)}"
             problems.append(_tied(model, pattern, setting) or f"{pattern!r} matches no module of the model{hint}")
-        found |= matching
+        matched |= matching
     if problems:
         raise UserError(f"{setting}: {'; '.join(problems)}")
-    return [module for module in names if module in found]
+    return [module for module in names if module in matched]
 
 
 def _tied(model: ModelSpec, pattern: str, setting: str) -> str:

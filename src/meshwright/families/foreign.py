@@ -186,8 +186,8 @@ def _stacked(
     """
     parts: dict[tuple[str, str], dict[int, tuple[int, ...]]] = {}
     for name, shape in tensors.items():
-        if found := re.fullmatch(r"(.+\.experts)\.(\d+)\.(\w+)\.weight", name):
-            parts.setdefault((found[1], found[3]), {})[int(found[2])] = shape
+        if match := re.fullmatch(r"(.+\.experts)\.(\d+)\.(\w+)\.weight", name):
+            parts.setdefault((match[1], match[3]), {})[int(match[2])] = shape
     rest, stacks = dict(tensors), {}
     for experts in {experts for experts, _ in parts}:
         for stack, names in STACKS:
@@ -213,12 +213,12 @@ def _transposed(tensors: Mapping[str, tuple[int, ...]], config: Mapping[str, Any
         return {}
     width, inner = config["hidden_size"], config["moe_intermediate_size"]
     shapes = {"gate_up_proj": (2 * inner, width), "down_proj": (width, inner)}
-    found = {}
+    transposed = {}
     for name, shape in tensors.items():
         wanted = shapes.get(name.rpartition(".experts.")[2])
         if wanted is not None and shape[1:] == wanted[::-1] != wanted:
-            found[name] = (shape[0], *wanted)
-    return found
+            transposed[name] = (shape[0], *wanted)
+    return transposed
 
 
 def _blocks(tensors: Mapping[str, Any], num_layers: int, where: str) -> str:
@@ -226,12 +226,12 @@ def _blocks(tensors: Mapping[str, Any], num_layers: int, where: str) -> str:
     numbers: dict[str, set[int]] = {}
     tensors_of: Counter[str] = Counter()
     for name in tensors:
-        if found := re.match(r"(.+?)\.(\d+)\.", name):
-            numbers.setdefault(found[1], set()).add(int(found[2]))
-            tensors_of[found[1]] += 1
+        if match := re.match(r"(.+?)\.(\d+)\.", name):
+            numbers.setdefault(match[1], set()).add(int(match[2]))
+            tensors_of[match[1]] += 1
     blocks = max(numbers, key=lambda name: tensors_of[name], default="")
-    found = numbers.get(blocks, set())
-    if len(found) != num_layers or found != set(range(len(found))):
+    numbered = numbers.get(blocks, set())
+    if numbered != set(range(num_layers)):
         raise UserError(f"{where}: has {num_layers} layers, but the tensors in the files do not")
     return blocks
 

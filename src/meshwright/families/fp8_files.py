@@ -27,16 +27,16 @@ def fp8_files(config: Mapping[str, Any], *, where: str) -> Fp8Files | None:
         UserError: they are quantized in another way.
     """
     parts = (config, config.get("text_config"))
-    found = next((part[QUANTIZATION] for part in parts if isinstance(part, Mapping) and part.get(QUANTIZATION)), None)
-    if found is None:
+    section = next((part[QUANTIZATION] for part in parts if isinstance(part, Mapping) and part.get(QUANTIZATION)), None)
+    if section is None:
         return None
-    found = found if isinstance(found, Mapping) else {}
-    method = str(found.get("quant_method"))
+    section = section if isinstance(section, Mapping) else {}
+    method = str(section.get("quant_method"))
     if method == "mxfp4":  # its tensors' names say it (`mxfp4_files.py`)
         return None
-    weights = _compressed(found) if method == "compressed-tensors" else found
+    weights = _compressed(section) if method == "compressed-tensors" else section
     blocks = weights.get("weight_block_size", weights.get("block_structure"))
-    fits = method != "modelopt" or found.get("quant_algo") == "FP8"
+    fits = method != "modelopt" or section.get("quant_algo") == "FP8"
     if method not in SCALES or not fits or weights.get("fmt", "e4m3") != "e4m3" or not _is_block(blocks):
         raise UserError(
             f"{where}: quantized weights are not supported ({method}), except matrices in fp8 (e4m3) with scales for "
@@ -84,9 +84,9 @@ def scale_of(stored: Mapping[str, StoredTensor], name: str, form: Fp8Files | Non
 def _compressed(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """The weights' settings of compressed-tensors, if all groups of layers store fp8 in the same way."""
     groups = config.get("config_groups")
-    found = [group.get("weights") for group in groups.values()] if isinstance(groups, Mapping) else []
-    same = [one for one in found if isinstance(one, Mapping) and one == found[0]]
-    fp8 = same and len(same) == len(found) and (same[0].get("num_bits"), same[0].get("type")) == (8, "float")
+    formats = [group.get("weights") for group in groups.values()] if isinstance(groups, Mapping) else []
+    same = [one for one in formats if isinstance(one, Mapping) and one == formats[0]]
+    fp8 = same and len(same) == len(formats) and (same[0].get("num_bits"), same[0].get("type")) == (8, "float")
     if not fp8 or not same[0].get("symmetric", True) or config.get("format") not in (None, "float-quantized"):
         return {"fmt": "other"}
     return same[0]

@@ -118,12 +118,12 @@ def stored_scalars(spec: ModelSpec) -> dict[str, float]:
     """The scalar tensors of a foreign model's files, by their names there; other models have none."""
     if spec.foreign is None:
         return {}
-    found = {}
+    scalars = {}
     for name, value in spec.foreign.scalars:
         place = HfTensor(key=_stored_name(name, spec.foreign.renamed), shape=())
         (key,) = (place if spec.wrapper is None else _inside(place, spec.wrapper)).keys
-        found[key] = value
-    return found
+        scalars[key] = value
+    return scalars
 
 
 def _stored_name(name: str, renamed: tuple[tuple[str, str], ...]) -> str:

@@ -22,8 +22,8 @@ def cached_snapshot(name: str, *needs: str) -> Path | None:
     # Heavy to import, so imported only if the model may be there.
     from huggingface_hub import constants, try_to_load_from_cache
 
-    found = try_to_load_from_cache(name, "config.json") or try_to_load_from_cache(name, "tokenizer.json")
-    directory = Path(found).parent if isinstance(found, str) else None
+    cached = try_to_load_from_cache(name, "config.json") or try_to_load_from_cache(name, "tokenizer.json")
+    directory = Path(cached).parent if isinstance(cached, str) else None
     missing = [pattern for pattern in needs if directory is None or not any(directory.glob(pattern))]
     if directory is None or missing:
         lacks = f"without {' and '.join(missing)}" if directory else "not"
@@ -36,5 +36,5 @@ def cached_snapshot(name: str, *needs: str) -> Path | None:
 
 def hub_id(directory: Path) -> str | None:
     """The hub id of a directory in the cache; None for any other directory."""
-    found = re.fullmatch(r"models--(.+?)--(.+)", directory.parent.parent.name)
-    return f"{found[1]}/{found[2]}" if found and directory.parent.name == "snapshots" else None
+    match = re.fullmatch(r"models--(.+?)--(.+)", directory.parent.parent.name)
+    return f"{match[1]}/{match[2]}" if match and directory.parent.name == "snapshots" else None

@@ -35,7 +35,7 @@ def low_precision_layers(table: Iterable[Parameter], training: TrainingSpec) -> 
     blocks = 1 + max((int(name.split(".")[1]) for name in linear), default=0)
     kept: set[str] = set()
     for pattern in training.low_precision.keep:
-        counted = re.sub(r"^layers\.-(\d+)", lambda found: f"layers.{blocks - int(found[1])}", pattern)
+        counted = re.sub(r"^layers\.-(\d+)", lambda match: f"layers.{blocks - int(match[1])}", pattern)
         named = {name for name in linear if fnmatchcase(name, counted) or fnmatchcase(name, f"{counted}.*")}
         if not named:
             raise UserError(
@@ -103,20 +103,22 @@ def low_precision_misfits(
         return [f"{where} with finetune.base={base}: the frozen matrices are already quantized; use one of the two"]
     chosen = set(low_precision_layers(table, training))
     rows = [row for row in table if _is_linear(row) and row.name.removesuffix(".weight") in chosen]
-    found = []
+    misfits = []
     if recipe == DELAYED and layout.asynchronous:
-        found.append(
+        misfits.append(
             f"training.low_precision.recipe={recipe} with layout.schedule={layout.schedule}: scales would change "
             "between a forward pass and its backward pass; use recipe=tensorwise, or schedule=1f1b"
         )
     experts, rows = [row for row in rows if is_experts(row)], [row for row in rows if not is_experts(row)]
     if experts and layout.cp * layout.tp > 1:
-        found += _expert_misfits(where, recipe, layout)
+        misfits += _expert_misfits(where, recipe, layout)
     if layout.tp > 1:
-        found += _tensor_misfits(f"{where} with layout.tp={layout.tp}", rows, model, layout.tp, BLOCKS.get(recipe, 1))
+        misfits += _tensor_misfits(f"{where} with layout.tp={layout.tp}", rows, model, layout.tp, BLOCKS.get(recipe, 1))
     if layout.cp > 1 and recipe in BLOCKS:
-        found += _context_misfits(f"{where} with layout.cp={layout.cp}", model, layout, sequence_length, BLOCKS[recipe])
-    return found
+        misfits += _context_misfits(
+            f"{where} with layout.cp={layout.cp}", model, layout, sequence_length, BLOCKS[recipe]
+        )
+    return misfits
 
 
 def _is_linear(row: Parameter) -> bool:

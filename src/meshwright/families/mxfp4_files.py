@@ -20,16 +20,16 @@ def with_unpacked(stored: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]
     Raises:
         UserError: codes without scales that fit.
     """
-    found = dict(stored)
+    shapes = dict(stored)
     for name, codes in stored.items():
         if not name.endswith(BLOCKS) or codes.dtype != "U8":
             continue
         base = name.removesuffix(BLOCKS)
-        scales = found.pop(base + SCALES, None)
+        scales = shapes.pop(base + SCALES, None)
         if scales is None or scales.dtype != "U8" or scales.shape != codes.shape[:-1] or codes.shape[-1] != 16:
             raise UserError(
                 f"{codes.file}: tensor {name} has no scales {base}{SCALES} of shape {list(codes.shape[:-1])}"
             )
         *outer, rows, groups, _ = codes.shape
-        found[base] = replace(found.pop(name), dtype=MXFP4, shape=(*outer, groups * 32, rows))
-    return found
+        shapes[base] = replace(shapes.pop(name), dtype=MXFP4, shape=(*outer, groups * 32, rows))
+    return shapes

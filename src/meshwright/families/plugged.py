@@ -26,7 +26,7 @@ def own_model(name: str) -> Any:
 @lru_cache(maxsize=16)
 def _made(kind: Any, name: str) -> Any:
     made = kind() if isinstance(kind, type) else kind
-    if not all(hasattr(made, said) for said in ("base", "switches", "table", "build")):
+    if not all(hasattr(made, field) for field in ("base", "switches", "table", "build")):
         raise UserError(f"model.family {name} is not a subclass of meshwright.Model")
     if made.base not in FAMILIES:
         raise UserError(f"model.family {name}: base = {made.base!r} is not one of {', '.join(FAMILIES)}")

@@ -30,10 +30,10 @@ def quantized_rows(weight: Parameter, kept_as: str, *, double: bool) -> Iterator
     module = weight.name.rpartition(".")[0]
 
     def row(name: str, dims: tuple[str, ...], shape: tuple[int, ...], storage: Storage) -> Parameter:
-        found = Parameter(
+        made = Parameter(
             name=f"{module}.{name}", dims=dims, shape=shape, init="quantized", trained=False, storage=storage
         )
-        return replace(found, segments=weight.segments if dims[0] == out else ())
+        return replace(made, segments=weight.segments if dims[0] == out else ())
 
     if kept_as == "int8":
         yield row("codes", (out, into), (rows, columns), "int8")

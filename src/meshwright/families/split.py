@@ -51,7 +51,7 @@ class Arrangement:
 
 def arrangements(table: Iterable[Parameter], model: ModelSpec, tp: int) -> dict[str, Arrangement]:
     """The arrangement of each parameter that has one, by name."""
-    found = {}
+    by_name = {}
     for row in table:
         dim = split_dim(row, model, tp)
         if row.segments and dim is not None:
@@ -61,8 +61,8 @@ def arrangements(table: Iterable[Parameter], model: ModelSpec, tp: int) -> dict[
                 for r in range(tp)
                 for first, last in begins
             ]
-            found[row.name] = Arrangement(dim, tuple(runs))
-    return found
+            by_name[row.name] = Arrangement(dim, tuple(runs))
+    return by_name
 
 
 def shard_dim(row: Parameter, model: ModelSpec, layout: LayoutSpec) -> int:

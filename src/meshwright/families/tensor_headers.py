@@ -62,13 +62,13 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
     available = size - 8 - length
     try:
         entries = {name: entry for name, entry in header.items() if name != "__metadata__"}
-        found = {name: _checked(file, name, entry, 8 + length, available) for name, entry in entries.items()}
+        tensors = {name: _checked(file, name, entry, 8 + length, available) for name, entry in entries.items()}
     except UserError:
         raise
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise UserError(f"{file} is not a safetensors file: its header is malformed") from error
     _check_cover(file, {name: entry["data_offsets"] for name, entry in entries.items()}, available)
-    return found
+    return tensors
 
 
 def _check_cover(file: Path, spans: Mapping[str, tuple[int, int]], available: int) -> None:

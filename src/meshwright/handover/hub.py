@@ -137,5 +137,5 @@ def _training(source: Path, run: ResolvedRun) -> Sequence[str]:
         if "/" in name and not name.endswith("_stderr"):
             rows.append(f"| {name}, step {last['tasks']['step']} | {value:.4f} |")
     parts.append("\n".join(["| measured | value |", "|---|---|", *rows]) if rows else "None was recorded.")
-    parts += ["## Recipe", f"```yaml\n{dump_recipe(run.asked or run.run)}```"]
+    parts += ["## Recipe", f"```yaml\n{dump_recipe(run.given or run.run)}```"]
     return parts

@@ -75,7 +75,7 @@ class NamedCore(Core):
         return self.name
 
 
-class Asked(NamedTuple):
+class AttentionNeeds(NamedTuple):
     """The requirements of a run for its attention."""
 
     device: torch.device
@@ -117,39 +117,43 @@ def use_kernel(model: Decoder, name: AttentionName) -> None:
         layer.core = NamedCore(name, layer.window)
 
 
-def check_kernel(name: AttentionName, asked: Asked) -> None:
+def check_kernel(name: AttentionName, request: AttentionNeeds) -> None:
     """Raise `UserError` if the device cannot train with a kernel, which is tested by trying."""
-    if name == "auto" or serves(name, asked):
+    if name == "auto" or serves(name, request):
         return
-    works = [other for other in get_args(AttentionName) if other not in ("auto", name) and serves(other, asked)]
-    raise UserError(f"training.attention={name}: it does not train here ({asked}); use {' or '.join((*works, 'auto'))}")
+    works = [other for other in get_args(AttentionName) if other not in ("auto", name) and serves(other, request)]
+    raise UserError(
+        f"training.attention={name}: it does not train here ({request}); use {' or '.join((*works, 'auto'))}"
+    )
 
 
 @functools.cache
-def serves(name: AttentionName, asked: Asked) -> bool:
+def serves(name: AttentionName, request: AttentionNeeds) -> bool:
     """Whether a forward and a backward pass of a few tokens work."""
-    if name == "varlen" and not has_varlen(asked.device, asked.dtype):
+    if name == "varlen" and not has_varlen(request.device, request.dtype):
         return False
     try:
-        NamedCore(name, asked.window)(asked.heads(), asked.heads(), asked.heads(), asked.mask()).sum().backward()
+        NamedCore(name, request.window)(
+            request.heads(), request.heads(), request.heads(), request.mask()
+        ).sum().backward()
     except (RuntimeError, ValueError):  # torch's errors for an unsuitable kernel; NotImplementedError is one
         return False
     return True
 
 
-def describe_kernel(name: AttentionName, asked: Asked) -> str:
+def describe_kernel(name: AttentionName, request: AttentionNeeds) -> str:
     """The kernel of a run, for its banner."""
     if name != "auto":
         return name
-    if asked.documents and has_varlen(asked.device, asked.dtype):
+    if request.documents and has_varlen(request.device, request.dtype):
         return "varlen, chosen by auto"
-    mask = asked.mask()
+    mask = request.mask()
     mask = mask.mask() if isinstance(mask, Documents) else mask
-    heads = asked.heads()
+    heads = request.heads()
     node: Any = F.scaled_dot_product_attention(heads, heads, heads, attn_mask=mask, is_causal=mask is None).grad_fn
     while node is not None:  # nodes that autograd recorded: a kernel's backward pass, or products'
-        if found := next((kernel for word, kernel in RECORDED.items() if word in node.name()), None):
-            return f"{found}, chosen by auto"
+        if used := next((kernel for word, kernel in RECORDED.items() if word in node.name()), None):
+            return f"{used}, chosen by auto"
         node = next((function for function, _ in node.next_functions if function is not None), None)
     return "math, chosen by auto"
 

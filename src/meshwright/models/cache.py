@@ -106,15 +106,15 @@ class LayerCache:
         q_NHK = q_1HNK[0].transpose(0, 1)
         new_N2GK = torch.cat((k_1GNK[0], v_1GNK[0])).transpose(0, 1)
         singles = step.singles
-        found = []
+        outputs = []
         if singles:
             q_PGRK = q_NHK[:singles].unflatten(1, (groups, -1))
             y_PGRK = self.attend_singles(q_PGRK, new_N2GK[:singles], sinks_H)
-            found = [y_PGRK.flatten(1, 2).transpose(0, 1)[None]]
-        found += [self.attend_part(core, part, q_1HNK, new_N2GK) for part in step.parts]
+            outputs = [y_PGRK.flatten(1, 2).transpose(0, 1)[None]]
+        outputs += [self.attend_part(core, part, q_1HNK, new_N2GK) for part in step.parts]
         if step.padding:
-            found.append(torch.zeros_like(q_1HNK[:, :, : step.padding]))
-        return found[0] if len(found) == 1 else torch.cat(found, 2)
+            outputs.append(torch.zeros_like(q_1HNK[:, :, : step.padding]))
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs, 2)
 
     def attend_singles(
         self, q_PGRK: torch.Tensor, new_P2GK: torch.Tensor, sinks_H: torch.Tensor | None = None

@@ -313,11 +313,11 @@ def _openmp() -> str | None:
     """The file of the OpenMP library that torch has loaded, with its symbols made visible, so that the compiled code
     shares its threads. A second library would start its own threads."""
     mapped = {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines()}
-    found = sorted(name for name in mapped if OPENMP.match(Path(name).name))
-    if not found:
+    libraries = sorted(name for name in mapped if OPENMP.match(Path(name).name))
+    if not libraries:
         return None
-    ctypes.CDLL(found[0], mode=ctypes.RTLD_GLOBAL)
-    return found[0]
+    ctypes.CDLL(libraries[0], mode=ctypes.RTLD_GLOBAL)
+    return libraries[0]
 
 
 def _fingerprint(compiler: str, openmp: str | None) -> str:

@@ -80,12 +80,12 @@ def gated_delta_rule(
         state = heads.v.new_zeros(batch, count, heads.k.shape[-1], width)
     wanted = heads.v.numel() / AT_ONCE
     parts = max(n for n in range(1, groups + 1) if groups % n == 0 and n <= max(1, wanted))
-    found = []
+    results = []
     for *part, of_state in zip(*(x.tensor_split(parts, 2) for x in heads), state.tensor_split(parts, 1), strict=True):
         chunks = cut(Heads(*part), documents, size)
         states, new, last = scan(chunks, of_state)
-        found.append((outputs(chunks, states, new, length), last))
-    return torch.cat([y for y, _ in found], 2), torch.cat([last for _, last in found], 1)
+        results.append((outputs(chunks, states, new, length), last))
+    return torch.cat([y for y, _ in results], 2), torch.cat([last for _, last in results], 1)
 
 
 def cut(heads: Heads, documents: torch.Tensor | None, size: int = CHUNK) -> Chunks:

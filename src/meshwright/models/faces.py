@@ -205,13 +205,13 @@ def _enter(module: nn.Module, keys: tuple[int | str, ...], sharing: Sharing) -> 
 
 def _smaller(module: nn.Module, numbers: Iterable[tuple[str, int, int]]) -> dict[str, Any]:
     """The attributes of a part: smaller numbers, those of its config in a copy."""
-    found: dict[str, Any] = {}
+    attributes: dict[str, Any] = {}
     for name, multiplier, divisor in numbers:
         owner, _, last = name.rpartition(".")
         holder: Any = module.config if owner else module
         number = max(1, getattr(holder, last) * multiplier // divisor)
         if owner:
-            found.setdefault("config", copy.copy(holder)).update({last: number})
+            attributes.setdefault("config", copy.copy(holder)).update({last: number})
         else:
-            found[last] = number
-    return found
+            attributes[last] = number
+    return attributes

@@ -257,9 +257,9 @@ def _ties(model: nn.Module) -> list[tuple[tuple[nn.Module, str], tuple[nn.Module
     """(module, name) of every tied parameter, and of the parameter that it is tied to."""
     first: dict[nn.Parameter, tuple[nn.Module, str]] = {}
     places = [(module, name) for module in model.modules() for name in module._parameters]
-    found = [(module._parameters[name], (module, name)) for module, name in places]
+    parameters = [(module._parameters[name], (module, name)) for module, name in places]
     return [
         (place, first[parameter])
-        for parameter, place in found
+        for parameter, place in parameters
         if parameter is not None and first.setdefault(parameter, place) != place
     ]

@@ -98,10 +98,10 @@ def kept(shapes: Shapes, folder: Path) -> MeasuredKernels:
     file, key = folder / FILE, f"{here()}; {shapes}"
     known = read(file)
     if key not in known:
-        found = measure(shapes)
-        if not found.milliseconds:
-            return found
-        known = read(file) | {key: found}
+        measured = measure(shapes)
+        if not measured.milliseconds:
+            return measured
+        known = read(file) | {key: measured}
         folder.mkdir(parents=True, exist_ok=True)
         write_durably(file, json.dumps({name: asdict(one) for name, one in known.items()}, indent=1) + "\n")
     return known[key]

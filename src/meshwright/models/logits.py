@@ -22,8 +22,8 @@ class Logits:
         """The logits of token ids: [C] or [C, K] of the same."""
         places = tokens if self._share is None else tokens - self._share.first
         here = (places >= 0) & (places < self.here_CV.shape[1])
-        found = self.here_CV.gather(1, places.where(here, 0).view(len(tokens), -1)).view(tokens.shape)
-        return self._total(found.where(here, 0))
+        picked = self.here_CV.gather(1, places.where(here, 0).view(len(tokens), -1)).view(tokens.shape)
+        return self._total(picked.where(here, 0))
 
     def logsumexp(self) -> torch.Tensor:
         """The logarithm of softmax's denominator, [C]."""

@@ -126,18 +126,18 @@ class PackedAttention:
         if self._halves_K is not None:
             heads_NEK[:, :both] = heads_NEK[:, :both, self._halves_K]
         q_NHK, new_N2GK, singles = heads_NEK[:, : self._heads], heads_NEK[:, self._heads :], step.singles
-        found = []
+        outputs = []
         if singles:
             q_PGRK = q_NHK[:singles].unflatten(1, (-1, self._groups)).transpose(1, 2)
-            found.append(cache.attend_singles(q_PGRK, new_N2GK[:singles]).transpose(1, 2).flatten(1))
+            outputs.append(cache.attend_singles(q_PGRK, new_N2GK[:singles]).transpose(1, 2).flatten(1))
         if step.parts:
             q_1HNK = q_NHK.unflatten(1, (-1, self._groups)).transpose(1, 2).flatten(1, 2).transpose(0, 1)[None]
             for part in step.parts:
                 y_HTK = cache.attend_part(self._core, part, q_1HNK, new_N2GK)[0]
-                found.append(y_HTK.unflatten(0, (self._groups, -1)).permute(2, 1, 0, 3).flatten(1))
+                outputs.append(y_HTK.unflatten(0, (self._groups, -1)).permute(2, 1, 0, 3).flatten(1))
         if step.padding:
-            found.append(x_1ND.new_zeros(step.padding, self._heads * self._width))
-        return self._out((found[0] if len(found) == 1 else torch.cat(found))[None])
+            outputs.append(x_1ND.new_zeros(step.padding, self._heads * self._width))
+        return self._out((outputs[0] if len(outputs) == 1 else torch.cat(outputs))[None])
 
 
 class PackedFeedForward:

@@ -43,8 +43,8 @@ class Scale:
     ) -> "Scale":
         """The scale that holds the values, with some room; from 0 if they are not far from it; logarithmic if the
         largest of positive values is more than `wide` times the smallest."""
-        found = list(values)
-        low, high = min(found), max(found)
+        numbers = list(values)
+        low, high = min(numbers), max(numbers)
         if 0 < low * wide < high:
             return cls(low / (1 + 3 * room), high * (1 + 3 * room), show, log=True)
         spare = (high - low or abs(high) or 1.0) * room
@@ -69,13 +69,13 @@ class Scale:
     def _powers(self, most: int) -> list[float]:
         """Powers of ten and, if there is room, their multiples."""
         powers = range(math.floor(math.log10(self.low)), math.ceil(math.log10(self.high)) + 1)
-        found: list[float] = []
+        chosen: list[float] = []
         for factors in ((1,), (1, 3), (1, 2, 5)):
             ticks = [factor * 10.0**power for power in powers for factor in factors]
             ticks = [tick for tick in ticks if self.low <= tick <= self.high]
-            if len(ticks) <= most or not found:
-                found = ticks
-        return found
+            if len(ticks) <= most or not chosen:
+                chosen = ticks
+        return chosen
 
 
 def plot(

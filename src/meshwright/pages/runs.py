@@ -43,14 +43,14 @@ def find_runs(words: Sequence[Path]) -> list[Path]:
 
     Raises `UserError` if one is neither.
     """
-    found = list[Path]()
+    runs = list[Path]()
     for word in words:
         inside = [word] if (word / JOURNAL).is_file() else runs_below(word)
         if not inside:
             what = "contains no run (no folder in it has a metrics.jsonl)" if word.is_dir() else "no such run directory"
             raise UserError(f"{word}: {what}")
-        found += [run for run in inside if run not in found]
-    return found
+        runs += [run for run in inside if run not in runs]
+    return runs
 
 
 def runs_below(folder: Path) -> list[Path]:
@@ -193,27 +193,27 @@ def _events(lived: Sequence[Lived], tables: dict[str, dict[str, list[Any]]]) -> 
     events, begun, before = list[Data](), False, dict[str, int]()
     for one in lived:
         record, kind = one.record, one.record["kind"]
-        found: list[tuple[str, str]] = []
+        marks: list[tuple[str, str]] = []
         if kind == "step":
-            found = _outliers(record, before)
+            marks = _outliers(record, before)
             before = {name: record.get(name, 0) for name in ("spikes", "skipped")}
         elif kind == "start":
             ranks = record.get("world_size")
-            found = [("restart", f"continued on {ranks} rank{'s' * (ranks != 1)}")] * begun
+            marks = [("restart", f"continued on {ranks} rank{'s' * (ranks != 1)}")] * begun
             begun = True
         elif kind == "checkpoint":
-            found = [("checkpoint", f"saved {Path(str(record.get('path'))).name}")]
+            marks = [("checkpoint", f"saved {Path(str(record.get('path'))).name}")]
         elif kind == "checkpoint_missed":
-            found = [("problem", f"checkpoint not written: {record.get('problem')}")]
+            marks = [("problem", f"checkpoint not written: {record.get('problem')}")]
         elif kind == "rewind":
-            found = [("rewind", str(record.get("why")))]
+            marks = [("rewind", str(record.get("why")))]
         elif kind == "verification" and not record.get("equal"):
-            found = [("problem", str(record.get("text")))]
+            marks = [("problem", str(record.get("text")))]
         elif kind == "stopped":
-            found = [("stop", "stopped by a signal")]
+            marks = [("stop", "stopped by a signal")]
         elif kind == "end" and record.get("why"):
-            found = [("stop", str(record["why"]))]
-        events += [{"step": record["step"], "time": round(one.elapsed, 3), "kind": k, "text": t} for k, t in found]
+            marks = [("stop", str(record["why"]))]
+        events += [{"step": record["step"], "time": round(one.elapsed, 3), "kind": k, "text": t} for k, t in marks]
     if "step" in tables and events:
         axes = {"step": [event["step"] for event in events]}
         _add_axes(axes, tables["step"])
@@ -271,20 +271,20 @@ def flat(value: Any, prefix: str = "") -> dict[str, Any]:
 def read_yaml(path: Path) -> Data:
     """The mapping in a YAML file; empty if there is none. Raises `UserError` if it is damaged."""
     try:
-        found = yaml.load(_text(path), Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+        mapping = yaml.load(_text(path), Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
     except yaml.YAMLError as error:
         raise UserError(f"{path} is damaged, not YAML ({' '.join(str(error).split())})") from error
-    return found if isinstance(found, dict) else {}
+    return mapping if isinstance(mapping, dict) else {}
 
 
 def read_json(path: Path) -> Data:
     """The object in a JSON file; empty if there is none. Raises `UserError` if it is damaged."""
     text = _text(path)
     try:
-        found = json.loads(text) if text else {}
+        contents = json.loads(text) if text else {}
     except (ValueError, RecursionError) as error:
         raise UserError(f"{path} is damaged, not JSON ({error})") from error
-    return found if isinstance(found, dict) else {}
+    return contents if isinstance(contents, dict) else {}
 
 
 def size_of(folder: Path) -> int:

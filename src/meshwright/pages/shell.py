@@ -144,7 +144,7 @@ def _uplot() -> dict[str, str]:
         files = importlib.metadata.files(UPLOT) or []
     except importlib.metadata.PackageNotFoundError:
         files = []
-    found = {file.name: Path(str(file.locate())) for file in files if file.name in wanted}
-    if set(found) != set(wanted) or not all(path.is_file() for path in found.values()):
+    texts = {file.name: Path(str(file.locate())) for file in files if file.name in wanted}
+    if set(texts) != set(wanted) or not all(path.is_file() for path in texts.values()):
         raise UserError("the page draws with uPlot, which is not installed; pip install 'meshwright[view]'")
-    return {name: path.read_text(encoding="utf-8") for name, path in found.items()}
+    return {name: path.read_text(encoding="utf-8") for name, path in texts.items()}

@@ -75,9 +75,9 @@ def memory_parts(candidate: Facts) -> dict[str, float]:
 def time_parts(candidate: Facts) -> dict[str, float]:
     """Seconds of a step by cause."""
     parts: dict[str, float] = candidate["step_parts"]
-    found = {name: sum(parts[part] for part in causes) for name, causes in CAUSES.items()}
-    found["computation"] -= parts["recompute"]
-    return found
+    seconds = {name: sum(parts[part] for part in causes) for name, causes in CAUSES.items()}
+    seconds["computation"] -= parts["recompute"]
+    return seconds
 
 
 def bars_of(candidates: Sequence[Facts]) -> tuple[str, list[tuple[str, str]]]:

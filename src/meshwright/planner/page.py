@@ -126,23 +126,23 @@ def _recipe(planned: Planned) -> str:
 
 def _comparison(plans: list[Facts]) -> str:
     """One row for each cluster: its chosen layout with its costs."""
-    found = [(_cluster_name(facts), facts, facts["chosen"]) for facts in plans]
-    known = [chosen for _, _, chosen in found if chosen]
+    shown = [(_cluster_name(facts), facts, facts["chosen"]) for facts in plans]
+    known = [chosen for _, _, chosen in shown if chosen]
     if not known:
-        reasons = ((name, facts["problem"] or "no layout fits") for name, facts, _ in found)
+        reasons = ((name, facts["problem"] or "no layout fits") for name, facts, _ in shown)
         return section("Side by side", table((), list(reasons)))
     keys, bars = bars_of(known)
     drawn = dict(zip((id(one) for one in known), bars, strict=True))
-    rows = "".join(_beside(name, facts, chosen, drawn) for name, facts, chosen in found)
+    rows = "".join(_beside(name, facts, chosen, drawn) for name, facts, chosen in shown)
     drawn_rows = f'<div class="strategies">{rows}</div>'
-    return section("Side by side", keys, drawn_rows, _figures(found), _strategies_beside(found))
+    return section("Side by side", keys, drawn_rows, _figures(shown), _strategies_beside(shown))
 
 
 def _beside(name: str, facts: Facts, chosen: Facts | None, drawn: dict[int, tuple[str, str]]) -> str:
     if chosen is None:
-        why = escape(facts["problem"] or "no layout that this version supports fits")
+        reason = escape(facts["problem"] or "no layout that this version supports fits")
         title = f'<div class="strategy-name"><b>{escape(name)}</b></div>'
-        return f'<div class="strategy">{title}<div class="why">{why}</div></div>'
+        return f'<div class="strategy">{title}<div class="why">{reason}</div></div>'
     memory, time = drawn[id(chosen)]
     return (
         f'<div class="strategy"><div class="strategy-name"><b>{escape(name)}</b>{verdict(chosen["verdict"])}</div>'
@@ -152,7 +152,7 @@ def _beside(name: str, facts: Facts, chosen: Facts | None, drawn: dict[int, tupl
     )
 
 
-def _figures(found: Sequence[tuple[str, Facts, Facts | None]]) -> str:
+def _figures(plans: Sequence[tuple[str, Facts, Facts | None]]) -> str:
     head = ("", "tokens/s and device", "tokens/s", "MFU", "run", "cost")
     rows = [
         (
@@ -163,15 +163,15 @@ def _figures(found: Sequence[tuple[str, Facts, Facts | None]]) -> str:
             duration(chosen["run_seconds"]["value"]),
             money(facts, chosen),
         )
-        for name, facts, chosen in found
+        for name, facts, chosen in plans
         if chosen
     ]
     return table(head, rows)
 
 
-def _strategies_beside(found: Sequence[tuple[str, Facts, Facts | None]]) -> str:
+def _strategies_beside(plans: Sequence[tuple[str, Facts, Facts | None]]) -> str:
     """The step time of each strategy on each cluster."""
-    names = dict.fromkeys(name for _, facts, _ in found for name in facts["strategies"])
+    names = dict.fromkeys(name for _, facts, _ in plans for name in facts["strategies"])
 
     def cell(facts: Facts, name: str) -> str:
         one = facts["strategies"].get(name)
@@ -181,8 +181,8 @@ def _strategies_beside(found: Sequence[tuple[str, Facts, Facts | None]]) -> str:
         text = f"needs {gigabytes(one['memory_total']['value'])}" if lost else seconds(one["step_time"]["value"])
         return text.replace(" ", "\u00a0")  # on one line
 
-    rows = ((name, *(cell(facts, name) for _, facts, _ in found)) for name in names)
-    return "<h3>A step in each strategy</h3>" + table(("", *(name for name, _, _ in found)), rows)
+    rows = ((name, *(cell(facts, name) for _, facts, _ in plans)) for name in names)
+    return "<h3>A step in each strategy</h3>" + table(("", *(name for name, _, _ in plans)), rows)
 
 
 def _cluster_name(facts: Facts) -> str:

@@ -20,7 +20,7 @@ def sensitivities(panels: Sequence[Panel]) -> str:
     """Tokens per second and device for other values of each setting."""
     if not panels:
         return ""
-    most = max(_speeds(point.found)[2] for panel in panels for point in panel.points if point.found)
+    most = max(_speeds(point.candidate)[2] for panel in panels for point in panel.points if point.candidate)
     charts = "".join(_panel(panel, most) for panel in panels)
     words = (
         "Tokens per second and device, and their range, if one setting changes: with the chosen degrees of tp, cp, pp "
@@ -34,7 +34,7 @@ def _panel(panel: Panel, most: float) -> str:
     labels = [point.label for point in panel.points]
     x = Scale(-0.3, len(labels) - 0.7, lambda value: labels[round(value)])
     y = Scale(0.0, 1.05 * most, lambda value: f"{value:,.0f}" if value >= 10 or value == 0 else f"{value:.2g}")
-    known = [(place, _speeds(point.found)) for place, point in enumerate(panel.points) if point.found]
+    known = [(place, _speeds(point.candidate)) for place, point in enumerate(panel.points) if point.candidate]
     shapes = []
     if not panel.ordered:
         shapes += [line(x, y, [(place, low), (place, high)], 0) for place, (low, _, high) in known]
@@ -50,36 +50,36 @@ def _panel(panel: Panel, most: float) -> str:
 def _dots(panel: Panel, x: Scale, y: Scale) -> Iterator[str]:
     for place, point in enumerate(panel.points):
         tip = f"{panel.title.lower()}: {point.label}\n{_about(point)}"
-        if point.found is None:
+        if point.candidate is None:
             yield dot(x, y, (place, y.low), 7, tip, shape="cross")
         else:
-            value = _speeds(point.found)[1]
+            value = _speeds(point.candidate)[1]
             yield dot(x, y, (place, value), 1 if point.now else 0, tip, shape="big" if point.now else "")
 
 
-def _speeds(found: Candidate) -> tuple[float, float, float]:
+def _speeds(candidate: Candidate) -> tuple[float, float, float]:
     """Tokens per second and device: lowest, predicted, highest."""
-    time, value = found.seconds, found.tokens_per_second
+    time, value = candidate.seconds, candidate.tokens_per_second
     return value * time.value / time.high, value, value * time.value / time.low
 
 
 def _about(point: Point) -> str:
-    if point.found is None:
+    if point.candidate is None:
         return point.problem
-    low, value, high = _speeds(point.found)
-    time, size = point.found.seconds, point.found.memory_bytes
+    low, value, high = _speeds(point.candidate)
+    time, size = point.candidate.seconds, point.candidate.memory_bytes
     return (
         f"{value:,.0f} tokens/s and device ({low:,.0f} to {high:,.0f})\n{seconds(time.value)} a step, "
-        f"{gigabytes(size.value)}, {point.found.verdict}\n{describe_candidate(point.found)}"
+        f"{gigabytes(size.value)}, {point.candidate.verdict}\n{describe_candidate(point.candidate)}"
     )
 
 
 def errors(chosen: Candidate) -> str:
     """How far published runs like this plan were from their predictions."""
-    found = published_error(chosen)
+    errors = published_error(chosen)
     shown = [
         (name, [one for one in rows if one.fitted == fitted])
-        for what, rows in (("step time", found.times), ("memory", found.memory))
+        for what, rows in (("step time", errors.times), ("memory", errors.memory))
         for name, fitted in ((f"{what}, fitted", True), (f"{what}, others", False))
     ]
     shown = [(name, rows) for name, rows in shown if rows]
@@ -100,7 +100,7 @@ def errors(chosen: Candidate) -> str:
     drawing = lanes(x, [name for name, _ in shown], marks(), each=2.2, title="predicted, relative to measured")
     lines = "".join(f"<li>{escape(name)}: {escape(summary(rows))}</li>" for name, rows in shown)
     words = (
-        f"Published runs of {found.like}, each a mark; the band is within 10 %. Ranges should hold {NOMINAL:.0%} of "
+        f"Published runs of {errors.like}, each a mark; the band is within 10 %. Ranges should hold {NOMINAL:.0%} of "
         "measurements. The planner's constants were fitted to the first kind of rows and never to the others."
     )
     return section("The error of such plans", drawing, f'<ul class="errors">{lines}</ul>', about=escape(words))

@@ -32,32 +32,34 @@ MOST_MACHINES = 32
 
 def timeline(chosen: Candidate) -> str:
     """The step over real seconds."""
-    found = step_timeline(chosen)
+    timeline = step_timeline(chosen)
     stages = chosen.job.layout.pp
     title = "The step over time" if stages == 1 else "The pipeline over time"
-    if found is None:
-        why = f"{stages} stages are too many to draw" if stages > MOST_RANKS else "a schedule of one's own is not drawn"
-        return section(title, f"<p>{why[:1].upper()}{why[1:]}.</p>")
-    used = {span.kind for spans in found.ranks for span in spans}
+    if timeline is None:
+        reason = (
+            f"{stages} stages are too many to draw" if stages > MOST_RANKS else "a schedule of one's own is not drawn"
+        )
+        return section(title, f"<p>{reason[:1].upper()}{reason[1:]}.</p>")
+    used = {span.kind for spans in timeline.ranks for span in spans}
     names = {NAMES.get(kind, kind): colour(number) for kind, (number, _) in KINDS.items() if kind in used}
-    x = Scale(0.0, found.seconds, lambda value: seconds(value) if value else "0")
+    x = Scale(0.0, timeline.seconds, lambda value: seconds(value) if value else "0")
     lane = [f"stage {rank}" for rank in range(stages)] if stages > 1 else ["a rank"]
     each = 1.5 if stages <= 16 else 0.95
     if stages == 1:
         each = 2.6
-    drawing = lanes(x, lane, _boxes(found, x), each=each, title="seconds of a step")
-    return section(title, legend(names), drawing, about=escape(_about(found, chosen)))
+    drawing = lanes(x, lane, _boxes(timeline, x), each=each, title="seconds of a step")
+    return section(title, legend(names), drawing, about=escape(_about(timeline, chosen)))
 
 
-def _about(found: StepTimeline, chosen: Candidate) -> str:
+def _about(timeline: StepTimeline, chosen: Candidate) -> str:
     """What is drawn."""
-    words = f"All {found.of} microbatches" if found.of > 1 else "One microbatch"
-    if found.microbatches < found.of:
-        words = f"The first {found.microbatches} of {found.of} microbatches, then the end of the step"
+    words = f"All {timeline.of} microbatches" if timeline.of > 1 else "One microbatch"
+    if timeline.microbatches < timeline.of:
+        words = f"The first {timeline.microbatches} of {timeline.of} microbatches, then the end of the step"
     what = "every pipeline rank" if chosen.job.layout.pp > 1 else "a rank"
     planned, differs = chosen.time.total, ""
-    if found.microbatches == found.of and abs(found.seconds / planned - 1) > WORTH_A_WORD:
-        ends = seconds(found.seconds)
+    if timeline.microbatches == timeline.of and abs(timeline.seconds / planned - 1) > WORTH_A_WORD:
+        ends = seconds(timeline.seconds)
         differs = f" Pass by pass it ends after {ends}; the plan's formula says {seconds(planned)}."
     return (
         f"{words} on {what}, as predicted. Communication that computation hides takes no time of its own. Low boxes "
@@ -65,9 +67,9 @@ def _about(found: StepTimeline, chosen: Candidate) -> str:
     )
 
 
-def _boxes(found: StepTimeline, x: Scale) -> Iterator[str]:
-    height = 1 / len(found.ranks)
-    for rank, spans in enumerate(found.ranks):
+def _boxes(timeline: StepTimeline, x: Scale) -> Iterator[str]:
+    height = 1 / len(timeline.ranks)
+    for rank, spans in enumerate(timeline.ranks):
         for span in spans:
             if span.end <= span.start:
                 continue
@@ -126,12 +128,12 @@ def _traffic(planned: Planned) -> str:
     if chosen.job.layout.alone:
         return "<p>None: one device trains alone.</p>"
     try:
-        found = link_traffic(planned_run(planned.recipe, planned.plan), planned.plan.case.spec, chosen)
+        traffic = link_traffic(planned_run(planned.recipe, planned.plan), planned.plan.case.spec, chosen)
     except UserError as error:
         return f"<p>{escape(str(error))}</p>"
-    found = sorted((one for one in found if one.link + one.network > 0), key=lambda one: -(one.link + one.network))
-    rows = [(_title(one), {"inside a machine": one.link, "over the network": one.network}) for one in found]
-    link, network = (sum(getattr(one, kind) for one in found) for kind in ("link", "network"))
+    traffic = sorted((one for one in traffic if one.link + one.network > 0), key=lambda one: -(one.link + one.network))
+    rows = [(_title(one), {"inside a machine": one.link, "over the network": one.network}) for one in traffic]
+    link, network = (sum(getattr(one, kind) for one in traffic) for kind in ("link", "network"))
     total = f"{seconds(link / cluster.link_gb_s / 1e9)} at {cluster.link_gb_s:g} GB/s inside a machine"
     if network:
         total += f", {seconds(network / cluster.network_gb_s / 1e9)} at {cluster.network_gb_s:g} GB/s over the network"

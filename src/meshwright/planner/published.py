@@ -98,13 +98,13 @@ def published_error(candidate: Candidate) -> PublishedError:
     return PublishedError(", ".join(words) or "of every kind", tuple(times), tuple(memory))
 
 
-def summary(found: Sequence[Measurement]) -> str:
+def summary(measurements: Sequence[Measurement]) -> str:
     """The median error, and the share inside the predicted range."""
-    if not found:
+    if not measurements:
         return "none"
-    middle = statistics.median(one.error for one in found)
-    inside = sum(one.inside for one in found) / len(found)
-    return f"{len(found)}: median error {middle:.1%}, {inside:.0%} inside their ranges"
+    middle = statistics.median(one.error for one in measurements)
+    inside = sum(one.inside for one in measurements) / len(measurements)
+    return f"{len(measurements)}: median error {middle:.1%}, {inside:.0%} inside their ranges"
 
 
 def _short(value: float) -> str:

@@ -65,13 +65,13 @@ def answer(query: Query, recipe: Run, base_dir: Path) -> list[Planned]:
     clusters: Sequence[str | None] = query.clusters or (None,)
     limits = SearchLimits(margin=query.margin, methods=query.methods and len(clusters) == 1)
     consider = asked_changes(query.consider) if query.consider else ()
-    found = []
+    planned = []
     for cluster in clusters:
         plan, facts = plan_recipe(
             recipe, base_dir=base_dir, cluster=cluster, top=query.top, limits=limits, consider=consider
         )
-        found.append(Planned(recipe, cluster, plan, facts))
-    return found
+        planned.append(Planned(recipe, cluster, plan, facts))
+    return planned
 
 
 def as_json(planned: Sequence[Planned]) -> dict[str, Any]:

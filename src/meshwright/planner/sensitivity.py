@@ -40,7 +40,7 @@ class Point:
 
     label: str
     now: bool
-    found: Candidate | None
+    candidate: Candidate | None
     problem: str
     """Why there is none."""
 
@@ -89,8 +89,8 @@ def _point(plan: Plan, chosen: Candidate, value: OtherValue) -> Point:
         degrees=(layout.tp, layout.cp, layout.pp, layout.ep),
         runs=passes(case.check(run)),
     )
-    found = search(case.base, cluster, top=1, limits=limits)
-    return Point(value.label, False, found.chosen, "does not fit" if found.legal else "no layout with these degrees")
+    result = search(case.base, cluster, top=1, limits=limits)
+    return Point(value.label, False, result.chosen, "does not fit" if result.legal else "no layout with these degrees")
 
 
 def _settings(plan: Plan) -> Iterator[tuple[str, list[OtherValue]]]:

@@ -16,8 +16,8 @@ def strategies(facts: Facts) -> str:
     names = list(facts["strategies"])
     if not names:
         return ""
-    found = [facts["strategies"][name] for name in names]
-    keys, bars = bars_of(found)
+    strategies = [facts["strategies"][name] for name in names]
+    keys, bars = bars_of(strategies)
     rows = (
         '<div class="strategy"><div class="strategy-name">'
         f"<b>{escape(name).replace('+', '+<wbr/>')}</b>{verdict(one['verdict'])}</div>"
@@ -25,7 +25,7 @@ def strategies(facts: Facts) -> str:
         f'<div><div class="figure">{escape(ranged(one["step_time"], seconds))}</div>{time}</div>'
         f'<div class="why"><span>{escape(one["reason"])}</span><span>{escape(_run(facts, one))}</span>'
         f"<code>{escape(one['text'])}</code></div></div>"
-        for name, one, (memory, time) in zip(names, found, bars, strict=True)
+        for name, one, (memory, time) in zip(names, strategies, bars, strict=True)
     )
     words = (
         "The best layout of each. The red mark is the device's memory, the bracket on a bar its range; bars that end "

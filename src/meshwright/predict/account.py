@@ -20,8 +20,8 @@ def explain_field(plan: Plan, field: str) -> str:
     if plan.given:
         about = "the recipe's own layout is " if shown else "nothing fits; the recipe's own layout is "
         shown = plan.given
-    elif shown is None and plan.found.strategies:
-        shown = min(plan.found.strategies.values(), key=lambda candidate: candidate.memory.total)
+    elif shown is None and plan.searched.strategies:
+        shown = min(plan.searched.strategies.values(), key=lambda candidate: candidate.memory.total)
         about = "nothing fits; the layout that needs least memory is "
     if shown is None:
         raise UserError(f"no layout to explain: {plan.problem}")
@@ -161,11 +161,11 @@ def _explain_cost(plan: Plan, chosen: Candidate) -> list[str]:
 
 
 def _explain_search(plan: Plan, shown: Candidate) -> list[str]:
-    found = plan.found
+    result = plan.searched
     reason = choice_reason(plan) if plan.chosen else why_not(shown, None)
     return [
-        f"  {found.legal} legal layouts of {plan.case.cluster.devices} devices; memory and time predicted for "
-        f"{found.looked_at}, the others cannot win",
+        f"  {result.legal} legal layouts of {plan.case.cluster.devices} devices; memory and time predicted for "
+        f"{result.looked_at}, the others cannot win",
         f"  {reason}",
         *_considered(plan),
     ]
@@ -178,7 +178,7 @@ def _considered(plan: Plan) -> Iterator[str]:
     yield "  tried because no layout fits without them:" if plan.last_resort else "  considered:"
     width = max(len(change.name) for change in plan.considered)
     for change in plan.considered:
-        best = plan.found.strategies.get(f"with {change.name}")
+        best = plan.searched.strategies.get(f"with {change.name}")
         if best is None:
             yield f"  {change.name:<{width}}  applies to no layout"
             continue

@@ -58,10 +58,10 @@ def _once(figure: Callable[[Job, LayerParameters, Policy], float]) -> Callable[[
     @functools.wraps(figure)
     def remembered(job: Job, block: LayerParameters, policy: Policy) -> float:
         key = figure, id(block), policy
-        found = job.of_blocks.get(key)
-        if found is None:
-            found = job.of_blocks[key] = figure(job, block, policy)
-        return found
+        size = job.of_blocks.get(key)
+        if size is None:
+            size = job.of_blocks[key] = figure(job, block, policy)
+        return size
 
     return remembered
 

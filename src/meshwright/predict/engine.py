@@ -204,10 +204,10 @@ def layout_check(run: Run, model: ModelSpec, device: Literal["cpu", "gpu"]) -> L
                 "layout.offload.parameters=disk: one process on a GPU cannot compute with weights on disk; use "
                 "parameters=host, or several processes (dp_shard)"
             ]
-        found = split(layout.tp), adapter_misfit(adapted, layout)
+        refusals = split(layout.tp), adapter_misfit(adapted, layout)
         misfits = [
             *find_misfits(layout, model, length),
-            *(misfit for misfit in found if misfit),
+            *(misfit for misfit in refusals if misfit),
             *quantized_misfits(layout, run.finetune),
             *fp8_gather_misfits(layout, run.training, run.finetune),
         ]

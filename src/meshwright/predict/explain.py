@@ -167,30 +167,32 @@ def relief(job: Job, cluster: ClusterSpec, margin: float, *, offload: bool = Tru
     tried = [
         (words, evaluate(changed, where, margin)) for words, changed, where in _reliefs(job, cluster, margin, offload)
     ]
-    fitting = [(found.time.total, words, found) for words, found in tried if found.verdict == "fits"]
+    fitting = [(candidate.time.total, words, candidate) for words, candidate in tried if candidate.verdict == "fits"]
     if not fitting:
         return None
-    seconds, words, found = min(fitting, key=lambda entry: entry[0])
+    seconds, words, candidate = min(fitting, key=lambda entry: entry[0])
     change = seconds / before.time.total - 1
     times = _unlike(seconds, before.time.total)
-    return f"{words}: {short(found.memory.total / GB)} GB, step time {change:+.0%} ({times})"
+    return f"{words}: {short(candidate.memory.total / GB)} GB, step time {change:+.0%} ({times})"
 
 
 def _reliefs(job: Job, cluster: ClusterSpec, margin: float, offload: bool) -> list[tuple[str, Job, ClusterSpec]]:
     """The usual remedies, one at a time."""
-    found: list[tuple[str, Job, ClusterSpec]] = []
+    remedies: list[tuple[str, Job, ClusterSpec]] = []
     if job.recompute != "full":
         again = recomputing_least(job, cluster, margin)
-        found.append((f"recompute={recomputes(again)}", again, cluster))
+        remedies.append((f"recompute={recomputes(again)}", again, cluster))
     if job.micro_batch > 1:
-        found.append((f"micro_batch={job.micro_batch // 2}", replace(job, micro_batch=job.micro_batch // 2), cluster))
+        remedies.append(
+            (f"micro_batch={job.micro_batch // 2}", replace(job, micro_batch=job.micro_batch // 2), cluster)
+        )
     layout, dp = job.layout, job.layout.data_parallel
     if dp > 1:
         for zero in range(max(1, layout.zero_stage + 1), 4):
             sharded = job.with_layout(zero=zero, dp_shard=dp, dp_replicate=1)
-            found.append((f"zero={zero}, dp_shard={dp}", sharded, cluster))
+            remedies.append((f"zero={zero}, dp_shard={dp}", sharded, cluster))
             again = recomputing_least(sharded, cluster, margin)
-            found.append((f"zero={zero} and recompute={recomputes(again)}", again, cluster))
+            remedies.append((f"zero={zero} and recompute={recomputes(again)}", again, cluster))
     if offload and layout.offload == "none":
         sharded = {"zero": max(layout.zero_stage, 3 if dp > 1 else 0), "dp_shard": dp, "dp_replicate": 1}
         for name in ("parameters", "disk", "disk_parameters", "activations"):
@@ -202,12 +204,12 @@ def _reliefs(job: Job, cluster: ClusterSpec, margin: float, offload: bool) -> li
                 continue  # refused
             if cluster.device == "cpu" and "disk" not in name:
                 continue  # a CPU's memory is the host's
-            found.append((f"offload={moved.layout.offload_word}", moved, cluster))
+            remedies.append((f"offload={moved.layout.offload_word}", moved, cluster))
     if layout.zero_stage >= 1 and layout.dp_replicate == 1 and job.global_batch % (dp + cluster.per_node) == 0:
         more = cluster.model_copy(update={"devices": cluster.devices + cluster.per_node})
         shards = layout.dp_shard + cluster.per_node // (layout.tp * layout.cp * layout.pp)
-        found.append((f"one more node (dp_shard={shards})", job.with_layout(dp_shard=shards), more))
-    return found
+        remedies.append((f"one more node (dp_shard={shards})", job.with_layout(dp_shard=shards), more))
+    return remedies
 
 
 def bandwidth(candidate: Candidate) -> str | None:

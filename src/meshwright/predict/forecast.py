@@ -36,39 +36,40 @@ def forecast(resolved: ResolvedRun, machine: Machine) -> Candidate:
     return evaluate(job, where)
 
 
-def warnings(resolved: ResolvedRun, found: Candidate) -> list[str]:
+def warnings(resolved: ResolvedRun, candidate: Candidate) -> list[str]:
     """Reasons why a valid run would not work, each with a remedy: more memory than the devices have, steps longer than
     `LONGEST_STEP` seconds, or a low precision that a GPU emulates, slower than bf16."""
-    told, where = [], f"{found.cluster.devices} x {found.cluster.device} ({resolved.run.cluster})"
-    if found.verdict == "does not fit":
-        need, there = found.memory.total, found.capacity
+    lines, where = [], f"{candidate.cluster.devices} x {candidate.cluster.device} ({resolved.run.cluster})"
+    if candidate.verdict == "does not fit":
+        need, there = candidate.memory.total, candidate.capacity
         if need <= there:  # so it is the host that is too small
-            need, there = found.host_bytes, found.cluster.host_memory_gb * 1e9
-        told.append(
+            need, there = candidate.host_bytes, candidate.cluster.host_memory_gb * 1e9
+        lines.append(
             f"predicted to need {short(need / GIB)} of {short(there / GIB)} GiB on each of {where}; "
-            f"{_remedy(resolved, found, fitting)}"
+            f"{_remedy(resolved, candidate, fitting)}"
         )
-    if found.time.total > LONGEST_STEP:
-        told.append(
-            f"predicted to take {found.time.total:,.0f} s a step on {where}; "
-            f"{_remedy(resolved, found, lambda other: other.time.total <= LONGEST_STEP)}"
+    if candidate.time.total > LONGEST_STEP:
+        lines.append(
+            f"predicted to take {candidate.time.total:,.0f} s a step on {where}; "
+            f"{_remedy(resolved, candidate, lambda other: other.time.total <= LONGEST_STEP)}"
         )
-    plain = None if found.cluster.device == "cpu" else in_bf16(found)
+    plain = None if candidate.cluster.device == "cpu" else in_bf16(candidate)
     if plain is not None:
         precision, recipe = resolved.run.training.precision, resolved.run.training.product_recipe
         recipe = "" if recipe == precision else f" ({recipe})"
-        told.append(
-            f"training.precision={precision}{recipe} has no kernel on {where} and is emulated: predicted to take "
-            f"{short(found.time.total)} s a step, instead of {short(plain['step_time'])} s with training.precision=bf16"
+        lines.append(
+            f"training.precision={precision}{recipe} has no kernel on {where} and is emulated: predicted to "
+            f"take {short(candidate.time.total)} s a step, instead of {short(plain['step_time'])} s with "
+            "training.precision=bf16"
         )
-    return told
+    return lines
 
 
-def _remedy(resolved: ResolvedRun, found: Candidate, enough: Enough) -> str:
+def _remedy(resolved: ResolvedRun, candidate: Candidate, enough: Enough) -> str:
     """What helps: a change of the layout or another layout, else changes of the recipe or more devices."""
-    run, job, cluster = resolved.run, found.job, found.cluster
+    run, job, cluster = resolved.run, candidate.job, candidate.cluster
     case = make_case(run, resolved.model, cluster, SearchLimits(), job.model)
-    if found.verdict == "does not fit" and found.time.total <= LONGEST_STEP:
+    if candidate.verdict == "does not fit" and candidate.time.total <= LONGEST_STEP:
         change = relief(job, cluster, MARGIN, offload=False)
         if change:
             return f"this would fit: {change}"

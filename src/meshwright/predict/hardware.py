@@ -251,10 +251,10 @@ def local_cluster(machine: Machine, ranks: int | None = None) -> ClusterSpec:
     """This machine: its GPUs with their table row, or `ranks` processes (default: one a core) on its CPU cores."""
     if machine.is_gpu:
         spec = device_cluster(machine.name, machine.devices, per_node=machine.devices)
-        found = {"name": "local", "memory_gb": machine.memory_bytes / 1e9}
+        local = {"name": "local", "memory_gb": machine.memory_bytes / 1e9}
         if machine.host_memory_bytes:
-            found["host_memory_gb"] = machine.host_memory_bytes / 1e9
-        return spec.model_copy(update=found)
+            local["host_memory_gb"] = machine.host_memory_bytes / 1e9
+        return spec.model_copy(update=local)
     ranks = ranks or machine.devices
     cores = max(1, machine.devices // ranks)
     return ClusterSpec(

@@ -370,12 +370,12 @@ def _cut_before_head(layers: int, stages: int, head: float) -> tuple[int, ...]:
     """The result of `balanced_stages` for equal layers and a head worth `head` of them, in closed form."""
     if stages == 1:
         return (layers,)
-    best, found = (float("inf"), float("inf")), 0
+    best, of_last = (float("inf"), float("inf")), 0
     for last in range(1, layers - stages + 2):
         each, left = divmod(layers - last, stages - 1)
         squares = left * (each + 1) ** 2 + (stages - 1 - left) * each**2 + (last + head) ** 2
         work = max(each + (left > 0), last + head), float(squares)
         if work < best:
-            best, found = work, last
-    each, left = divmod(layers - found, stages - 1)
-    return (*(each + (stage < left) for stage in range(stages - 1)), found)
+            best, of_last = work, last
+    each, left = divmod(layers - of_last, stages - 1)
+    return (*(each + (stage < left) for stage in range(stages - 1)), of_last)

@@ -21,7 +21,7 @@ def by_method(job: Job, finetune: LoraSpec | None) -> Job:
     return replace(job, **method_fields(finetune, job.model))
 
 
-def method_facts(case: Case, found: SearchResult) -> dict[str, dict[str, Any]]:
+def method_facts(case: Case, searched: SearchResult) -> dict[str, dict[str, Any]]:
     """The layout to choose for each method, else the one that needs least memory, as plain data: bytes, tokens per
     second and device, and what is missing if none fits.
 
@@ -31,7 +31,7 @@ def method_facts(case: Case, found: SearchResult) -> dict[str, dict[str, Any]]:
     facts = {}
     for name, finetune in METHODS.items():
         runs = passes(case.check(case.run.model_copy(update={"finetune": finetune})))
-        result = found
+        result = searched
         if finetune != case.run.finetune:
             limits = replace(case.limits, runs=runs)
             result = search(by_method(case.base, finetune), case.cluster, top=1, limits=limits)

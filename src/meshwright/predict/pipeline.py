@@ -124,7 +124,7 @@ def _held(
 ) -> tuple[tuple[float, float], ...]:
     """For every rank, the most unfinished passes at any time, and when it computes losses."""
     built = _built(schedule, ranks, microbatches, virtual)
-    found = []
+    of_ranks = []
     for rank, actions in enumerate(built.ranks):
         held = most = at_loss = 0
         for kind, stage, _ in actions:
@@ -133,5 +133,5 @@ def _held(
             if kind == "F" and stage == built.num_stages - 1:
                 at_loss = max(at_loss, held)
         whole = sum(layers[stage] for stage in built.stages_of(rank))
-        found.append((most / whole, at_loss / whole))
-    return tuple(found)
+        of_ranks.append((most / whole, at_loss / whole))
+    return tuple(of_ranks)

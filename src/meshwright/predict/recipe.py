@@ -63,8 +63,8 @@ def plan_recipe(
 def _chose_for_one(run: Run, where: ClusterSpec) -> bool:
     """Whether a recipe for one device already sets what a plan would choose."""
     training = run.training
-    said = training.micro_batch != "auto" or "recompute" in training.model_fields_set
-    return "layout" in run.model_fields_set or (where.devices == 1 and said)
+    given = training.micro_batch != "auto" or "recompute" in training.model_fields_set
+    return "layout" in run.model_fields_set or (where.devices == 1 and given)
 
 
 def planned_run(run: Run, plan: Plan, cluster: str | None = None) -> Run:
@@ -86,10 +86,10 @@ def planned_run(run: Run, plan: Plan, cluster: str | None = None) -> Run:
 
 def choice_reason(plan: Plan) -> str:
     """Why the planner chose its layout, for the run's records. Raises `UserError` if nothing was chosen."""
-    chosen, fastest = plan.chosen, plan.found.fastest
+    chosen, fastest = plan.chosen, plan.searched.fastest
     if chosen is None or fastest is None:
         raise UserError("nothing was chosen")
-    others = [candidate for candidate in plan.found.strategies.values() if candidate.strategy != chosen.strategy]
+    others = [candidate for candidate in plan.searched.strategies.values() if candidate.strategy != chosen.strategy]
     lost = sum(candidate.verdict == "does not fit" for candidate in others)
     which = "the fastest" if chosen is fastest else f"the simplest within {ALIKE:.0%} of the fastest"
     fit = "that fits"
@@ -97,7 +97,7 @@ def choice_reason(plan: Plan) -> str:
         fit = f"that is tight (each one that fits takes at least {TIGHT:g} times as long) on"
     unless = "; no layout fits without it; the arithmetic stays the same" if plan.last_resort and chosen.change else ""
     return (
-        f"{chosen.strategy} ({describe_candidate(chosen)}): {which} of {plan.found.legal} layouts {fit} "
+        f"{chosen.strategy} ({describe_candidate(chosen)}): {which} of {plan.searched.legal} layouts {fit} "
         f"{plan.case.cluster.name}, {short(chosen.memory.total / GB)} of {short(chosen.capacity / GB)} GB, "
         f"{short(chosen.time.total)} s per step predicted; {lost} of {len(others)} other strategies do not "
         f"fit{unless}"

@@ -44,7 +44,7 @@ class Plan:
     case: Case
     check: LayoutCheck
     """Returns why the engine refuses a layout."""
-    found: SearchResult
+    searched: SearchResult
     given: Candidate | None
     """The recipe's own layout, if it sets one."""
     considered: tuple[Change, ...] = ()
@@ -55,21 +55,21 @@ class Plan:
     @property
     def chosen(self) -> Candidate | None:
         """The layout to run; None if no layout that the engine runs fits or is tight."""
-        return self.found.chosen
+        return self.searched.chosen
 
     @property
     def best(self) -> Candidate | None:
         """The chosen layout, else the fastest; None if none fits."""
-        return self.chosen or (self.found.ranked[0] if self.found.ranked else None)
+        return self.chosen or (self.searched.ranked[0] if self.searched.ranked else None)
 
     @property
     def problem(self) -> str | None:
         """Why nothing was chosen; None if something was, or where memory is missing, which the strategies report."""
         if self.chosen:
             return None
-        if not self.found.legal:
+        if not self.searched.legal:
             return no_layout(self.case.base, self.case.cluster, self.case.limits)
-        return self.refusal(self.found.ranked[0]) if self.found.ranked else None
+        return self.refusal(self.searched.ranked[0]) if self.searched.ranked else None
 
     @cached_property
     def relief(self) -> str | None:
@@ -82,7 +82,7 @@ class Plan:
     @cached_property
     def advice(self) -> list[str]:
         """What would fit, where no layout of these devices does."""
-        return [] if self.found.ranked or not self.found.legal else advise(self.case)
+        return [] if self.searched.ranked or not self.searched.legal else advise(self.case)
 
     def refusal(self, candidate: Candidate) -> str | None:
         """Why the engine does not run a layout; None if it does."""
@@ -127,21 +127,21 @@ def make_plan(case: Case, given: Job | None, *, top: int, consider: Sequence[Cha
         beside = [_variant(case, change) for change in changes]
         return search(case.base, cluster, top=top, limits=replace(limits, runs=passes(check)), beside=beside)
 
-    found, changes = searched(consider), tuple(consider)
+    result, changes = searched(consider), tuple(consider)
     last = (
-        (found.chosen is None or found.chosen.verdict == "tight")
+        (result.chosen is None or result.chosen.verdict == "tight")
         and not consider
         and limits.offload
         and cluster.device != "cpu"
     )
-    if last and found.legal:
+    if last and result.legal:
         movable = limits.recompute or case.base.recompute in ("none", "full")
         changes = tuple(change for change in LAST_RESORT if movable or not change.moves_activations)
-        found = searched(changes)
+        result = searched(changes)
     own = None
     if given:
         own = evaluate(given, cluster.model_copy(update={"devices": given.layout.world_size}), limits.margin)
-    return Plan(case, check, found, own, changes, last)
+    return Plan(case, check, result, own, changes, last)
 
 
 def _variant(case: Case, change: Change) -> Variant:
@@ -196,22 +196,22 @@ def _facts(plan: Plan) -> dict[str, Any]:
         "epochs": case.run.training.epochs,
         "chosen": candidate_facts(plan, plan.chosen) if plan.chosen else None,
         "given": candidate_facts(plan, plan.given) if plan.given else None,
-        "candidates": [candidate_facts(plan, candidate) for candidate in plan.found.ranked],
+        "candidates": [candidate_facts(plan, candidate) for candidate in plan.searched.ranked],
         "strategies": {
             name: candidate_facts(plan, candidate) | {"reason": plan.reason(candidate)}
-            for name, candidate in sorted(plan.found.strategies.items(), key=_order)
+            for name, candidate in sorted(plan.searched.strategies.items(), key=_order)
         },
         "problem": plan.problem,
-        "searched": {"legal": plan.found.legal, "predicted": plan.found.looked_at},
+        "searched": {"legal": plan.searched.legal, "predicted": plan.searched.looked_at},
     }
     if case.limits.methods and case.cluster.devices <= MOST_FOR_METHODS:
-        facts["methods"] = method_facts(case, plan.found)
+        facts["methods"] = method_facts(case, plan.searched)
     facts["considered"] = {
         change.name: {"overrides": list(change.overrides), "exact": change.exact} for change in plan.considered
     }
     facts["last_resort"] = plan.last_resort
     if plan.chosen:
-        fastest = plan.found.fastest
+        fastest = plan.searched.fastest
         facts["fastest"] = candidate_facts(plan, fastest) if fastest and fastest.job != plan.chosen.job else None
         facts["binding"] = binding(plan.chosen)
         facts["bandwidth"] = bandwidth(plan.chosen)
@@ -219,7 +219,7 @@ def _facts(plan: Plan) -> dict[str, Any]:
         facts["fp8"] = in_fp8(plan.chosen)
         facts["emulated"] = in_bf16(plan.chosen)
         facts["fp16"] = in_fp16(plan.chosen)
-    elif plan.found.legal and not plan.found.ranked:
+    elif plan.searched.legal and not plan.searched.ranked:
         facts["advice"] = plan.advice
     if plan.relief:
         facts["relief"] = plan.relief

@@ -165,10 +165,10 @@ def search(
             def beaten(job: Job, name: str = name, plain: int = plain, cache: Cache = cache) -> bool:
                 return prune and best.beaten(StepModel(job, cluster, cache=cache).predict().total, name, plain)
 
-            found = _recomputing_least(job, cluster, limits, cache, beaten, wanted=name not in best.strategies)
-            if found is None:
+            candidate = _recomputing_least(job, cluster, limits, cache, beaten, wanted=name not in best.strategies)
+            if candidate is None:
                 continue
-            job, memory = found
+            job, memory = candidate
         else:
             memory = predict_memory(job)
         if verdict(memory, cluster, limits.margin) == "does not fit":
@@ -189,7 +189,7 @@ def _bounded(variant: Variant, cluster: ClusterSpec) -> list[tuple[float, Layout
     base, cache = variant.base, variant.cache
     microbatch: dict[tuple[int, ...], float] = {}
     update: dict[int, float] = {}
-    quantized, found = base.precision.recipe is not None, []
+    quantized, variants = base.precision.recipe is not None, []
     for layout, micro in layouts(base, cluster, variant.limits):
         key = (layout.tp, layout.cp, layout.ep, micro)
         if quantized:  # once for all microbatches
@@ -204,8 +204,8 @@ def _bounded(variant: Variant, cluster: ClusterSpec) -> list[tuple[float, Layout
                 model = StepModel(replace(base, layout=layout, micro_batch=micro), cluster, cache=cache)
                 update[id(layout)] = min(model.update(stage) for stage in range(layout.pp))
             least += update[id(layout)]
-        found.append((least, layout, micro))
-    return found
+        variants.append((least, layout, micro))
+    return variants
 
 
 def _least(microbatch: float, base: Job, layout: LayoutSpec, micro: int) -> float:
@@ -223,11 +223,11 @@ def _least(microbatch: float, base: Job, layout: LayoutSpec, micro: int) -> floa
 
 def recomputing_least(job: Job, cluster: ClusterSpec, margin: float = MARGIN) -> Job:
     """The same layout with the least recomputation that fits, else the least that is tight, else full recomputation."""
-    found = _recomputing_least(
+    least = _recomputing_least(
         replace(job, recompute="none"), cluster, SearchLimits(margin=margin), {}, lambda _: False, wanted=True
     )
-    assert found is not None
-    return found[0]
+    assert least is not None
+    return least[0]
 
 
 def _recomputing_least(
@@ -254,14 +254,14 @@ def _recomputing_least(
     if plain.layout.tiers.activations == "host":  # what selective recomputation keeps cannot be moved
         return (plain, predict_memory(plain)) if best == before else (everything, memory)
     worst = VERDICTS.index(best)
-    found = least_recompute(
+    least = least_recompute(
         StepModel(plain, cluster, cache=cache),
         lambda use: VERDICTS.index(verdict(use, cluster, limits.margin)) <= worst,
         lambda part: beaten(replace(plain, recompute=part)),
     )
-    if found is None:
+    if least is None:
         return None
-    job = replace(plain, recompute=found)
+    job = replace(plain, recompute=least)
     return job, predict_memory(job)
 
 
@@ -274,12 +274,12 @@ def least_recompute(model: StepModel, enough: Enough, beaten: Callable[[Recomput
     itself; None if a part of it is `beaten` already, or where no recomputation suffices."""
     job, counts = model.job, [(0, 0)] * len(model.job.cut)
     for rank in range(job.layout.pp):
-        found = _least_of_rank(model, rank, enough)
-        if found is None:
+        least = _least_of_rank(model, rank, enough)
+        if least is None:
             return None
         for stage in job.stages[rank]:
-            full = min(found[0], job.cut[stage])
-            counts[stage] = full, min(found[1], job.cut[stage] - full)
+            full = min(least[0], job.cut[stage])
+            counts[stage] = full, min(least[1], job.cut[stage] - full)
         if rank == 0 < job.layout.pp - 1 and beaten(of_counts(counts, job.cut)):
             return None
     return of_counts(counts, job.cut)

@@ -118,8 +118,8 @@ class StepModel:
         casts = job.microbatches if self.device.quantized else 1  # share one quantization of the weights
         products = job.precision, job.stack.emulated
         key = (layout.tp, layout.cp, layout.ep, job.micro_batch, casts, job.recompute_share, *products)
-        found = None if cache is None else cache.get(key)
-        self.parts = found or self._parts()
+        cached = None if cache is None else cache.get(key)
+        self.parts = cached or self._parts()
         if cache is not None:
             cache[key] = self.parts
 

@@ -95,9 +95,9 @@ def _nothing_fits(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
 def _changed(facts: dict[str, Any], name: str) -> str:
     """The difference between the chosen layout and the recipe, and its reason."""
     change = facts["considered"][name]
-    why = "no layout fits without it" if facts["last_resort"] else "--consider"
+    reason = "no layout fits without it" if facts["last_resort"] else "--consider"
     results = "the arithmetic stays the same" if change["exact"] else "results differ from the recipe's"
-    return f"changed    {' '.join(change['overrides'])} ({why}); {results}"
+    return f"changed    {' '.join(change['overrides'])} ({reason}); {results}"
 
 
 def _tight(facts: dict[str, Any], chosen: dict[str, Any]) -> str:
@@ -168,12 +168,13 @@ def _chosen(facts: dict[str, Any], chosen: dict[str, Any]) -> Iterator[tuple[str
         f"{facts['steps']} steps: {duration(chosen['run_seconds']['value'])}, {price(facts, chosen)}{uncounted}",
     )
     yield "binding", facts["binding"]
-    if (found := facts["fastest"]) and found["verdict"] == chosen["verdict"]:
-        faster = 1 - found["step_time"]["value"] / chosen["step_time"]["value"]
+    if (fastest := facts["fastest"]) and fastest["verdict"] == chosen["verdict"]:
+        faster = 1 - fastest["step_time"]["value"] / chosen["step_time"]["value"]
         yield (
             "simplest",
             f"of the layouts within the prediction error of the fastest; {faster:.1%} faster "
-            f"({found['step_time']['value']:.4g} s instead of {chosen['step_time']['value']:.4g} s): {found['text']}",
+            f"({fastest['step_time']['value']:.4g} s instead of {chosen['step_time']['value']:.4g} s): "
+            f"{fastest['text']}",
         )
     if facts["compile"] and facts["compile"] > 0.01:
         yield "compile", f"training.compile=true would save {facts['compile']:.0%} of the step"

@@ -305,11 +305,13 @@ def _experts(rank: _Rank) -> Traffic:
     rows = rank.tokens_between * model.experts_per_token * model.hidden * rank.width
     exchanges = 4 * rank.moe(rank.layers) + 2 * rank.moe(rank.whole_again)
     counts = rank.moe(rank.layers) + rank.moe(rank.again)
-    told = counts * model.num_experts * 8
+    counted = counts * model.num_experts * 8
     layers = low_precision_layers(parameter_table(model), rank.training) if rank.training.rounds_at_random else ()
     if any(".experts." in name for name in layers):  # the numbers of the rows' tokens, by which they are rounded
-        told += (rank.moe(rank.layers) + rank.moe(rank.whole_again)) * rank.tokens_between * model.experts_per_token * 8
-    return Traffic({("all-to-all", "ep"): rank.rounds * (exchanges * rows + told)})
+        counted += (
+            (rank.moe(rank.layers) + rank.moe(rank.whole_again)) * rank.tokens_between * model.experts_per_token * 8
+        )
+    return Traffic({("all-to-all", "ep"): rank.rounds * (exchanges * rows + counted)})
 
 
 def _stages(rank: _Rank) -> Traffic:

@@ -69,8 +69,8 @@ class Schedule:
     @cached_property
     def placement(self) -> tuple[int, ...]:
         """The rank of every stage."""
-        found = {action.stage: rank for rank, actions in enumerate(self.ranks) for action in actions}
-        return tuple(found[stage] for stage in sorted(found))
+        rank_of = {action.stage: rank for rank, actions in enumerate(self.ranks) for action in actions}
+        return tuple(rank_of[stage] for stage in sorted(rank_of))
 
     @property
     def num_stages(self) -> int:

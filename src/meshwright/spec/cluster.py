@@ -117,23 +117,23 @@ def parse_cluster_name(text: str) -> ClusterName:
 
     Raises `UserError` with examples for any other text.
     """
-    found = NAME.fullmatch(text.strip())
-    if found is None and (rate := re.fullmatch(r"(.*@\d+(?:\.\d+)?)(/gpu)?", text.strip())):
+    match = NAME.fullmatch(text.strip())
+    if match is None and (rate := re.fullmatch(r"(.*@\d+(?:\.\d+)?)(/gpu)?", text.strip())):
         example = f"{rate[1]}Gb/s{rate[2] or ''}"
         raise UserError(f"cluster {text!r}: the rate needs a unit, Gb/s (bits) or GB/s (bytes), as in {example}")
-    if found is None or int(found["devices"] or 1) == 0:
+    if match is None or int(match["devices"] or 1) == 0:
         raise UserError(
             f"cluster {text!r} is not a name such as 8xh100 or 64xa100-80g@400Gb/s (a node's network in Gb/s or "
             "GB/s, or a GPU's with /gpu), nor a file, nor 'local'"
         )
     rate = None
-    if found["rate"]:
-        if float(found["rate"]) == 0:
+    if match["rate"]:
+        if float(match["rate"]) == 0:
             raise UserError(f"cluster {text!r}: the rate must be above 0, as in 64xa100-80g@400Gb/s")
-        rate = float(found["rate"]) / (1 if found["unit"] in ("GB/s", "GB/S") else 8)
+        rate = float(match["rate"]) / (1 if match["unit"] in ("GB/s", "GB/S") else 8)
     return ClusterName(
-        devices=int(found["devices"] or 1),
-        device=found["device"].lower().strip(),
-        node_gb_s=None if found["each"] else rate,
-        gpu_gb_s=rate if found["each"] else None,
+        devices=int(match["devices"] or 1),
+        device=match["device"].lower().strip(),
+        node_gb_s=None if match["each"] else rate,
+        gpu_gb_s=rate if match["each"] else None,
     )

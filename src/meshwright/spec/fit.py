@@ -40,9 +40,9 @@ def find_misfits(layout: LayoutSpec, model: ModelSpec, sequence_length: int) -> 
 
 def _reasons(layout: LayoutSpec, model: ModelSpec, sequence_length: int) -> list[str]:
     """The reasons why the degrees of tp, cp and ep do not fit; empty if they fit."""
-    why = _tensor_misfit(layout, model, sequence_length) if layout.tp > 1 else None
+    reason = _tensor_misfit(layout, model, sequence_length) if layout.tp > 1 else None
     return [
-        *([f"layout.tp={layout.tp}: {why}"] if why else ()),
+        *([f"layout.tp={layout.tp}: {reason}"] if reason else ()),
         *(_context_misfits(layout, model, sequence_length) if layout.cp > 1 else ()),
         *(_expert_misfits(layout, model) if layout.ep > 1 else ()),
     ]
@@ -103,37 +103,39 @@ def _foreign_misfits(layout: LayoutSpec, foreign: ForeignModel) -> Iterator[str]
 def foreign_misfits(training: TrainingSpec, finetune: FinetuneSpec | None, layout: LayoutSpec) -> list[str]:
     """The reasons why a model that transformers computes cannot be trained with these settings, in sentences that start
     with the setting."""
-    found = []
+    misfits = []
     if training.compile:
-        found.append("training.compile=true: is not supported for models that transformers computes; use false")
+        misfits.append("training.compile=true: is not supported for models that transformers computes; use false")
     if training.attention != "auto":
-        found.append(f"training.attention={training.attention}: transformers computes this model's attention; use auto")
+        misfits.append(
+            f"training.attention={training.attention}: transformers computes this model's attention; use auto"
+        )
     if finetune is not None and finetune.method == "ia3":
-        found.append("finetune.method=ia3: is not supported for models that transformers computes; use lora")
+        misfits.append("finetune.method=ia3: is not supported for models that transformers computes; use lora")
     if layout.tp > 1 and getattr(finetune, "base", "plain") != "plain":
-        found.append(
+        misfits.append(
             f"finetune.method=qlora with layout.tp={layout.tp}: is not supported for models that transformers "
             "computes; use lora, or layout.tp=1"
         )
-    return found
+    return misfits
 
 
 def quantized_misfits(layout: LayoutSpec, finetune: FinetuneSpec | None) -> list[str]:
     """The reasons against the layout's quantized collectives, in sentences that start with the setting; empty if there
     are none."""
-    found, base = [], getattr(finetune, "base", "plain")
+    misfits, base = [], getattr(finetune, "base", "plain")
     if layout.quantized_weights != "none" and base != "plain":
-        found.append(
+        misfits.append(
             f"layout.quantized_weights={layout.quantized_weights} with finetune.base={base}: the frozen matrices "
             "are already gathered quantized; use layout.quantized_weights=none"
         )
     if layout.quantized_gradients != "none" and layout.pp > 1 and layout.virtual_stages > 1:
-        found.append(
+        misfits.append(
             f"layout.quantized_gradients={layout.quantized_gradients} with layout.schedule={layout.schedule}: a "
             "rank with several stages reduces embedding and head separately; use layout.quantized_gradients=none, "
             "or schedule=1f1b"
         )
-    return found
+    return misfits
 
 
 def fp8_gather_misfits(layout: LayoutSpec, training: TrainingSpec, finetune: FinetuneSpec | None) -> list[str]:

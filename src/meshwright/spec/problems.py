@@ -155,12 +155,12 @@ def _sentence(path: KeyPath, group: list[ErrorDetails], spec: type[Spec]) -> str
 def _wrong_kind(path: KeyPath, details: ErrorDetails, spec: type[Spec]) -> str:
     """The error for a section of several kinds: the field that selects the kind is missing or invalid."""
     limits = details.get("ctx", {})
-    field, said = str(limits["discriminator"]).strip("'"), limits.get("tag")
+    field, tag = str(limits["discriminator"]).strip("'"), limits.get("tag")
     kinds = [kind for section in _sections_at(spec, path) for kind in get_args(section.model_fields[field].annotation)]
     known = ", ".join(dict.fromkeys(kinds))
-    if said is None:
+    if tag is None:
         return f"{field} is required, but not given; there are {known}"
-    return f"{field}: '{said}' is not allowed; there are {known}{did_you_mean(said, kinds, likeness=LIKENESS)}"
+    return f"{field}: '{tag}' is not allowed; there are {known}{did_you_mean(tag, kinds, likeness=LIKENESS)}"
 
 
 def _as_section(word: str, path: KeyPath, spec: type[Spec]) -> str:
@@ -251,8 +251,8 @@ def _unknown_key(path: KeyPath, spec: type[Spec]) -> str:
 
 
 def _elsewhere(word: str, spec: type[Spec]) -> str:
-    found = setting_called(word, spec)
-    return f"; did you mean '{found}'?" if found else ""
+    setting = setting_called(word, spec)
+    return f"; did you mean '{setting}'?" if setting else ""
 
 
 def _sections_at(spec: type[Spec], path: KeyPath) -> list[type[Spec]]:

@@ -103,7 +103,10 @@ def dump_recipe(run: Spec, *, expanded: bool = False) -> str:
 
 
 def renew(saved: dict[str, Any]) -> None:
-    """Complete what an older version saved: the activation of a model told whether it was gated."""
+    """Complete what an older version saved: the activation of a model told whether it was gated, and the recipe as
+    given was called `asked`."""
+    if "asked" in saved:
+        saved["given"] = saved.pop("asked")
     model = saved.get("model")
     if isinstance(model, dict) and "activation" in model and "gated" not in model:
         model["gated"] = model["activation"] == "swiglu"

@@ -74,12 +74,12 @@ def stage_counts(recompute: Recompute, stage_layers: Sequence[int]) -> tuple[Cou
 
 def layer_policies(recompute: Recompute, stage_layers: Sequence[int]) -> tuple[Policy, ...]:
     """The policy of every layer of the model."""
-    found: list[Policy] = []
+    policies: list[Policy] = []
     for (full, selective), layers in zip(stage_counts(recompute, stage_layers), stage_layers, strict=True):
         numbers: dict[Policy, int] = {"full": full, "selective": selective, "none": layers - full - selective}
         for policy, count in numbers.items():
-            found.extend(repeat(policy, count))
-    return tuple(found)
+            policies.extend(repeat(policy, count))
+    return tuple(policies)
 
 
 def of_counts(counts: Sequence[Counts], stage_layers: Sequence[int]) -> Recompute:

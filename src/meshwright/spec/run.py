@@ -119,8 +119,8 @@ class Run(Spec):
         try:
             return Run.model_validate(self.model_dump(exclude_unset=True) | {"training": training})
         except ValidationError as error:
-            found = "; ".join(one["msg"].removeprefix("Value error, ") for one in error.errors())
-            raise UserError(f"training.{found}") from error
+            problems = "; ".join(one["msg"].removeprefix("Value error, ") for one in error.errors())
+            raise UserError(f"training.{problems}") from error
 
     @model_validator(mode="after")
     def _fits_together(self) -> "Run":
@@ -223,7 +223,7 @@ class ResolvedRun(Spec):
     """The reason for each value that was `auto`."""
     shrunk: bool = False
     """Whether this is a small run that proves a large one's layout."""
-    asked: Run | None = None
+    given: Run | None = None
     """The recipe as given, if the planner chose its layout, recomputation or offloading was added, its learning rate
     was scaled, or it names plugged-in datasets."""
     plan: dict[str, Any] | None = None

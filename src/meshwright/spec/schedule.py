@@ -125,13 +125,13 @@ def nearest_microbatches(name: str, ranks: int, microbatches: int, stages_per_ra
 
 def _own_schedule(path: Path, *, ranks: int, microbatches: int, stages_per_rank: int | None) -> Schedule:
     schedule = read_schedule(path)
-    for what, asked, given in (
+    for what, requested, given in (
         ("pipeline ranks", ranks, len(schedule.ranks)),
         ("microbatches", microbatches, schedule.num_microbatches),
         ("stages", stages_per_rank and stages_per_rank * ranks, schedule.num_stages),
     ):
-        if asked and asked != given:
-            raise ScheduleError(f"schedule {path} is for {given} {what}, the run has {asked}")
+        if requested and requested != given:
+            raise ScheduleError(f"schedule {path} is for {given} {what}, the run has {requested}")
     return schedule
 
 

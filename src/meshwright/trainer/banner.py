@@ -17,7 +17,7 @@ from meshwright.spec.run import ResolvedRun, Run
 from meshwright.spec.text import counted
 from meshwright.trainer.display import model_size, short
 from meshwright.trainer.out_of_memory import shortage
-from meshwright.trainer.setup import Trainer, asked_attention
+from meshwright.trainer.setup import Trainer, attention_needs
 from meshwright.trainer.verification import describe
 from meshwright.trainer.weights import left_out_weights
 
@@ -74,7 +74,7 @@ def _memory(resolved: ResolvedRun) -> str:
 
 def _attention(trainer: Trainer) -> str:
     """The attention kernel; empty if a strategy or the model computes attention in another way."""
-    run, requests = trainer.resolved.run, asked_attention(trainer.resolved, trainer.device)
+    run, requests = trainer.resolved.run, attention_needs(trainer.resolved, trainer.device)
     parts = run.layout.cp > 1 and context_method(run.layout, trainer.resolved.model, run.data.sequence_length)[0]
     if trainer.resolved.model.foreign is not None or parts in ("ring", "all_gather"):
         return ""

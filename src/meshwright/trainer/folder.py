@@ -106,7 +106,7 @@ def read_resolved(path: Path) -> ResolvedRun:
 def write_run_files(resolved: ResolvedRun, run_dir: Path) -> None:
     """Write `recipe.yaml` as given, `resolved.yaml` with every `auto` resolved, `plan.json` if the planner decided."""
     run_dir.mkdir(parents=True, exist_ok=True)
-    write_durably(run_dir / RECIPE, dump_recipe(resolved.asked or resolved.run))
+    write_durably(run_dir / RECIPE, dump_recipe(resolved.given or resolved.run))
     write_durably(run_dir / RESOLVED, dump_recipe(resolved.model_copy(update={"plan": None}), expanded=True))
     if resolved.plan is not None:
         write_json(run_dir / PLAN, resolved.plan)

@@ -49,7 +49,7 @@ def commit() -> str | None:
 def describe_origin(resolved: ResolvedRun, data: list[dict[str, Any]]) -> dict[str, Any]:
     """What made a run: `env.json` and every checkpoint hold it. `data`: `Corpus.identity`."""
     versions = {name: version for name in PACKAGES if (version := _version(name))}
-    recipe = dump_recipe(resolved.asked or resolved.run)
+    recipe = dump_recipe(resolved.given or resolved.run)
     return {
         "meshwright": __version__,
         "commit": commit(),

@@ -154,7 +154,7 @@ def _overrides(resolved: ResolvedRun, change: Fields, job: Job, check: LayoutChe
     """The changes as overrides of a recipe. Raises `UserError` if the changed layout is refused."""
     if problem := refusal(job, check):
         raise UserError(problem)
-    planned = resolved.asked is not None and resolved.asked.layout.choose
+    planned = resolved.given is not None and resolved.given.layout.choose
     if planned:
         yield f"layout={flow(job.layout.model_dump(mode='json', exclude_defaults=True) or {'dp_shard': 1})}"
     else:
@@ -171,5 +171,5 @@ def _overrides(resolved: ResolvedRun, change: Fields, job: Job, check: LayoutChe
 
 def _legal(resolved: ResolvedRun, overrides: tuple[str, ...], machine: Machine) -> None:
     """Raise `UserError` if the changed recipe is refused."""
-    run = parse_spec(dump_recipe(resolved.asked or resolved.run), Run, overrides)
+    run = parse_spec(dump_recipe(resolved.given or resolved.run), Run, overrides)
     resolve_run(run, base_dir=Path(resolved.base_dir), machine=machine)

@@ -60,7 +60,7 @@ def resolve_run(run: Run, *, base_dir: Path, machine: Machine | None = None) -> 
     if run.training.epochs is not None or run.training.tokens is not None:
         lasting, reason = in_steps(run, base_dir)
         resolved = resolve_run(lasting, base_dir=base_dir, machine=machine)
-        return resolved.model_copy(update={"asked": run, "reasons": {"training.steps": reason, **resolved.reasons}})
+        return resolved.model_copy(update={"given": run, "reasons": {"training.steps": reason, **resolved.reasons}})
     if run.layout.choose:
         return _with_layout(run, base_dir, machine)
     if run.training.optimizer.lr_base_batch is not None:
@@ -72,7 +72,7 @@ def resolve_run(run: Run, *, base_dir: Path, machine: Machine | None = None) -> 
     if relieved := _relieved(run, model, global_batch, sizes[0], machine):
         changed, reasons = relieved
         resolved = resolve_run(changed, base_dir=base_dir, machine=machine)
-        return resolved.model_copy(update={"asked": run, "reasons": resolved.reasons | reasons})
+        return resolved.model_copy(update={"given": run, "reasons": resolved.reasons | reasons})
     micro_batch, reason = _micro_batch(run, model, global_batch, sizes, machine)
     stage_layers = _stage_layers(run, model, global_batch // ranks // micro_batch, base_dir)
     if misfit := recompute_misfit(run.training.recompute, stage_layers or (model.num_layers,)):
@@ -160,7 +160,7 @@ def _with_scaled_rate(run: Run, base_dir: Path, machine: Machine) -> ResolvedRun
     reason = (
         f"{optimizer.lr:.6g}: {given.lr:g} for {given.lr_base_batch} sequences, scaled ({given.lr_scaling}) to {batch}"
     )
-    return resolved.model_copy(update={"asked": run, "reasons": {"training.optimizer.lr": reason, **resolved.reasons}})
+    return resolved.model_copy(update={"given": run, "reasons": {"training.optimizer.lr": reason, **resolved.reasons}})
 
 
 def _with_layout(run: Run, base_dir: Path, machine: Machine) -> ResolvedRun:
@@ -177,7 +177,7 @@ def _with_layout(run: Run, base_dir: Path, machine: Machine) -> ResolvedRun:
         raise UserError(f"layout: auto, but no layout fits {cluster.name}: {lost}; what would fit: {advice}")
     resolved = resolve_run(planned_run(run, plan), base_dir=base_dir, machine=machine)
     reasons = resolved.reasons | {"layout": choice_reason(plan), "training.micro_batch": "by the planner"}
-    return resolved.model_copy(update={"asked": run, "plan": facts, "reasons": reasons})
+    return resolved.model_copy(update={"given": run, "plan": facts, "reasons": reasons})
 
 
 def _micro_batches(run: Run, per_rank: int, base_dir: Path) -> list[int]:

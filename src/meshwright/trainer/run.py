@@ -150,7 +150,7 @@ def _resolve(run: Run, base_dir: Path, resume: str | None) -> ResolvedRun:
     require_plugins(run)
     resolved = resolve_run(with_datasets(run, base_dir), base_dir=base_dir)
     if has_datasets(run.data):
-        resolved = resolved.model_copy(update={"asked": run})
+        resolved = resolved.model_copy(update={"given": run})
     resolved = resolved.model_copy(update={"command": command_line()})
     check_start(resolved)
     if resume and resume != AUTO:

@@ -19,7 +19,7 @@ from meshwright.launch.launcher import Worker, join_group, threads_per_rank
 from meshwright.launch.memory import memory_for_files
 from meshwright.machine import Machine, find_machine
 from meshwright.models import build_model, named_tensors
-from meshwright.models.attention_kernels import Asked, check_kernel
+from meshwright.models.attention_kernels import AttentionNeeds, check_kernel
 from meshwright.models.dtypes import torch_dtype
 from meshwright.models.foreign import ForeignDecoder
 from meshwright.models.kernel_choice import MeasuredKernels
@@ -177,7 +177,7 @@ def build_trainer(resolved: ResolvedRun, place: RankContext, weights: RowSource 
     """Build this rank's part of a run; every rank of the layout must call it. `weights`: default the run's."""
     if resolved.run.training.deterministic:
         use_deterministic_kernels()
-    for request in asked_attention(resolved, place.device):
+    for request in attention_needs(resolved, place.device):
         check_kernel(resolved.run.training.attention, request)
     passes = build_parallel_model(resolved, place.meshes)
     trainer = give_state(passes, resolved, place, weights or run_weights(resolved))
@@ -190,12 +190,12 @@ def build_trainer(resolved: ResolvedRun, place: RankContext, weights: RowSource 
     return trainer
 
 
-def asked_attention(resolved: ResolvedRun, device: torch.device) -> tuple[Asked, ...]:
+def attention_needs(resolved: ResolvedRun, device: torch.device) -> tuple[AttentionNeeds, ...]:
     """The run's requirements on its attention kernel on a device, for each window of its layers."""
     training, model = resolved.run.training, resolved.model
     documents = resolved.run.data.separate_documents or training.preference is not None
     dtype = torch_dtype(training.dtypes.compute)
-    return tuple(Asked(device, dtype, model.head_dim, documents, window) for window in model.windows)
+    return tuple(AttentionNeeds(device, dtype, model.head_dim, documents, window) for window in model.windows)
 
 
 def build_parallel_model(resolved: ResolvedRun, meshes: Meshes | None, objective: Objective | None = None) -> Passes:
