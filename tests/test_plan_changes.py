@@ -88,19 +88,19 @@ def test_a_change_is_searched_as_if_it_were_alone(recipe: Path) -> None:
     changes = asked_changes("activations,8bit_states,int8_weights,fp8")
     plan, facts = plan_recipe(run, base_dir=recipe.parent, consider=changes)
     plain = search(plan.case.base, plan.case.cluster, top=1)
-    assert plan.found.legal > plain.legal
+    assert plan.searched.legal > plain.legal
     for change in changes:
         limits = replace(plan.case.limits, change=change)
-        best = plan.found.strategies[f"with {change.name}"]
+        best = plan.searched.strategies[f"with {change.name}"]
         base = replace(best.job, recompute="none", micro_batch=1)
         alone = search(base, plan.case.cluster, top=1, limits=limits)
         assert min(one.time.total for one in alone.strategies.values()) == pytest.approx(best.time.total)
         assert best.change == change
     assert facts["strategies"]["with fp8"]["step_time"]["low"] < facts["strategies"]["with fp8"]["step_time"]["value"]
-    assert plan.found.strategies["with int8_weights"].job.layout.quantized_weights == "int8"
+    assert plan.searched.strategies["with int8_weights"].job.layout.quantized_weights == "int8"
     unasked, facts = plan_recipe(run, base_dir=recipe.parent)
     assert not unasked.considered
-    assert not any(name.startswith("with ") for name in unasked.found.strategies)
+    assert not any(name.startswith("with ") for name in unasked.searched.strategies)
     assert facts["chosen"]["change"] is None
 
 

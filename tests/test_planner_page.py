@@ -178,8 +178,8 @@ def test_other_values_are_searched_with_the_chosen_degrees(small: Planned) -> No
     layout = chosen.job.layout
     panels = {panel.title: panel for panel in sensitivity(small.plan)}
     point = {one.label: one for one in panels["Sequences a step"].points}["64"]
-    assert point.found is not None
-    assert point.found.job.global_batch == 64
+    assert point.candidate is not None
+    assert point.candidate.job.global_batch == 64
     base = small.plan.case.base
     wider = replace(base, global_batch=64)
     limits = SearchLimits(degrees=(layout.tp, layout.cp, layout.pp, layout.ep))
@@ -189,14 +189,14 @@ def test_other_values_are_searched_with_the_chosen_degrees(small: Planned) -> No
     )
     best = search(wider, small.plan.case.cluster, top=1, limits=limits, prune=False).fastest
     assert best is not None
-    assert point.found.time.total <= 1.03 * best.time.total
+    assert point.candidate.time.total <= 1.03 * best.time.total
     devices = {one.label: one for one in panels["Devices"].points}["16"]
-    assert devices.found is not None
-    assert devices.found.cluster == device_cluster("a100-40g", 16, gpu_gb_s=small.plan.case.cluster.network_gb_s)
+    assert devices.candidate is not None
+    assert devices.candidate.cluster == device_cluster("a100-40g", 16, gpu_gb_s=small.plan.case.cluster.network_gb_s)
     assert panels["Precision"].points[-1].problem == "A100-SXM-40GB has no products in fp8"
     now = [one for panel in panels.values() for one in panel.points if one.now]
     assert len(now) == len(panels)
-    assert all(one.found is chosen for one in now)
+    assert all(one.candidate is chosen for one in now)
 
 
 def test_published_errors_are_of_runs_like_the_plan(small: Planned) -> None:

@@ -63,7 +63,8 @@ def test_the_recipe_as_given_is_read_from_an_older_version_s_run() -> None:
     saved = dump_recipe(resolved)
     older = saved.replace("\ngiven:", "\nasked:")
     assert older != saved
-    assert parse_spec(older, ResolvedRun) == resolved
+    assert parse_spec(older, ResolvedRun) == parse_spec(saved, ResolvedRun)
+    assert parse_spec(older, ResolvedRun).given == recipe
 
 
 SMALL = Machine(kind="gpu", name="NVIDIA A100-SXM4-40GB", devices=8, memory_bytes=40 * 2**30)
