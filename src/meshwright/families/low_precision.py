@@ -104,11 +104,6 @@ def low_precision_misfits(
     chosen = set(low_precision_layers(table, training))
     rows = [row for row in table if _is_linear(row) and row.name.removesuffix(".weight") in chosen]
     misfits = []
-    if recipe == DELAYED and layout.asynchronous:
-        misfits.append(
-            f"training.low_precision.recipe={recipe} with layout.schedule={layout.schedule}: scales would change "
-            "between a forward pass and its backward pass; use recipe=tensorwise, or schedule=1f1b"
-        )
     experts, rows = [row for row in rows if is_experts(row)], [row for row in rows if not is_experts(row)]
     if experts and layout.cp * layout.tp > 1:
         misfits += _expert_misfits(where, recipe, layout)

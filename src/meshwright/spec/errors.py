@@ -1,5 +1,7 @@
 """User errors: the only exceptions printed as one line instead of a stack trace."""
 
+NEAREST = "the nearest legal layout is"
+
 
 class OneLine(BaseException):
     """An exception that a notebook shows as its message, without frames."""

@@ -5,10 +5,11 @@ from itertools import product
 from math import lcm
 from typing import assert_never
 
-from meshwright.spec.errors import UserError
+from meshwright.spec.asynchronous import model_misfits
+from meshwright.spec.errors import NEAREST, UserError
 from meshwright.spec.finetune import FinetuneSpec
 from meshwright.spec.foreign import ForeignModel
-from meshwright.spec.layout import NEAREST, ContextMethod, LayoutSpec
+from meshwright.spec.layout import ContextMethod, LayoutSpec
 from meshwright.spec.model import ModelSpec
 from meshwright.spec.precision import FP64, NARROW
 from meshwright.spec.run import Run
@@ -34,7 +35,7 @@ def find_misfits(layout: LayoutSpec, model: ModelSpec, sequence_length: int) -> 
     return [
         *(f"{reason}; {NEAREST} {advice}" for reason in reasons),
         *_stage_misfits(layout, model),
-        *(_asynchronous_misfits(layout, model) if layout.asynchronous else ()),
+        *model_misfits(layout, model),
     ]
 
 
@@ -275,14 +276,6 @@ def _stage_misfits(layout: LayoutSpec, model: ModelSpec) -> Iterator[str]:
         yield (
             f"layout.pp={layout.pp}{each}: {layers} layers cannot be split into {stages} pipeline stages; "
             f"use at most {layers}"
-        )
-
-
-def _asynchronous_misfits(layout: LayoutSpec, model: ModelSpec) -> Iterator[str]:
-    if model.router_bias:
-        yield (
-            f"layout.schedule={layout.schedule}: {model.family} balances experts by biases that change at every "
-            f"step, also between a forward pass and its backward pass; {NEAREST} schedule=1f1b"
         )
 
 

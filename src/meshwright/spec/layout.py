@@ -7,8 +7,9 @@ from typing import Any, Literal
 
 from pydantic import field_validator, model_validator
 
+from meshwright.spec.asynchronous import layout_problems
 from meshwright.spec.base import Spec
-from meshwright.spec.errors import UserError
+from meshwright.spec.errors import NEAREST, UserError
 from meshwright.spec.offload import CPU, NOTHING, OffloadSpec
 from meshwright.spec.problems import did_you_mean
 from meshwright.spec.quantized import Sent
@@ -17,7 +18,6 @@ from meshwright.spec.schedule import SCHEDULES, Schedule, build_schedule, is_asy
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 """Axes along which ranks are numbered, outermost first; `ep` is a second view of the ranks of `dp_shard x cp x tp`."""
 
-NEAREST = "the nearest legal layout is"
 
 ContextMethod = Literal["ring", "all_gather", "ulysses"]
 
@@ -162,7 +162,7 @@ class LayoutSpec(Spec):
             if kind.fixed and per_rank != kind.stages_per_rank:
                 yield f"stages_per_rank={per_rank}: schedule {self.schedule} has exactly {kind.stages_per_rank}"
             if kind.asynchronous:
-                yield from self._asynchronous_problems()
+                yield from layout_problems(self)
         if self.stage_layers != "auto":
             if min(self.stage_layers, default=0) < 1:
                 yield f"stage_layers={list(self.stage_layers)}: every stage has at least one layer"
@@ -171,28 +171,6 @@ class LayoutSpec(Spec):
                     f"stage_layers={list(self.stage_layers)} has {len(self.stage_layers)} stages, "
                     f"but pp={self.pp} ranks have {f'{per_rank} each' if per_rank else 'equally many each'}"
                 )
-
-    def _asynchronous_problems(self) -> Iterator[str]:
-        instead = f"{NEAREST} schedule=1f1b, or"
-        if self.pp == 1:
-            yield f"schedule={self.schedule} with pp=1: there is no pipeline; set pp, or leave schedule out"
-        if self.zero_stage > 0:
-            replicas = self.dp_replicate * self.dp_shard
-            yield (
-                f"schedule={self.schedule} with zero={self.zero_stage}: each rank keeps two whole versions of its "
-                f"weights, which ZeRO would shard; {instead} dp_replicate={replicas}, dp_shard=1, zero=0"
-            )
-        for axis, degree in (("tp", self.tp), ("ep", self.ep)):
-            if degree > 1:
-                yield (
-                    f"schedule={self.schedule} with {axis}={degree}: two versions are kept only of whole weights, "
-                    f"but {axis} splits weights over ranks; {instead} {axis}=1"
-                )
-        if self.tiers != NOTHING:
-            yield (
-                f"schedule={self.schedule} with offload={self.offload_word}: its old weights stay on the device "
-                f"until their backward pass; {instead} offload=none"
-            )
 
     @property
     def tiers(self) -> OffloadSpec:

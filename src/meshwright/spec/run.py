@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from pydantic import PrivateAttr, ValidationError, field_validator, model_validator
 
+from meshwright.spec.asynchronous import run_problems
 from meshwright.spec.base import Spec
 from meshwright.spec.checkpoint import CheckpointSpec
 from meshwright.spec.data import DataSpec
@@ -133,11 +134,7 @@ class Run(Spec):
         training, layout, verified = self.training, self.layout, self.guards.verify_every
         if "rewind" in (training.non_finite, self.guards.spikes) and not self.checkpoint.every:
             yield "rewind returns to the last checkpoint, but none is saved; set checkpoint.every=100"
-        if verified and layout.asynchronous:
-            yield (
-                f"guards.verify_every: under layout.schedule={layout.schedule} steps differ from one process "
-                "by design; set it to 0, or use layout.schedule=1f1b"
-            )
+        yield from run_problems(self)
         for name in ("quantized_weights", "quantized_gradients"):
             if verified and getattr(layout, name) != "none":
                 yield (

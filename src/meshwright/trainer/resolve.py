@@ -31,7 +31,6 @@ from meshwright.spec.fit import (
 from meshwright.spec.layout import LayoutSpec
 from meshwright.spec.model import ModelFields, ModelSpec
 from meshwright.spec.offload import ACTIVATIONS
-from meshwright.spec.precision import BF16
 from meshwright.spec.problems import RecipeError
 from meshwright.spec.recompute import Recompute, plain_recompute, recompute_misfit
 from meshwright.spec.run import ResolvedRun, Run
@@ -218,21 +217,6 @@ def _stage_layers(run: Run, model: ModelSpec, microbatches: int, base_dir: Path)
             f"training.compile=true with layout.schedule={layout.schedule}: computes weight gradients separately "
             "from input gradients, but a compiled block computes both at once; use interleaved-1f1b, or "
             "compile=false"
-        )
-    if layout.asynchronous and run.finetune is not None and run.finetune.method != "full":
-        raise UserError(
-            f"finetune.method={run.finetune.method} with layout.schedule={layout.schedule}: keeps two versions of "
-            "all weights, which defeats the memory savings of adapters; use layout.schedule=1f1b"
-        )
-    if layout.asynchronous and run.training.master_dtype == BF16.name:
-        raise UserError(
-            f"training.master_dtype=bf16 with layout.schedule={layout.schedule}: keeps two versions of the weights "
-            "besides the master weights; use layout.schedule=1f1b"
-        )
-    if layout.asynchronous and run.training.dtypes.scales_loss:
-        raise UserError(
-            f"training.precision={run.training.precision} with layout.schedule={layout.schedule}: the loss scale may "
-            "change between a forward pass and its backward pass in the next step; use bf16, or layout.schedule=1f1b"
         )
     if layout.stage_layers == "auto":
         return balanced_stages(layer_costs(model, run.data.sequence_length), schedule.num_stages)
