@@ -57,7 +57,7 @@ WORDS: Mapping[str, Tiny] = {
     "benchmarks/finetune.py": Tiny(f"--cells lora-packed --precision fp32 {SMALL}", exhaustive=True),
     "benchmarks/fit_planner.py": Tiny("--rounds 1", exhaustive=True),
     "benchmarks/gated_delta.py": Tiny("--tokens 64 --rounds 1"),
-    "benchmarks/processor_seconds.py": Tiny("--vocab 4096 --precision fp32 --batch 1 --turns 1"),
+    "benchmarks/processor_seconds.py": Tiny("--vocab 4096 --precision fp32 --batch 1 --turns 1 --operations 3"),
     "benchmarks/generation.py": Tiny(
         "--models 1M --batch 1 --tokens 2 --prompt 4 --rounds 1 --threads 1 --write result", exhaustive=True
     ),
