@@ -171,9 +171,13 @@ def _with_layout(run: Run, base_dir: Path, machine: Machine) -> ResolvedRun:
     if plan.chosen is None:
         if plan.problem:
             raise UserError(f"layout: auto, but {cluster.name} has no suitable layout: {plan.problem}")
-        lost = "; ".join(f"{name}: {figures['reason']}" for name, figures in facts["strategies"].items())
+        reasons = {name: figures["reason"] for name, figures in facts["strategies"].items()}
+        closest = min(plan.searched.strategies, key=lambda name: plan.searched.strategies[name].memory.total)
         advice = "; or ".join(facts.get("advice", ())) or "nothing that was tried"
-        raise UserError(f"layout: auto, but no layout fits {cluster.name}: {lost}; what would fit: {advice}")
+        raise UserError(
+            f"layout: auto, but no layout fits {cluster.name}: of {len(reasons)} strategies (see meshwright plan) "
+            f"the closest is {closest}: {reasons[closest]}; what would fit: {advice}"
+        )
     resolved = resolve_run(planned_run(run, plan), base_dir=base_dir, machine=machine)
     reasons = resolved.reasons | {"layout": choice_reason(plan), "training.micro_batch": "by the planner"}
     return resolved.model_copy(update={"given": run, "plan": facts, "reasons": reasons})
