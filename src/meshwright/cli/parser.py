@@ -112,10 +112,13 @@ def help_lines(text: str) -> Iterator[str]:
 
 
 def _accepted(convert: Any, word: str) -> bool:
+    """Whether a word is meant for an option; a number out of range is, so that the error names the option."""
     try:
         convert(word)
     except ValueError:
         return False
+    except argparse.ArgumentTypeError:
+        return word[:1].isdigit()
     return True
 
 

@@ -17,6 +17,15 @@ from meshwright.cli.common import (
     write_page,
 )
 from meshwright.cli.output import add_json_argument, print_result
+from meshwright.cli.plan_measure import (
+    MeasuredLayout,
+    add_measure_argument,
+    check_measurable,
+    fastest,
+    measure_layouts,
+    measured_facts,
+    measured_lines,
+)
 from meshwright.cli.plan_solve import (
     add_solve_arguments,
     add_tokens_argument,
@@ -63,6 +72,7 @@ examples:
   meshwright plan run.yaml --cluster 8xh100 --cluster 16xa100 --html plan.html
   meshwright plan run.yaml --cluster 8xh100 --top 20 --write plan.yaml
   meshwright plan run.yaml --explain memory
+  meshwright plan run.yaml --measure --write plan.yaml
   meshwright plan run.yaml --consider offload,fp8 --explain search
   meshwright plan validate published_runs.csv --json
 """
@@ -107,6 +117,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="do not compare full fine-tuning, LoRA and QLoRA, which takes most of the time on a large cluster",
     )
     add_tokens_argument(parser)
+    add_measure_argument(parser)
     parser.add_argument("--write", metavar="FILE", type=Path, help="write the recipe with the chosen layout")
     add_page_argument(parser, "the plan")
     parser.add_argument(
@@ -153,7 +164,7 @@ def _show(arguments: argparse.Namespace) -> int:
         raise UserError("--site writes the page and --serve serves it; give one of them")
     others = [
         name
-        for name in ("cluster", "explain", "consider", "write", "html", "json", "solve")
+        for name in ("cluster", "explain", "consider", "write", "html", "json", "solve", "measure")
         if getattr(arguments, name)
     ]
     if others:
@@ -169,7 +180,7 @@ def _show(arguments: argparse.Namespace) -> int:
 
 def _check_alone(arguments: argparse.Namespace) -> None:
     """Raise `UserError` for an option of a plan beside `validate` or `calibrate`."""
-    of_plans = ("cluster", "explain", "consider", "write", "html", "solve", "deadline", "budget", "tokens")
+    of_plans = ("cluster", "explain", "consider", "write", "html", "solve", "measure", "deadline", "budget", "tokens")
     for name in of_plans:
         if getattr(arguments, name) not in (None, []):
             raise UserError(f"--{name} is for a plan of RECIPE; leave it out beside {arguments.what}")
@@ -215,17 +226,23 @@ def _plan(arguments: argparse.Namespace) -> int:
         return answer_question(arguments, query, recipe, base_dir)
     with waiting("searching layouts"):
         planned = answer(query, recipe, base_dir)
+    measured = list[MeasuredLayout]()
+    if arguments.measure:
+        check_measurable(arguments, planned)
+        measured = measure_layouts(planned[0], arguments.measure, base_dir)
     if arguments.explain:
         explained = explain_field(planned[0].plan, arguments.explain)
         print_result(arguments, {arguments.explain: explained.splitlines()}, [explained])
     else:
         facts = [one.facts for one in planned]
         lines = plan_lines(facts[0], columns(sys.stdout)) if len(facts) == 1 else cluster_lines(facts)
-        print_result(arguments, as_json(planned), lines)
+        more = {"measured": measured_facts(measured)} if measured else {}
+        print_result(arguments, as_json(planned) | more, [*lines, *measured_lines(measured, planned[0].plan.chosen)])
     if arguments.html:
         write_page(arguments.html, plan_page(planned))
     if arguments.write:
-        arguments.write.write_text(planned[0].write(), encoding="utf-8")
+        best = fastest(measured)
+        arguments.write.write_text(planned[0].write(best and best.candidate), encoding="utf-8")
         print(f"{arguments.write} written", file=sys.stderr)
     return 0 if any(one.facts["chosen"] for one in planned) else 1
 

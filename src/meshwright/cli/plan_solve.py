@@ -52,7 +52,7 @@ def check_limits(arguments: argparse.Namespace) -> None:
     if arguments.budget is not None and not 0 < arguments.budget < float("inf"):
         raise UserError(f"--budget {arguments.budget:g} is not allowed: must be above 0")
     if arguments.solve:
-        for option in ("explain", "consider"):
+        for option in ("explain", "consider", "measure"):
             if getattr(arguments, option):
                 raise UserError(f"--{option} is for one plan; leave out --{option} or --solve")
 

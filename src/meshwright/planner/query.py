@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.families import resolve_model
-from meshwright.predict.candidate import MARGIN
+from meshwright.predict.candidate import MARGIN, Candidate
 from meshwright.predict.changes import asked_changes
 from meshwright.predict.layouts import SearchLimits
 from meshwright.predict.recipe import plan_recipe, planned_run
@@ -55,9 +55,9 @@ class Planned:
     facts: dict[str, Any]
     """The plan as plain data."""
 
-    def write(self) -> str:
-        """The recipe with the chosen layout. Raises `UserError` if nothing was chosen."""
-        return dump_recipe(planned_run(self.recipe, self.plan, self.cluster))
+    def write(self, chosen: Candidate | None = None) -> str:
+        """The recipe with the chosen layout, or another one of the plan. Raises `UserError` if nothing was chosen."""
+        return dump_recipe(planned_run(self.recipe, self.plan, self.cluster, chosen=chosen))
 
 
 def answer(query: Query, recipe: Run, base_dir: Path) -> list[Planned]:

@@ -6,7 +6,7 @@ from typing import Any
 
 from meshwright.families import resolve_model
 from meshwright.machine import find_machine
-from meshwright.predict.candidate import TIGHT
+from meshwright.predict.candidate import TIGHT, Candidate
 from meshwright.predict.changes import Change
 from meshwright.predict.engine import Processor, engine_job, make_case
 from meshwright.predict.explain import describe_candidate, short
@@ -67,13 +67,13 @@ def _chose_for_one(run: Run, where: ClusterSpec) -> bool:
     return "layout" in run.model_fields_set or (where.devices == 1 and given)
 
 
-def planned_run(run: Run, plan: Plan, cluster: str | None = None) -> Run:
+def planned_run(run: Run, plan: Plan, cluster: str | None = None, *, chosen: Candidate | None = None) -> Run:
     """The recipe with the chosen layout, microbatch, recomputation and considered change in place of its own, and the
-    cluster that it was planned for.
+    cluster that it was planned for; `chosen`: another candidate of the plan.
 
     Raises `UserError` if nothing was chosen.
     """
-    chosen = plan.chosen
+    chosen = chosen or plan.chosen
     if chosen is None:
         raise UserError("no layout that this version supports fits this cluster, so no recipe is written")
     run = chosen.change.of(run) if chosen.change else run
