@@ -24,7 +24,7 @@ API = {
     "callbacks": "",
     "checkpoint": "dcp hf hf_proof manifest peft peft_config takeover.convert verify",
     "comm": "objects",
-    "data": "audit chat describe fewest_tokens loader mixture overlap packing plugged prepare readers sources "
+    "data": "audit beginning chat defaults describe fewest_tokens loader mixture overlap packing plugged prepare readers sources "
     "token_file tokenizer tools",
     "finetune": "",
     "launch": "forkserver launcher memory programs signals status supervise",
