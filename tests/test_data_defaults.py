@@ -3,8 +3,8 @@
 import json
 
 import pytest
-from conversations import chat_tokenizer
 
+from conversations import chat_tokenizer
 from meshwright.cli.main import main
 from meshwright.data.beginning import MOST_ERRORS
 from meshwright.data.defaults import PREFERRED, with_template
@@ -96,6 +96,15 @@ def test_a_tokenizer_without_any_template_s_tokens_gets_plain(folder):
     suited, reason = with_template(data, told_apart(find_files(data, folder)), numbers_tokenizer(300))
     assert suited.chat.template == PREFERRED[-1] == "plain"
     assert reason.startswith("plain: the tokenizer has no chat template")
+
+
+def test_an_error_in_a_record_is_reported_alone(folder, capsys):
+    """It does not undo the packing that records get."""
+    (folder / "pairs.jsonl").write_text(json.dumps({"chosen": TALK, "rejected": TALK}) + "\n")
+    resolved(folder, {"sources": "pairs.jsonl"}, training={"steps": 2, "global_batch": 2, "preference": {}})
+    assert main(["check", "run.yaml"]) == 1
+    (error,) = capsys.readouterr().err.splitlines()
+    assert error == "error: pairs.jsonl:1: chosen and rejected have no prompt in common, or do not differ"
 
 
 def test_check_reports_the_errors_of_records_together(folder, capsys):

@@ -186,7 +186,8 @@ def _beside(entry: str, comment: str) -> Iterator[str]:
     if len(entry) + 2 <= COMMENT_COLUMN:
         yield f"{entry:<{COMMENT_COLUMN}}{first}"
     else:
-        yield entry
+        indent = entry[: len(entry) - len(entry.lstrip(" #"))]
+        yield from textwrap.wrap(entry, WIDTH, subsequent_indent=f"{indent}  ", break_on_hyphens=False)
         others = [first, *others]
     for line in others:
         yield " " * COMMENT_COLUMN + line

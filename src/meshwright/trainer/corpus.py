@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 
 from meshwright.checkpoint.manifest import list_checkpoints
@@ -57,20 +58,17 @@ def with_datasets(run: Run, base_dir: Path, *, most: int | None = None) -> Run:
 def with_data_defaults(run: Run, base_dir: Path) -> tuple[Run, dict[str, str]]:
     """The recipe with a packing and a chat template that suit its records, where it names none, and the reasons. Data
     that cannot be read leave it as it is: reading them raises the error."""
-    data = run.data
+    data, reasons = run.data, dict[str, str]()
     if "sources" not in data.model_fields_set or has_datasets(data):
-        return run, {}
-    try:
+        return run, reasons
+    with suppress(UserError, OSError):
         files = [file for file in told_apart(find_files(data, base_dir)) if file.is_records]
         if not files:
-            return run, {}
+            return run, reasons
         model = resolve_model(run.model, base_dir=base_dir, vocab=data.tokenizer_vocab)
-        data, packing = with_packing(data, files, separates=model.foreign is None)
+        data, reasons["data.packing"] = with_packing(data, files, separates=model.foreign is None)
         tokenizer = find_tokenizer(data, base_dir=base_dir, model=starting_model(run, base_dir))
-        data, template = with_template(data, files, tokenizer)
-    except (UserError, OSError):
-        return run, {}
-    reasons = {"data.packing": packing, "data.chat.template": template}
+        data, reasons["data.chat.template"] = with_template(data, files, tokenizer)
     return run.model_copy(update={"data": data}), {name: reason for name, reason in reasons.items() if reason}
 
 
