@@ -96,7 +96,7 @@ def test_a_printed_preset_is_the_same_run_with_its_settings_explained(name, opti
     assert parse_spec(text, Run) == run
     assert "Peak learning rate." in text
     assert ("Data-parallel copies" in text or "micro_batch: auto" in text) == bool(options)
-    assert max(map(len, text.splitlines())) <= 110
+    assert max(map(len, text.splitlines()[1:])) <= 110  # the first line names a file
     assert options or len(text.splitlines()) < 100
     schema = Draft202012Validator(recipe_schema())
     assert not list(schema.iter_errors(yaml.safe_load(text)))
