@@ -133,7 +133,7 @@ def test_a_missing_extra_is_one_line(name, tmp_path, monkeypatch):
 
     monkeypatch.setattr("meshwright.data.sources.importlib.import_module", missing)
     extra = "hub" if name.startswith("hub") else "arrow"
-    with pytest.raises(ValueError, match=rf"needs \w+; install it: pip install 'meshwright\[{extra}\]'$"):
+    with pytest.raises(ValueError, match=rf"needs \w+: pip install 'meshwright\[{extra}\]'$"):
         list(read_documents(source(tmp_path, path=name)))
 
 

@@ -26,7 +26,7 @@ def test_the_shipped_schema_is_that_of_recipes():
 def test_a_printed_recipe_names_the_schema(options, capsys):
     assert main(["init", "demo", *options]) == 0
     assert capsys.readouterr().out.splitlines()[0] == FOR_EDITORS
-    assert FOR_EDITORS == f"# yaml-language-server: $schema={SCHEMA}"
+    assert f"# yaml-language-server: $schema={SCHEMA}" == FOR_EDITORS
     assert SCHEMA.is_file()
 
 
@@ -101,7 +101,7 @@ def test_a_language_server_completes_and_marks_mistakes(tmp_path):
     with Server(tmp_path, f"{FOR_EDITORS}\n{RECIPE}") as server:
         marked = {(one["range"]["start"]["line"], one["message"]) for one in server.problems()}
         assert {line for line, _ in marked} == {3, 4, 6}
-        texts = {line: message for line, message in marked}
+        texts = dict(marked)
         assert '"bf16"' in texts[3]
         assert "number" in texts[4]
         assert "layot" in texts[6]

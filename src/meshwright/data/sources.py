@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 from meshwright.spec.data import HUB, STDLIB, DataSpec, Format, SourceSpec
 from meshwright.spec.errors import UserError
+from meshwright.spec.extras import install
 from meshwright.spec.files import regular
 
 STDLIB_LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idle_test", "encodings"}
@@ -170,9 +171,7 @@ def require(library: str, purpose: str) -> ModuleType:
         return importlib.import_module(library)
     except ImportError as error:
         package = library.split(".")[0]
-        raise UserError(
-            f"{purpose} needs {package}; install it: pip install 'meshwright[{EXTRAS[package]}]'"
-        ) from error
+        raise UserError(f"{purpose} needs {package}: {install(EXTRAS[package])}") from error
 
 
 def _files_of(source: SourceSpec, number: int, base_dir: Path, excluded: _Excluded) -> list[SourceFile]:
