@@ -10,7 +10,7 @@ BIN    := $(VENV)/bin
 # Else each of the hundreds of processes that the tests start would compile the sources again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: test-isa help install demo compare gpu gpu-kit test test-all test-engines test-slurm test-fast test-site site mutants attack check docs screenshots clean
+.PHONY: test-isa help install demo compare gpu gpu-kit test test-all test-engines test-slurm test-fast test-site site mutants attack check docs man test-editors screenshots clean
 
 help:            ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
@@ -117,6 +117,18 @@ site: $(PYODIDE)/.filled ## write the planner that runs in a browser tab: build/
 test-site: site $(VENV)/.dev ## run the tests of the planner in a browser tab, in node and Chromium, and compare 500 queries with the command line
 	@$(BIN)/python -m pytest --pyodide $(PYODIDE) tests/test_planner_site.py
 	@$(BIN)/python benchmarks/planner_tab.py $(SITE) --queries $(or $(QUERIES),500)
+
+man: $(VENV)/.core ## write the man pages in man/ and the recipe's schema, from the parsers and the settings
+	@$(BIN)/python docs/make_man.py
+	@$(BIN)/python docs/make_schema.py
+
+# The YAML language server that editors use, for tests/test_schema_in_editors.py
+.yamlls/.filled:
+	@npm install --silent --prefix .yamlls yaml-language-server@1.19.2
+	@touch $@
+
+test-editors: .yamlls/.filled $(VENV)/.dev ## test completion and errors in an editor (npm fetches the YAML language server)
+	@$(BIN)/python -m pytest tests/test_schema_in_editors.py -rs
 
 screenshots: $(VENV)/.dev ## draw the pictures of all pages in docs/pictures, in Chromium; PAGES="chat audit" for some of them
 	@$(BIN)/python docs/make_screenshots.py $(PAGES)

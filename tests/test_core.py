@@ -24,8 +24,8 @@ API = {
     "callbacks": "",
     "checkpoint": "dcp hf hf_proof manifest peft peft_config takeover.convert verify",
     "comm": "objects",
-    "data": "audit chat describe fewest_tokens loader mixture overlap packing plugged prepare readers sources "
-    "token_file tokenizer tools",
+    "data": "audit beginning chat defaults describe fewest_tokens loader mixture overlap packing plugged prepare "
+    "readers sources token_file tokenizer tools",
     "finetune": "",
     "launch": "forkserver launcher memory programs signals status supervise",
     "models": "attention batch compiled dtypes foreign from_disk generate head kernel_choice logits loss masks packed "

@@ -13,7 +13,7 @@ import pytest
 
 from meshwright.data import prepare as prepare_module
 from meshwright.data.prepare import prepare_corpus
-from meshwright.data.readers import read_documents
+from meshwright.data.readers import read_all, read_documents
 from meshwright.data.sources import find_files
 from meshwright.data.tokenizer import train_tokenizer
 from meshwright.spec.data import DataSpec
@@ -63,7 +63,7 @@ WRITERS = {
 
 
 def source(folder, **fields):
-    return find_files(DataSpec.model_validate({"sources": {"text_key": "body", **fields}}).sources, folder)
+    return find_files(DataSpec.model_validate({"sources": {"text_key": "body", **fields}}), folder)
 
 
 @pytest.mark.parametrize("name", WRITERS)
@@ -76,7 +76,7 @@ def test_the_documents_are_the_same(name, tmp_path):
     assert all(document.id.startswith(name) for document in documents)
     for skip in (0, 1, 149, 150, 151, 450, 699, 700):
         rest = [document for document in documents if document.record > skip]
-        found = list(read_documents(files, skip=skip))
+        found = list(read_all(files, skip=skip))
         assert [(d.text, d.id, d.record) for d in found] == [(d.text, d.id, d.record) for d in rest], skip
     size = (tmp_path / name).stat().st_size
     told = sum(document.num_bytes for document in documents)
@@ -133,7 +133,7 @@ def test_a_missing_extra_is_one_line(name, tmp_path, monkeypatch):
 
     monkeypatch.setattr("meshwright.data.sources.importlib.import_module", missing)
     extra = "hub" if name.startswith("hub") else "arrow"
-    with pytest.raises(ValueError, match=rf"needs \w+; install it: pip install 'meshwright\[{extra}\]'$"):
+    with pytest.raises(ValueError, match=rf"needs \w+: pip install 'meshwright\[{extra}\]'$"):
         list(read_documents(source(tmp_path, path=name)))
 
 
@@ -217,7 +217,7 @@ def test_tokens_that_are_none(tokens):
 
 
 def read(folder, name, **source):
-    return list(read_documents(find_files(DataSpec(sources=[{"path": name, **source}]).sources, folder)))
+    return list(read_documents(find_files(DataSpec(sources=[{"path": name, **source}]), folder)))
 
 
 @pytest.mark.parametrize("ending", ["", ".gz", ".zst"])
@@ -255,7 +255,7 @@ def test_a_column_given_twice_is_told(tmp_path):
 
 def test_a_short_text_takes_no_more_memory_than_a_few_megabytes(tmp_path):
     (tmp_path / "a.txt").write_text("fish\n" * 100)
-    files = find_files(DataSpec(sources=[{"path": "a.txt"}]).sources, tmp_path)
+    files = find_files(DataSpec(sources=[{"path": "a.txt"}]), tmp_path)
     tracemalloc.start()
     try:
         (document,) = read_documents(files)

@@ -80,7 +80,7 @@ def test_formats_are_told_by_their_columns_and_mean_the_same(name, tmp_path):
     if name.endswith("parquet"):
         pytest.importorskip("pyarrow")
     WRITERS[name](tmp_path / name)
-    (file,) = told_apart(find_files(recipe(tmp_path, name).sources, tmp_path))
+    (file,) = told_apart(find_files(recipe(tmp_path, name), tmp_path))
     assert file.format == name.split(".")[0]
     encoder = record_encoder(TOKENIZER, ChatSpec(), base_dir=tmp_path, max_labels=256)
     found = encoder.encode([document.text for document in read_documents([file])])

@@ -16,7 +16,7 @@ from meshwright.spec.recipe import parse_spec
 
 
 def documents(base_dir, *sources):
-    files = find_files(DataSpec(sources=sources).sources, base_dir)
+    files = find_files(DataSpec(sources=sources), base_dir)
     return [(document.id, document.text) for document in read_documents(files)]
 
 
@@ -130,14 +130,14 @@ def test_a_file_without_permission(tmp_path):
 def test_a_file_that_went_away(tmp_path):
     for name in ("a.txt", "a.jsonl"):
         write(tmp_path / name, "x")
-        files = find_files([SourceSpec(path=name)], tmp_path)
+        files = find_files(DataSpec(sources=name), tmp_path)
         (tmp_path / name).unlink()
         with pytest.raises(ValueError, match=f"{name} cannot be read: No such file"):
             list(read_documents(files))
 
 
 def test_standard_library():
-    names = [file.name for file in find_files(DataSpec().sources, Path())]
+    names = [file.name for file in find_files(DataSpec(), Path())]
     assert names == sorted(names)
     assert {"stdlib/argparse.py", "stdlib/json/decoder.py"} < set(names)
     assert not any(re.search(r"/(tests?|site-packages|encodings)/", name) for name in names)
@@ -153,7 +153,7 @@ def test_python_without_library_source(tmp_path, monkeypatch):
 
 def found(folder: Path, sources: object, exclude: object = ()) -> list[str]:
     data = parse_spec(json.dumps({"sources": sources, "exclude": exclude}), DataSpec)
-    return [file.name for file in find_files(data.sources, folder, data.exclude)]
+    return [file.name for file in find_files(data, folder)]
 
 
 def test_a_glob_counts_each_file_once(tmp_path):

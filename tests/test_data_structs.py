@@ -88,7 +88,7 @@ EXACT = {
 
 
 def documents_of(folder, name):
-    files = find_files(DataSpec.model_validate({"sources": {"path": name}}).sources, folder)
+    files = find_files(DataSpec.model_validate({"sources": {"path": name}}), folder)
     return read_documents(told_apart(files))
 
 

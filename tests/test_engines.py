@@ -327,7 +327,7 @@ def test_unknown_engines_and_missing_packages_are_one_sentence(module, tmp_path)
     with pytest.raises(UserError, match=r"unknown engine 'acelerate'.*did you mean 'accelerate'"):
         find_engine("acelerate")
     missing = type("Missing", (type(ENGINES["bare"]),), {"packages": {module: "compare"}})()
-    with pytest.raises(MissingPackageError, match=r"is not installed; pip install 'meshwright\[compare\]'"):
+    with pytest.raises(MissingPackageError, match=r"is not installed: pip install 'meshwright\[compare\]'"):
         check_installed(missing, Path(sys.executable))
     fields = {"name": "old", "packages": {"numpy": "x"}, "oldest": {"numpy": "99.10"}}
     old = type("Old", (type(ENGINES["bare"]),), fields)

@@ -41,7 +41,7 @@ def test_the_parser_refuses_a_repeated_key(text, message):
 
 
 def records(name):
-    return lambda folder: list(read_documents(told_apart(find_files(DataSpec(sources=name).sources, folder))))
+    return lambda folder: list(read_documents(told_apart(find_files(DataSpec(sources=name), folder))))
 
 
 ARGUMENTS = json.dumps('{"a": 1, "a": 2}')

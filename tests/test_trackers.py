@@ -21,7 +21,7 @@ def run_with(tmp_path: Path, *names: str) -> Run:
 
 def test_a_missing_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(ValueError, match=r"trackers: wandb is not installed; pip install 'meshwright\[wandb\]'"):
+    with pytest.raises(ValueError, match=r"trackers: wandb is not installed: pip install 'meshwright\[wandb\]'"):
         require_plugins(run_with(tmp_path, "wandb"))
     require_plugins(run_with(tmp_path))
 

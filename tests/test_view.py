@@ -186,7 +186,7 @@ def test_without_uplot_a_line_names_the_command(run_dir: Path, tmp_path: Path) -
     words = [sys.executable, "-c", code, "view", str(run_dir), "--html", str(tmp_path / "x.html")]
     done = subprocess.run(words, capture_output=True, text=True, check=False)
     assert done.returncode == 2
-    assert done.stderr == "error: the page draws with uPlot, which is not installed; pip install 'meshwright[view]'\n"
+    assert done.stderr == "error: the page draws with uPlot, which is not installed: pip install 'meshwright[view]'\n"
     assert not (tmp_path / "x.html").exists()
 
 

@@ -10,20 +10,20 @@ from typing import Any, TypeVar
 
 from meshwright.cli.common import add_recipe_arguments, read_recipe
 from meshwright.cli.output import add_json_argument, print_json, size_text
-from meshwright.data.describe import describe_counts, describe_sample
+from meshwright.data.beginning import first_records, first_tokens
+from meshwright.data.describe import describe_counts, describe_note, describe_sample
 from meshwright.data.packing import build_samples
 from meshwright.data.plugged import has_datasets
 from meshwright.data.prepare import (
     NO_MODEL,
     StartingModel,
+    check_whole,
     encoder_of_records,
     find_tokenizer,
-    first_records,
-    first_tokens,
     group_files,
     needs_tokenizer,
 )
-from meshwright.data.readers import read_documents, told_apart
+from meshwright.data.readers import UNDECODABLE, read_all, told_apart
 from meshwright.data.sources import SourceFile, find_files, names_of
 from meshwright.data.token_file import file_in_memory
 from meshwright.data.tokenizer import train_tokenizer
@@ -42,7 +42,14 @@ from meshwright.spec.recipe import with_place
 from meshwright.spec.run import RecipeFile, ResolvedRun, Run
 from meshwright.spec.text import command, counted
 from meshwright.terminal import printable
-from meshwright.trainer.corpus import check_objective, check_tokenizer, check_vocabulary, starting_model, with_datasets
+from meshwright.trainer.corpus import (
+    check_objective,
+    check_tokenizer,
+    check_vocabulary,
+    starting_model,
+    with_data_defaults,
+    with_datasets,
+)
 from meshwright.trainer.derived import with_split
 from meshwright.trainer.display import ProgressLine, model_size, short
 from meshwright.trainer.folder import check_writable
@@ -177,11 +184,11 @@ def examine(recipe: Run, base_dir: Path, findings: Findings) -> dict[str, Any]:
     written = None
     if findings.attempt(lambda: (require_plugins(recipe), True)):
         written = findings.attempt(lambda: with_datasets(recipe, base_dir, most=SAMPLE_RECORDS))
-    plugged, recipe = has_datasets(recipe.data), written or recipe
+    plugged, recipe = has_datasets(recipe.data), with_data_defaults(written or recipe, base_dir)[0]
     given = findings.attempt(lambda: _starting_model(recipe, base_dir, model)) or NO_MODEL
     files = None
     if written or not has_datasets(recipe.data):
-        files = findings.attempt(lambda: told_apart(find_files(recipe.data.sources, base_dir, recipe.data.exclude)))
+        files = findings.attempt(lambda: told_apart(find_files(recipe.data, base_dir)))
     if files is not None:
         formats = {file.name: file.format for file in files if file.is_records}
         facts["data"] = {"files": len(files), "bytes": sum(file.path.stat().st_size for file in files)}
@@ -191,9 +198,21 @@ def examine(recipe: Run, base_dir: Path, findings: Findings) -> dict[str, Any]:
         if resolved is not None:
             tokenizer = findings.attempt(lambda: find_tokenizer(recipe.data, base_dir=base_dir, model=given))
             findings.attempt(partial(check_tokenizer, resolved, tokenizer))
-        sample = findings.attempt(lambda: _sample(recipe, files, base_dir, given, model))
+        if formats:
+            findings.attempt(lambda: check_whole(recipe.data))
+        sample = findings.attempt(lambda: _sample(_whole(recipe, files), files, base_dir, given, model))
         facts |= sample or {}
     return facts
+
+
+def _whole(recipe: Run, files: list[SourceFile]) -> Run:
+    """The recipe with records that are neither cut nor mixed, so that a wrong packing does not hide their errors."""
+    data = recipe.data
+    update: dict[str, Any] = {"packing": "best_fit"} if data.packing == "concatenated" else {}
+    if any(file.format == "preference" for file in files):
+        update["separate_documents"] = True
+    records = any(file.is_records for file in files)
+    return recipe.model_copy(update={"data": data.model_copy(update=update)}) if records else recipe
 
 
 def _starting_model(recipe: Run, base_dir: Path, model: ModelSpec | None) -> StartingModel:
@@ -254,13 +273,13 @@ def _sample(
     tokens = [file for file in files if file.is_tokens]
     records = [file for file in files if file.is_records]
     characters = max(SAMPLE_CHARACTERS, CHARACTERS_PER_TOKEN * recipe.data.sequence_length)
-    texts = _beginning([file for file in files if not (file.is_tokens or file.is_records)], characters)
+    texts, skipped = _beginning([file for file in files if not (file.is_tokens or file.is_records)], characters)
     if not texts and not tokens and not records:
         raise UserError(f"{names_of(files)}: every document is empty")
     if (tokens or records) and tokenizer is None:
         raise needs_tokenizer((tokens or records)[0])
     size = tokenizer.vocab_size if tokenizer else recipe.data.tokenizer_vocab
-    facts, notes = {"vocab": size, "trained": tokenizer is None}, list[str]()
+    facts, notes = {"vocab": size, "trained": tokenizer is None}, [f"of the text: {skipped}"] * bool(skipped)
     if model is not None:
         check_vocabulary(recipe, model, size, base_dir)
     groups = group_files(recipe.data, files)
@@ -281,20 +300,22 @@ def _sample(
     return {"tokenizer": facts, "sample": lines, "notes": notes}
 
 
-def _beginning(files: list[SourceFile], characters: int) -> list[str]:
-    """The first documents, up to this many characters in total. More of the corpus is read, but only checked."""
-    texts, num_bytes = [], 0
+def _beginning(files: list[SourceFile], characters: int) -> tuple[list[str], str]:
+    """The first documents, up to this many characters in total, and how many were skipped. More of the corpus is read,
+    but only checked."""
+    texts, skipped, num_bytes = [], 0, 0
     total = min(READ_BYTES, sum(file.path.stat().st_size for file in files))
     with ProgressLine() as report:
-        for document in read_documents(files):
+        for document in read_all(files):
             num_bytes += document.num_bytes
+            skipped += document.note == UNDECODABLE
             report("reading the data", min(num_bytes, total), total)
-            if characters > 0:
+            if characters > 0 and document.text:
                 texts.append(document.text[:characters])
                 characters -= len(texts[-1])
             elif num_bytes >= READ_BYTES:
                 break
-    return texts
+    return texts, describe_note(UNDECODABLE, skipped) if skipped else ""
 
 
 def _report(facts: dict[str, Any]) -> Iterator[str]:

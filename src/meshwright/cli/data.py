@@ -30,7 +30,7 @@ from meshwright.spec.errors import UserError
 from meshwright.spec.run import ResolvedRun, Run
 from meshwright.spec.text import counted
 from meshwright.terminal import printable
-from meshwright.trainer.corpus import starting_model, with_datasets
+from meshwright.trainer.corpus import starting_model, with_data_defaults, with_datasets
 from meshwright.trainer.display import ProgressLine, short
 from meshwright.trainer.resolve import resolve_run
 from meshwright.trainer.start import require_plugins
@@ -78,11 +78,13 @@ def run(arguments: argparse.Namespace) -> int:
         check_page_name(arguments.html)
     recipe = read_recipe(arguments)
     require_plugins(recipe)
-    recipe = with_datasets(recipe, arguments.recipe.parent)
+    recipe, reasons = with_data_defaults(with_datasets(recipe, arguments.recipe.parent), arguments.recipe.parent)
     action: Callable[[argparse.Namespace, Run, Corpus], int] = {"prepare": _prepare, "show": _show, "audit": _audit}[
         arguments.action
     ]
     base_dir: Path = arguments.recipe.parent
+    for setting, reason in reasons.items():
+        print(f"{setting}: {reason}", file=sys.stderr)
     with ProgressLine() as progress:
         corpus = prepare_corpus(
             recipe.data,

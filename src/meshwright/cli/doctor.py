@@ -16,27 +16,28 @@ from typing import Literal
 
 from meshwright.cli.output import add_json_argument, print_result
 from meshwright.machine import find_machine
+from meshwright.spec.extras import install
 
 PYTHON = (3, 11)
 ROOM = 10 * 10**9
 """Free bytes on disk below which `doctor` warns that checkpoints may not fit."""
 EXTRAS = {
-    "tensorboard": "trackers: [tensorboard]",
-    "wandb": "trackers: [wandb]",
-    "transformers": "comparing an exported model with Hugging Face's own code, and for other engines",
-    "accelerate": "comparing with Accelerate and the Trainer",
-    "lightning-fabric": "comparing with Lightning Fabric",
-    "deepspeed": "comparing with DeepSpeed",
-    "starlette": "serve",
-    "uvicorn": "serve",
-    "llguidance": "answers to a JSON schema",
-    "gguf": "export --gguf",
-    "lm-eval": "tasks of lm-evaluation-harness",
-    "peft": "reading exported adapters back",
-    "pyarrow": "parquet and arrow files",
-    "datasets": "data on the Hugging Face hub",
+    "tensorboard": ("tensorboard", "trackers: [tensorboard]"),
+    "wandb": ("wandb", "trackers: [wandb]"),
+    "transformers": ("transformers", "comparing an exported model with Hugging Face's own code, and for other engines"),
+    "accelerate": ("compare", "comparing with Accelerate and the Trainer"),
+    "lightning-fabric": ("compare", "comparing with Lightning Fabric"),
+    "deepspeed": ("deepspeed", "comparing with DeepSpeed"),
+    "starlette": ("serve", "serve"),
+    "uvicorn": ("serve", "serve"),
+    "llguidance": ("serve", "answers to a JSON schema"),
+    "gguf": ("gguf", "export --gguf"),
+    "lm-eval": ("eval", "tasks of lm-evaluation-harness"),
+    "peft": ("peft", "reading exported adapters back"),
+    "pyarrow": ("arrow", "parquet and arrow files"),
+    "datasets": ("hub", "data on the Hugging Face hub"),
 }
-"""Optional packages and the purpose of each."""
+"""Optional packages, the extra that installs each, and its purpose."""
 
 
 @dataclass(frozen=True)
@@ -79,8 +80,8 @@ def examine() -> Iterator[Finding]:
         yield from _torch()
         yield from _kernels()
     yield _compiler()
-    for package, purpose in EXTRAS.items():
-        yield _extra(package, purpose)
+    for package, (extra, purpose) in EXTRAS.items():
+        yield _extra(package, extra, purpose)
 
 
 def _python() -> Finding:
@@ -192,8 +193,8 @@ def _compiler() -> Finding:
     return Finding("compiler", "optional", "no C++ compiler", "for training.compile: true, install g++")
 
 
-def _extra(package: str, purpose: str) -> Finding:
+def _extra(package: str, extra: str, purpose: str) -> Finding:
     try:
         return Finding(package, "ok", importlib.metadata.version(package))
     except importlib.metadata.PackageNotFoundError:
-        return Finding(package, "optional", "not installed", f"for {purpose}: pip install {package}")
+        return Finding(package, "optional", "not installed", f"for {purpose}: {install(extra)}")

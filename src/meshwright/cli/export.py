@@ -11,6 +11,7 @@ from meshwright.checkpoint.peft_config import CONFIG, unread_by_vllm
 from meshwright.cli.common import add_ema_argument, add_family_argument, example_prompt, next_commands, note_weights
 from meshwright.cli.output import add_json_argument, print_result, progress_on_stderr
 from meshwright.spec.errors import UserError
+from meshwright.spec.extras import install
 from meshwright.spec.precision import FP32, FP64, ComputeName, GgufName
 from meshwright.spec.text import command, quoted
 
@@ -73,8 +74,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_json_argument(parser)
     parser.epilog = (
         "An export appears only after the installed programs have read it back with equal logits, tokens and chat\n"
-        "template: meshwright and transformers, peft for adapters, llama.cpp for GGUF (pip install\n"
-        "'meshwright[gguf]'), vLLM with --vllm. receipt.json records which programs, and how closely they agree.\n\n"
+        "template: meshwright and transformers, peft for adapters, llama.cpp for GGUF\n"
+        f"({install('gguf')}), vLLM with --vllm. receipt.json records which programs, and how closely they agree.\n\n"
         "examples:\n"
         "  meshwright export runs/demo --hf runs/demo/export\n"
         "  meshwright export runs/demo --gguf demo-q8_0.gguf --format q8_0\n"

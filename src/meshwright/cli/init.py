@@ -20,11 +20,14 @@ from meshwright.spec.model import ModelFields
 from meshwright.spec.problems import did_you_mean
 from meshwright.spec.recipe import load_recipe
 from meshwright.spec.run import Run
-from meshwright.spec.schema import recipe_schema
+from meshwright.spec.schema import SCHEMA, recipe_schema
 
 WIDTH = 110
 COMMENT_COLUMN = 36
 """Comments begin in this column; after a longer value, on the next line."""
+
+FOR_EDITORS = f"# yaml-language-server: $schema={SCHEMA}"
+"""The line by which an editor with a YAML language server completes and checks the recipe."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -60,7 +63,7 @@ def run(arguments: argparse.Namespace) -> int:
         return 0
     path = find_preset(arguments.preset)
     recipe = load_recipe(path, arguments.overrides)
-    lines = (commented_recipe if arguments.full else short_recipe)(recipe, path)
+    lines = [FOR_EDITORS, *(commented_recipe if arguments.full else short_recipe)(recipe, path)]
     print_result(arguments, recipe.model_dump(mode="json"), lines)
     return 0
 
@@ -186,7 +189,8 @@ def _beside(entry: str, comment: str) -> Iterator[str]:
     if len(entry) + 2 <= COMMENT_COLUMN:
         yield f"{entry:<{COMMENT_COLUMN}}{first}"
     else:
-        yield entry
+        indent = entry[: len(entry) - len(entry.lstrip(" #"))]
+        yield from textwrap.wrap(entry, WIDTH, subsequent_indent=f"{indent}  ", break_on_hyphens=False)
         others = [first, *others]
     for line in others:
         yield " " * COMMENT_COLUMN + line

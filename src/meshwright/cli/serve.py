@@ -9,6 +9,7 @@ from typing import Any
 from meshwright.cli.common import add_model_arguments, compile_steps, open_model, positive, whole, whole_number
 from meshwright.cli.ranks import degree_of, follows, started
 from meshwright.spec.errors import UserError
+from meshwright.spec.extras import install
 
 LOCALHOST = "127.0.0.1"
 
@@ -105,7 +106,7 @@ def run(arguments: argparse.Namespace) -> int:
     except ImportError as error:
         if (error.name or "").split(".")[0] not in ("starlette", "uvicorn"):
             raise
-        raise UserError("serve needs starlette and uvicorn: pip install 'meshwright[serve]'") from error
+        raise UserError(f"serve needs starlette and uvicorn: {install('serve')}") from error
     # Torch loads here, so that --help and usage errors never wait for it.
     from meshwright.serve.prefixes import Prefixes
     from meshwright.serve.served import Capacity, default_name, loader_of, open_served

@@ -10,6 +10,7 @@ from meshwright.pages.runs import find_runs
 from meshwright.pages.terminal_curves import terminal_view
 from meshwright.pages.view import RunsPage
 from meshwright.spec.errors import UserError
+from meshwright.spec.extras import install
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -21,9 +22,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--port", metavar="N", type=PORTS, default=0, help="port of the live page (default: a free one)"
     )
     parser.epilog = (
-        f"Without --html and --terminal, serves a live page on {ADDRESS} until Ctrl-C; it needs pip install "
-        "'meshwright[view]'.\n\nexamples:\n  meshwright view runs/first\n  meshwright view runs/a runs/b --html "
-        "both.html\n  meshwright view runs/first --terminal"
+        f"Without --html and --terminal, serves a live page on {ADDRESS} until Ctrl-C; it needs uPlot:\n"
+        f"{install('view')}.\n\nexamples:\n  meshwright view runs/first\n"
+        "  meshwright view runs/a runs/b --html both.html\n  meshwright view runs/first --terminal"
     )
 
 

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from meshwright.data.encoders import Encoders, num_cores
 from meshwright.data.examples import Encoder, RecordEncoder
-from meshwright.data.readers import Document, read_documents
+from meshwright.data.readers import UNDECODABLE, Document, read_all, read_documents
 from meshwright.data.sources import SourceFile, names_of, total_bytes
 from meshwright.data.split import Census, Split, likely_split, plan_split, text_hash
 from meshwright.data.token_file import LENGTHS, Mark, TokenWriter
@@ -71,8 +71,10 @@ class _Piece:
     text: str
     held_out: bool
     ends_document: bool
-    counts: tuple[int, int, str] | None
+    counts: tuple[int, int, str] | None = None
     """Characters, hash and note of the record that ends here."""
+    skipped: str = ""
+    """The reason why it has no text."""
     place: BuildProgress
     """The progress after this piece."""
 
@@ -154,6 +156,7 @@ class Tokenization:
                         writer.end_document()
                     if piece.counts:
                         census.add(*piece.counts, result.note)
+                    census.note(piece.skipped)
                 place = pieces[-1].place
                 if time.monotonic() - last_commit >= COMMIT_SECONDS:
                     commit_now()
@@ -194,7 +197,11 @@ def _pieces(
     """The pieces of all documents after `place`, in order."""
     done, skip_pieces, num_bytes = place.record, place.pieces, place.num_bytes
     for index in range(place.file, len(files)):
-        for document in read_documents([files[index]], skip=done):
+        for document in read_all([files[index]], skip=done):
+            if document.note == UNDECODABLE:
+                num_bytes += document.num_bytes
+                yield _skipped(document, BuildProgress(index, document.record, 0, num_bytes))
+                continue
             value = text_hash(document.text)
             cut = [
                 (held_out, text, number == len(texts) - 1)
@@ -218,6 +225,11 @@ def _pieces(
                 )
             skip_pieces = 0
         done = 0
+
+
+def _skipped(document: Document, place: BuildProgress) -> _Piece:
+    """What stands for a document that is not UTF-8: it is counted."""
+    return _Piece(where=document.id, text="", held_out=False, ends_document=False, skipped=document.note, place=place)
 
 
 def _chunks(pieces: Iterator[_Piece]) -> Iterator[tuple[list[_Piece], list[str]]]:

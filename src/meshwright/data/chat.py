@@ -32,6 +32,8 @@ NO_VARIABLES: Variables = {}
 FINDERS = 64
 """Most sets of variables whose turns are remembered."""
 _ANGLED = re.compile(r"<\|\w+\|>")
+_MISTRAL = ("<s>", "[INST]", "[/INST]")
+"""Tokens in which the template `mistral` was trained; a tokenizer without them can write it as text."""
 _MISTRAL_TOOLS = ("[AVAILABLE_TOOLS]", "[TOOL_CALLS]", "[TOOL_RESULTS]")
 """Tokens that the template `mistral` needs for tools."""
 
@@ -252,13 +254,24 @@ def find_template(named: str, tokenizer: TextTokenizer, base_dir: Path, chat: Ch
             f"data.chat.template={named}: is neither a file nor one of {', '.join(NAMES)}" + did_you_mean(named, NAMES)
         )
     source = path.read_text()
-    lacking = [token for token in dict.fromkeys(_ANGLED.findall(source)) if tokenizer.token_id(token) is None]
-    if lacking:
+    if lacking := _lacking(source, tokenizer):
+        usable = [name for name in NAMES if not tokens_lacking(name, tokenizer)]
         raise UserError(
-            f"data.chat.template={named} needs the token {lacking[0]}, which the tokenizer lacks; `plain` needs no "
-            "token"
+            f"data.chat.template={named} needs the token {lacking[0]}, which the tokenizer lacks; it has the tokens of "
+            f"{' and '.join(usable)}"
         )
     return ChatTemplate(source, tokenizer, name=named, chat=chat)
+
+
+def tokens_lacking(name: str, tokenizer: TextTokenizer) -> list[str]:
+    """The special tokens of a named template that a tokenizer lacks; `plain` has none."""
+    lacking = _lacking((TEMPLATES / f"{name}.jinja").read_text(), tokenizer)
+    needs = _MISTRAL if name == "mistral" else ()
+    return lacking + [token for token in needs if tokenizer.token_id(token) is None]
+
+
+def _lacking(source: str, tokenizer: TextTokenizer) -> list[str]:
+    return [token for token in dict.fromkeys(_ANGLED.findall(source)) if tokenizer.token_id(token) is None]
 
 
 def ask(

@@ -41,7 +41,12 @@ def describe_formats(corpus: Corpus) -> str:
 
 def describe_counts(file: TokenFile) -> list[str]:
     """How many records were cut off, left out or changed, for each reason."""
-    return [f"{count} {_NOTES[note]}" for note, count in file.counts.items()]
+    return [describe_note(note, count) for note, count in file.counts.items()]
+
+
+def describe_note(note: str, count: int) -> str:
+    """How many records were treated as a note says."""
+    return f"{count} {_NOTES[note]}"
 
 
 _NOTES = {
@@ -50,6 +55,7 @@ _NOTES = {
     "unlabelled": "left out because they have no trained tokens",
     "unweighted": "left out because their weight is 0",
     "spelled": "left out because they contain the text of a special token",
+    "undecodable": "skipped: not UTF-8",
     "structs": "read without keys that are null in their struct, which the record may lack",
 }
 

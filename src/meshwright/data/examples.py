@@ -76,7 +76,7 @@ class RecordEncoder:
 
     def encode(self, texts: Sequence[str]) -> list[EncodedText]:
         """One result for each record."""
-        return [self._encoded(json.loads(text)) for text in texts]
+        return [self._encoded(json.loads(text)) if text else EncodedText(()) for text in texts]
 
     def _encoded(self, record: Mapping[str, Any]) -> EncodedText:
         if record.get("weight") == 0:

@@ -2,10 +2,8 @@
 
 import os
 import shutil
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,13 +13,12 @@ from meshwright.data.build import HELD_OUT, TRAIN, Progress, Tokenization, count
 from meshwright.data.cache import cached, damage_of
 from meshwright.data.checksums import ENDING, BlockChecksums, sums_of, write_sums
 from meshwright.data.examples import RecordEncoder, TextEncoder, record_encoder
-from meshwright.data.readers import read_documents, told_apart
+from meshwright.data.readers import told_apart
 from meshwright.data.sources import SourceFile, find_files, names_of
 from meshwright.data.split import Split, plan_split, text_hash
 from meshwright.data.token_file import (
     TokenFile,
     check_places,
-    file_in_memory,
     looks_wider,
     open_indexed,
     open_token_file,
@@ -142,7 +139,7 @@ def prepare_corpus(
     """
     progress = progress or (lambda what, done, total: None)
     cache = Path(data.cache_dir)
-    groups = group_files(data, told_apart(find_files(data.sources, base_dir, data.exclude)))
+    groups = group_files(data, told_apart(find_files(data, base_dir)))
     tokenizer = find_tokenizer(data, base_dir=base_dir, model=model)
     splits: dict[str, Split] = {}
     if tokenizer is None:
@@ -178,29 +175,19 @@ def prepare_corpus(
     return Corpus(tokenizer=tokenizer, streams=tuple(streams), note=note)
 
 
-def encoder_of_records(data: DataSpec, tokenizer: TextTokenizer, base_dir: Path) -> RecordEncoder:
-    """The encoder of the recipe's records. Raises UserError if they would be cut, or have no template."""
+def check_whole(data: DataSpec) -> None:
+    """Raise UserError if the packing would cut records."""
     if data.packing == "concatenated":
         raise UserError(
-            "data.packing=concatenated would cut conversations at arbitrary positions; set data.packing=best_fit "
-            "and data.separate_documents=true, or data.packing=padded"
+            "data.packing=concatenated would cut conversations at arbitrary positions; set data.packing=best_fit and "
+            "data.separate_documents=true, or data.packing=padded"
         )
+
+
+def encoder_of_records(data: DataSpec, tokenizer: TextTokenizer, base_dir: Path) -> RecordEncoder:
+    """The encoder of the recipe's records. Raises UserError if they would be cut, or have no template."""
+    check_whole(data)
     return record_encoder(tokenizer, data.chat, base_dir=base_dir, max_labels=data.sequence_length)
-
-
-def first_records(files: Sequence[SourceFile], encoder: RecordEncoder, num: int) -> TokenFile:
-    """The first records of some files, encoded as for training, without the records that training drops."""
-    read = list(islice(read_documents(files), num))
-    encoded = encoder.encode([document.text for document in read])
-    for document, record in zip(read, encoded, strict=True):
-        if record.error:
-            raise UserError(f"{document.id}: {record.error}")
-    documents = [ids for record in encoded for ids in record.documents]
-    if not documents:
-        raise UserError(f"{files[0].name}: all checked records are left out: too long, or without an answer")
-    notes = [note for document, record in zip(read, encoded, strict=True) for note in (document.note, record.note)]
-    counts = Counter(filter(None, notes))
-    return replace(file_in_memory(documents, masked=True), is_pairs=files[0].format == "preference", counts=counts)
 
 
 def find_tokenizer(data: DataSpec, *, base_dir: Path, model: StartingModel = NO_MODEL) -> TextTokenizer | None:
@@ -217,17 +204,6 @@ def _with_rows(tokenizer: TextTokenizer, model: StartingModel, data: DataSpec) -
         return tokenizer.for_rows(model.rows)
     except UserError as error:
         raise UserError(f"data.tokenizer={data.tokenizer}: {error}") from None
-
-
-def first_tokens(file: SourceFile, tokenizer: TextTokenizer, num_tokens: int) -> TokenFile:
-    """The first tokens of a token file, about `num_tokens`, in whole documents if it has several."""
-    if file.tokens is None:
-        whole = open_token_file(file.path, tokenizer)
-        return whole.part(0, min(whole.num_documents, whole.document_at(num_tokens) + 1))
-    dtype = np.dtype(file.tokens).newbyteorder("<")
-    tokens = np.fromfile(file.path, dtype, num_tokens).astype(np.int64)
-    _, lengths = scan_tokens(tokens, eos_id=tokenizer.eos_id)
-    return file_in_memory(np.split(tokens, np.cumsum(lengths)[:-1]), file.path)
 
 
 def group_files(data: DataSpec, files: Sequence[SourceFile]) -> dict[str, list[SourceFile]]:

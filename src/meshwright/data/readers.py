@@ -27,6 +27,12 @@ MOST_UNPACKED = 250
 """Largest ratio of unpacked to packed size, after the first line's worth; text compresses 3 to 20 times."""
 
 
+UNDECODABLE = "undecodable"
+"""The note of what is skipped because it is not UTF-8."""
+OF_A_LINE = " of the line; convert the file, or skip such lines: data.undecodable=skip"
+"""The end of the message about a line that is not UTF-8."""
+
+
 class Document(NamedTuple):
     """One document of a corpus."""
 
@@ -39,7 +45,7 @@ class Document(NamedTuple):
     record: int = 1
     """Line or row of its file, from 1; in a .csv file the header is not counted."""
     note: str = ""
-    """`structs` if keys that were null in a struct are left out."""
+    """`structs` if keys that were null in a struct are left out; `undecodable` if it is skipped, and has no text."""
 
 
 class Row(NamedTuple):
@@ -50,14 +56,23 @@ class Row(NamedTuple):
     """By key or column: for text only the text column, for records at least the columns that they need."""
     num_bytes: int
     record: int
+    decoded: bool = True
+    """False for a line that is skipped because it is not UTF-8; it has no fields."""
 
 
-def read_documents(files: Iterable[SourceFile], *, skip: int = 0) -> Iterator[Document]:
+def read_documents(files: Iterable[SourceFile]) -> Iterator[Document]:
     """The documents of these files, in order, a few in memory at a time; empty ones are left out.
 
-    The first `skip` records (lines or rows) of the first file are skipped, which is much faster than reading them.
+    Raises UserError, naming file and byte, line or row, for unreadable files and for text that is not UTF-8, unless it
+    is skipped.
+    """
+    return (document for document in read_all(files) if document.text)
 
-    Raises UserError, naming file and byte, line or row, for unreadable files and for text that is not UTF-8.
+
+def read_all(files: Iterable[SourceFile], *, skip: int = 0) -> Iterator[Document]:
+    """As `read_documents`, with what is skipped because it is not UTF-8.
+
+    The first `skip` records (lines or rows) of the first file are skipped, which is much faster than reading them.
     """
     for file in map(_told_apart, files):
         if file.container == "text":
@@ -66,9 +81,9 @@ def read_documents(files: Iterable[SourceFile], *, skip: int = 0) -> Iterator[Do
             documents = (
                 Document(row.id, content.text, row.num_bytes, row.record, content.note)
                 for row in _READERS[file.container](file, skip)
-                for content in [_content(row, file)]
+                for content in [_content(row, file) if row.decoded else Content("", UNDECODABLE)]
             )
-        yield from (document for document in documents if document.text)
+        yield from (document for document in documents if document.text or document.note == UNDECODABLE)
         skip = 0
 
 
@@ -85,7 +100,7 @@ def _told_apart(file: SourceFile) -> SourceFile:
         return file
     if file.container not in _READERS or file.text_key != "text":
         return replace(file, format="text")
-    row = next(_READERS[file.container](file, 0), None)
+    row = next((row for row in _READERS[file.container](file, 0) if row.decoded), None)
     return replace(
         file, format=format_of(renamed(row.fields, file.columns), file.text_key, file.name) if row else "text"
     )
@@ -120,10 +135,13 @@ def _read_text(file: SourceFile, skip: int) -> Iterator[Document]:
     try:
         text = content.decode().removeprefix("\ufeff")
     except UnicodeDecodeError as error:
+        if file.skips:
+            yield Document(file.name, "", num_bytes, note=UNDECODABLE)
+            return
         left_out = quoted(f"data.exclude={json.dumps([file.name], ensure_ascii=False)}")
         raise UserError(
-            f"{file.name}: is not UTF-8 at byte {error.start}; convert it (iconv -f LATIN1 -t UTF-8), or leave it out: "
-            f"{left_out}"
+            f"{file.name}: is not UTF-8 at byte {error.start}; convert it (iconv -f LATIN1 -t UTF-8), skip all "
+            f"such files (data.undecodable=skip), or leave it out: {left_out}"
         ) from error
     yield Document(file.name, text, num_bytes)
 
@@ -144,7 +162,9 @@ def _read_json_lines(file: SourceFile, skip: int) -> Iterator[Row]:
                 continue
             before, place = place, raw.tell()
             where = f"{file.name}:{number}"
-            yield Row(where, _fields(_parsed(line, where, "of the line"), where), place - before, number)
+            decoded = not file.skips or _is_utf8(line)
+            fields = _fields(_parsed(line, where, OF_A_LINE), where) if decoded else {}
+            yield Row(where, fields, place - before, number, decoded)
 
 
 def _read_json(file: SourceFile, skip: int) -> Iterator[Row]:
@@ -299,11 +319,19 @@ def _arrow_errors(file: SourceFile) -> Iterator[None]:
         raise UserError(f"{file.name} cannot be read: {reason}") from error
 
 
-def _parsed(content: bytes, where: str, of: str) -> Any:
+def _is_utf8(line: bytes) -> bool:
+    try:
+        line.decode()
+    except UnicodeDecodeError:
+        return False
+    return True
+
+
+def _parsed(content: bytes, where: str, hint: str) -> Any:
     try:
         text = content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        raise UserError(f"{where}: not UTF-8 at byte {error.start} {of}".rstrip()) from error
+        raise UserError(f"{where}: not UTF-8 at byte {error.start}{hint}") from error
     return parse_json(text, where)
 
 

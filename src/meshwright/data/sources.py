@@ -11,8 +11,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal
 
-from meshwright.spec.data import HUB, STDLIB, Format, SourceSpec
+from meshwright.spec.data import HUB, STDLIB, DataSpec, Format, SourceSpec
 from meshwright.spec.errors import UserError
+from meshwright.spec.extras import install
 from meshwright.spec.files import regular
 
 STDLIB_LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idle_test", "encodings"}
@@ -68,6 +69,8 @@ class SourceFile:
     """The dtype of a raw token file."""
     source: int = 0
     """Index of its source in the recipe."""
+    skips: bool = False
+    """Whether text that is not UTF-8 is skipped."""
 
     @property
     def is_tokens(self) -> bool:
@@ -88,18 +91,20 @@ class SourceFile:
             self.text_key,
             self.tokens,
             *([self.columns] if self.columns else []),
+            *(["skips"] if self.skips else []),
             status.st_size,
             status.st_mtime_ns,
         )
 
 
-def find_files(sources: Sequence[SourceSpec], base_dir: Path, exclude: Sequence[str] = ()) -> list[SourceFile]:
-    """The files of all sources, without those that the globs in `exclude` name: sources in their order, the files of
-    each sorted by name. A file that a glob finds under several names, by links, is one file.
+def find_files(data: DataSpec, base_dir: Path) -> list[SourceFile]:
+    """The files of all sources, without those that the globs in `data.exclude` name: sources in their order, the files
+    of each sorted by name. A file that a glob finds under several names, by links, is one file.
 
     Raises UserError if a source or an `exclude` matches nothing, or nothing that can be read, and if two sources read
     the same file.
     """
+    sources, exclude = data.sources, data.exclude
     left_out = {
         pattern: {_identity(path) for name in _globbed(pattern, base_dir) if (path := base_dir / name).is_file()}
         for pattern in exclude
@@ -120,7 +125,7 @@ def find_files(sources: Sequence[SourceSpec], base_dir: Path, exclude: Sequence[
                 f"one file would be read twice: as {first.name} by data source {paths[0]}, and as {file.name} by "
                 f"{paths[1]}; remove it from one"
             )
-    return files
+    return [replace(file, skips=data.undecodable == "skip") for file in files]
 
 
 class _Excluded:
@@ -166,9 +171,7 @@ def require(library: str, purpose: str) -> ModuleType:
         return importlib.import_module(library)
     except ImportError as error:
         package = library.split(".")[0]
-        raise UserError(
-            f"{purpose} needs {package}; install it: pip install 'meshwright[{EXTRAS[package]}]'"
-        ) from error
+        raise UserError(f"{purpose} needs {package}: {install(EXTRAS[package])}") from error
 
 
 def _files_of(source: SourceSpec, number: int, base_dir: Path, excluded: _Excluded) -> list[SourceFile]:

@@ -60,11 +60,15 @@ class Census:
 
     def add(self, num_characters: int, value: int, *notes: str) -> None:
         """Count a document."""
-        for note in filter(None, notes):
-            self.notes[note] = self.notes.get(note, 0) + 1
+        self.note(*notes)
         self.num_documents += 1
         self.num_characters += num_characters
         self.smallest, self.largest = min(self.smallest, value), max(self.largest, value)
+
+    def note(self, *notes: str) -> None:
+        """Count records by their notes; empty ones are none."""
+        for note in filter(None, notes):
+            self.notes[note] = self.notes.get(note, 0) + 1
 
     def suits(self, split: Split) -> bool:
         """Whether both sides of a split by hashes have documents."""

@@ -39,6 +39,7 @@ from meshwright.engines.torchtitan import TorchtitanConfig
 from meshwright.engines.trainer_yaml import AxolotlConfig, LlamaFactoryConfig
 from meshwright.engines.tuning import PeftEngine, TrlEngine
 from meshwright.spec.errors import UserError
+from meshwright.spec.extras import install
 from meshwright.spec.problems import did_you_mean
 
 ENGINES: Mapping[str, Engine] = {
@@ -110,11 +111,11 @@ def check_installed(engine: Engine, python: Path, checkout: Path | None = None) 
         raise UserError(f"{python} cannot run {engine.name}: {error}") from error
     lacking, versions = json.loads(output.stdout)
     own = str(python) == sys.executable
-    there, install = ("", "pip install") if own else (f" in {python}", f"{python} -m pip install")
+    there, other = ("", "") if own else (f" in {python}", str(python))
     for module in lacking:
         name, extra = re.sub(r"[._]", "-", module), engine.packages[module]
         raise MissingPackageError(
-            f"{name} is not installed{there}; {install} 'meshwright[{extra}]', or run compare with --install"
+            f"{name} is not installed{there}: {install(extra, python=other)}, or run compare with --install"
         )
     for name, version in versions.items():
         if _parts(version) < _parts(engine.oldest[name]):

@@ -13,6 +13,7 @@ from typing import Any
 from meshwright.families.fp8_files import without_scales
 from meshwright.families.tensor_headers import StoredTensor, stored_tensors
 from meshwright.spec.errors import UserError
+from meshwright.spec.extras import install
 from meshwright.spec.foreign import Fp8Files, Wrapper
 from meshwright.spec.model import ModelSpec
 
@@ -119,8 +120,7 @@ def parsed(config: Mapping[str, Any], *, where: str) -> Any:
     """
     if find_spec("transformers") is None:
         raise UserError(
-            f"{where}: model_type {config.get('model_type')!r} needs transformers: pip install "
-            "'meshwright[transformers]'"
+            f"{where}: model_type {config.get('model_type')!r} needs transformers: {install('transformers')}"
         )
     # Heavy and optional, so it is imported only for models that need it.
     from huggingface_hub.errors import StrictDataclassError

@@ -56,6 +56,7 @@ from meshwright.serve.conversation import PromptEncoder
 from meshwright.serve.token_ids import TokenIds, token_ids
 from meshwright.serve.trained import TrainedModel, config_of, directory_of, open_trained
 from meshwright.spec.errors import UserError
+from meshwright.spec.extras import install
 from meshwright.spec.precision import BF16, FP32, FP64
 from meshwright.storage.durable import complete_folder
 
@@ -173,9 +174,7 @@ def _write_proved_gguf(
         readings.append(_llama_cpp_reading(reference, trained.tokenizer, file, form))
     if not readings:
         tried = f"; {notes[-1]}" if notes else ""
-        raise UserError(
-            f"the export was refused: no program that reads GGUF is installed; pip install 'meshwright[gguf]'{tried}"
-        )
+        raise UserError(f"the export was refused: no program that reads GGUF is installed: {install('gguf')}{tried}")
     receipt = Receipt(
         exported=exported,
         dtype=form,

@@ -17,6 +17,7 @@ from meshwright.devices import CPU
 from meshwright.handover.gguf_tokenizer import Vocabulary, vocabulary_of
 from meshwright.models.rope import rope_frequencies
 from meshwright.spec.errors import UserError
+from meshwright.spec.extras import install
 from meshwright.spec.layers import Rope, RopeScaling
 from meshwright.spec.model import ModelSpec
 
@@ -74,7 +75,7 @@ def check_gguf(spec: ModelSpec) -> None:
     if spec.family not in ARCHITECTURES:
         raise UserError(f"GGUF: {spec.family} is not supported; supported are {', '.join(ARCHITECTURES)}")
     if find_spec("gguf") is None:
-        raise UserError("GGUF needs the package gguf: pip install 'meshwright[gguf]'")
+        raise UserError(f"GGUF needs the package gguf: {install('gguf')}")
     if spec.num_experts and not spec.router_normalised:
         raise UserError(
             "GGUF: llama.cpp always normalizes the experts' scores (norm_topk_prob), but this model does not"

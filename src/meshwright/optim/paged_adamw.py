@@ -9,6 +9,7 @@ import torch
 from meshwright.devices import on_cpu, synchronize_all
 from meshwright.optim.adamw import ParameterwiseAdamW
 from meshwright.spec.errors import UserError
+from meshwright.spec.extras import install
 
 SMALLEST_PAGED = 10**5
 """Moments with fewer numbers stay on the GPU."""
@@ -24,7 +25,7 @@ class PagedAdamW(ParameterwiseAdamW):
         try:
             self._functional = import_module("bitsandbytes.functional")
         except ImportError as error:
-            raise UserError("training.optimizer.name=paged_adamw needs: pip install 'meshwright[qlora]'") from error
+            raise UserError(f"training.optimizer.name=paged_adamw needs bitsandbytes: {install('qlora')}") from error
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:

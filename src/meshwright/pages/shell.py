@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.spec.errors import UserError
+from meshwright.spec.extras import install
 
 STATIC = Path(__file__).with_name("static")
 WORDS = {"FAILED": "failed", "ok": "passed"}
@@ -146,5 +147,5 @@ def _uplot() -> dict[str, str]:
         files = []
     texts = {file.name: Path(str(file.locate())) for file in files if file.name in wanted}
     if set(texts) != set(wanted) or not all(path.is_file() for path in texts.values()):
-        raise UserError("the page draws with uPlot, which is not installed; pip install 'meshwright[view]'")
+        raise UserError(f"the page draws with uPlot, which is not installed: {install('view')}")
     return {name: path.read_text(encoding="utf-8") for name, path in texts.items()}

@@ -16,6 +16,7 @@ import torch
 
 from meshwright.data.tokenizer import TextTokenizer
 from meshwright.spec.errors import UserError
+from meshwright.spec.extras import install
 
 LARGEST = 2**16
 """Most characters of a schema, an expression or a list of choices: compiling takes a second at this size."""
@@ -149,7 +150,7 @@ def _library() -> Any:
     try:
         import llguidance
     except ImportError:
-        raise UserError("it needs the package llguidance on the server: pip install 'meshwright[serve]'") from None
+        raise UserError(f"it needs the package llguidance on the server: {install('serve')}") from None
     return llguidance
 
 

@@ -16,6 +16,7 @@ from meshwright.checkpoint.hf import HfWeights
 from meshwright.checkpoint.manifest import MANIFEST, CheckpointError, list_checkpoints
 from meshwright.checkpoint.verify import verify_checkpoint
 from meshwright.data.chat import ask
+from meshwright.data.defaults import with_packing
 from meshwright.data.loader import BatchShare, evaluation_batches
 from meshwright.data.mixture import all_samples, held_out_samples
 from meshwright.data.packing import Samples
@@ -265,21 +266,20 @@ def _held_out(trained: TrainedModel, length: int) -> dict[str, Samples]:
 def _samples_of(trained: TrainedModel, sources: Sequence[str], length: int) -> dict[str, Samples]:
     """All text of the sources, separately for each, packed like the run's own."""
     own = trained.run.run.data if trained.run else DataSpec()
+    packed = {"packing": own.packing, "separate_documents": own.separate_documents}
     data = DataSpec(
         sources=tuple(SourceSpec(path=source, name=source if len(sources) > 1 else None) for source in sources),
         tokenizer=str(trained.tokenizer_dir.resolve()),
         sequence_length=length,
-        packing=own.packing,
-        separate_documents=own.separate_documents,
+        # A text run, and a Hugging Face directory, give no packing for records.
+        **(packed if own.packing != "concatenated" else {}),
         chat=own.chat.model_copy(update={"template": "auto"}),
         held_out=0,
         cache_dir=own.cache_dir,
     )
-    if own.packing == "concatenated" and any(file.is_records for file in told_apart(find_files(data.sources, Path()))):
-        # A text run, and a Hugging Face directory, give no packing for records. Not every transformers architecture can
-        # separate documents.
-        whole = {"packing": "best_fit", "separate_documents": True}
-        data = data.model_copy(update={"packing": "padded"} if trained.spec.foreign else whole)
+    data, _ = with_packing(data, told_apart(find_files(data, Path())), separates=trained.spec.foreign is None)
+    if "packing" not in data.model_fields_set:
+        data = data.model_copy(update=packed)
     corpus = prepare_corpus(data, base_dir=Path(), model=StartingModel(rows=trained.spec.vocab))
     if any(stream.train.is_pairs for stream in corpus.streams):
         raise UserError(

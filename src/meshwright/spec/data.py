@@ -170,6 +170,8 @@ class DataSpec(Spec):
     exclude: tuple[str, ...] = ()
     """Files that the sources leave out: a path or glob relative to the recipe, or several (`exclude: [drafts/**,
     bad.txt]`)."""
+    undecodable: Literal["error", "skip"] = "error"
+    """Treatment of a text file, or a line of a .jsonl file, that is not UTF-8: raise an error, or skip and count it."""
     tokenizer: str = Field(default="auto", min_length=1)
     """A tokenizer.json, or a directory that holds one, relative to the recipe, or the hub's id of a model in the local
     cache. auto: the tokenizer of the model's Hugging Face directory; for other models a byte-level BPE is trained on

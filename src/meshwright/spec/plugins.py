@@ -17,6 +17,7 @@ from pydantic_core import CoreSchema, PydanticCustomError, ValidationError, core
 
 from meshwright.spec.base import Spec
 from meshwright.spec.errors import UserError
+from meshwright.spec.extras import install
 
 OURS = {
     "callbacks": {
@@ -84,7 +85,7 @@ def require_plugin(kind: str, name: str) -> None:
     if (kind, name) not in _given:
         find_plugin(kind, name)
     if kind == "trackers" and name in NEEDS and importlib.util.find_spec(name) is None:
-        raise UserError(f"trackers: {name} is not installed; pip install 'meshwright[{name}]', or leave it out")
+        raise UserError(f"trackers: {name} is not installed: {install(name)}, or leave it out")
 
 
 @contextmanager

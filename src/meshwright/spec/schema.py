@@ -1,10 +1,13 @@
 """The JSON schema of a recipe, for editors (yaml-language-server) and other programs that write recipes."""
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from meshwright.spec.run import Run
 
+SCHEMA = Path(__file__).with_name("recipe.schema.json")
+"""The schema as a file, which the first line of a printed recipe names (docs/make_schema.py writes it)."""
 SHORT_FORMS: dict[tuple[str, ...], dict[str, Any]] = {
     ("properties", "model"): {"type": "string", "description": "A published name, a directory or a hub's id."},
     ("properties", "layout"): {"const": "auto"},

@@ -22,6 +22,7 @@ from meshwright.comm.objects import gather_everywhere
 from meshwright.data.chat import find_template
 from meshwright.models.generate import Sampling
 from meshwright.spec.errors import UserError
+from meshwright.spec.extras import install
 from meshwright.spec.problems import did_you_mean
 from meshwright.spec.tasks import TaskSpec
 from meshwright.tasks.examinee import Examinee, Writing
@@ -52,8 +53,8 @@ def find_task(spec: TaskSpec, base_dir: Path) -> HarnessTask:
     """
     if importlib.util.find_spec("lm_eval") is None:
         raise UserError(
-            f"task {spec.task}: needs lm-evaluation-harness: pip install 'meshwright[eval]' (for your own "
-            "questions, give a .jsonl file)"
+            f"task {spec.task}: needs lm-evaluation-harness: {install('eval')} (for your own questions, give a .jsonl "
+            "file)"
         )
     if spec.shots_from is not None:
         raise UserError(

@@ -42,6 +42,8 @@ def banner(trainer: Trainer, corpus: Corpus) -> str:
         "data": f"{short(corpus.num_tokens)} tokens of {corpus.num_documents} documents, held out {held_out}; "
         f"tokenizer of {corpus.tokenizer.vocab_size}",
         "records": describe_formats(corpus),
+        "packing": resolved.reasons.get("data.packing", ""),
+        "template": resolved.reasons.get("data.chat.template", ""),
         "note": corpus.note,
         "batch": f"{resolved.tokens_per_step} tokens a step = {counted(run.layout.data_parallel, 'rank')} x "
         f"{counted(resolved.accumulation, 'microbatch')} x {counted(resolved.micro_batch, 'sequence')} x "

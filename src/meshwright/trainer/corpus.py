@@ -2,11 +2,15 @@
 
 import os
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 
 from meshwright.checkpoint.manifest import list_checkpoints
+from meshwright.data.defaults import with_packing, with_template
 from meshwright.data.plugged import has_datasets, write_datasets
-from meshwright.data.prepare import Corpus, StartingModel, prepare_corpus
+from meshwright.data.prepare import Corpus, StartingModel, find_tokenizer, prepare_corpus
+from meshwright.data.readers import told_apart
+from meshwright.data.sources import find_files
 from meshwright.data.tokenizer import TextTokenizer, load_tokenizer
 from meshwright.families import pretrained_directory, resolve_model, starting_weights
 from meshwright.spec.data import SMALLEST_VOCAB
@@ -49,6 +53,23 @@ def with_datasets(run: Run, base_dir: Path, *, most: int | None = None) -> Run:
         raise UserError("training.epochs: a plugged-in dataset has no known length; set training.steps or tokens")
     samples = most or (steps or 0) * run.sequences_per_step()
     return run.model_copy(update={"data": write_datasets(run.data, samples=samples, vocab=vocab, numbers=bare)})
+
+
+def with_data_defaults(run: Run, base_dir: Path) -> tuple[Run, dict[str, str]]:
+    """The recipe with a packing and a chat template that suit its records, where it names none, and the reasons. Data
+    that cannot be read leave it as it is: reading them raises the error."""
+    data, reasons = run.data, dict[str, str]()
+    if "sources" not in data.model_fields_set or has_datasets(data):
+        return run, reasons
+    with suppress(UserError, OSError):
+        files = [file for file in told_apart(find_files(data, base_dir)) if file.is_records]
+        if not files:
+            return run, reasons
+        model = resolve_model(run.model, base_dir=base_dir, vocab=data.tokenizer_vocab)
+        data, reasons["data.packing"] = with_packing(data, files, separates=model.foreign is None)
+        tokenizer = find_tokenizer(data, base_dir=base_dir, model=starting_model(run, base_dir))
+        data, reasons["data.chat.template"] = with_template(data, files, tokenizer)
+    return run.model_copy(update={"data": data}), {name: reason for name, reason in reasons.items() if reason}
 
 
 def check_corpus(resolved: ResolvedRun, corpus: Corpus, resume: str | None) -> None:

@@ -36,6 +36,7 @@ from meshwright.spec.recompute import Recompute, plain_recompute, recompute_misf
 from meshwright.spec.run import ResolvedRun, Run
 from meshwright.spec.text import quoted
 from meshwright.spec.training import MOST_WARMUP, TrainingSpec
+from meshwright.trainer.corpus import with_data_defaults
 from meshwright.trainer.derived import with_split
 from meshwright.trainer.length import in_steps
 
@@ -56,9 +57,18 @@ def resolve_run(run: Run, *, base_dir: Path, machine: Machine | None = None) -> 
     requested.
     """
     machine = machine or find_machine(run.device)
+    suited, reasons = with_data_defaults(run, base_dir)
+    if not reasons:
+        return _resolved(run, base_dir=base_dir, machine=machine)
+    resolved = _resolved(suited, base_dir=base_dir, machine=machine)
+    return resolved.model_copy(update={"given": run, "reasons": {**reasons, **resolved.reasons}})
+
+
+def _resolved(run: Run, *, base_dir: Path, machine: Machine) -> ResolvedRun:
+    """The run with every `auto` resolved, after its data."""
     if run.training.epochs is not None or run.training.tokens is not None:
         lasting, reason = in_steps(run, base_dir)
-        resolved = resolve_run(lasting, base_dir=base_dir, machine=machine)
+        resolved = _resolved(lasting, base_dir=base_dir, machine=machine)
         return resolved.model_copy(update={"given": run, "reasons": {"training.steps": reason, **resolved.reasons}})
     if run.layout.choose:
         return _with_layout(run, base_dir, machine)
@@ -70,7 +80,7 @@ def resolve_run(run: Run, *, base_dir: Path, machine: Machine | None = None) -> 
     sizes = _micro_batches(run, global_batch // ranks, base_dir)
     if relieved := _relieved(run, model, global_batch, sizes[0], machine):
         changed, reasons = relieved
-        resolved = resolve_run(changed, base_dir=base_dir, machine=machine)
+        resolved = _resolved(changed, base_dir=base_dir, machine=machine)
         return resolved.model_copy(update={"given": run, "reasons": resolved.reasons | reasons})
     micro_batch, reason = _micro_batch(run, model, global_batch, sizes, machine)
     stage_layers = _stage_layers(run, model, global_batch // ranks // micro_batch, base_dir)
@@ -155,7 +165,7 @@ def _with_scaled_rate(run: Run, base_dir: Path, machine: Machine) -> ResolvedRun
     given, batch = run.training.optimizer, run.sequences_per_step()
     optimizer = given.scaled(batch)
     changed = run.model_copy(update={"training": run.training.model_copy(update={"optimizer": optimizer})})
-    resolved = resolve_run(changed, base_dir=base_dir, machine=machine)
+    resolved = _resolved(changed, base_dir=base_dir, machine=machine)
     reason = (
         f"{optimizer.lr:.6g}: {given.lr:g} for {given.lr_base_batch} sequences, scaled ({given.lr_scaling}) to {batch}"
     )
@@ -178,7 +188,7 @@ def _with_layout(run: Run, base_dir: Path, machine: Machine) -> ResolvedRun:
             f"layout: auto, but no layout fits {cluster.name}: of {len(reasons)} strategies (see meshwright plan) "
             f"the closest is {closest}: {reasons[closest]}; what would fit: {advice}"
         )
-    resolved = resolve_run(planned_run(run, plan), base_dir=base_dir, machine=machine)
+    resolved = _resolved(planned_run(run, plan), base_dir=base_dir, machine=machine)
     reasons = resolved.reasons | {"layout": choice_reason(plan), "training.micro_batch": "by the planner"}
     return resolved.model_copy(update={"given": run, "plan": facts, "reasons": reasons})
 
