@@ -16,7 +16,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "docs"))
-from make_files_md import PARTS
+from make_files_md import PARTS  # pyright: ignore[reportMissingImports]
 from test_house import MAX_PARAMETERS, PRIVATE_BUT_NOT_TORCHS, given_names, overrides, parameters, private_parts
 
 STRATEGIES = {

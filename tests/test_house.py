@@ -40,9 +40,10 @@ TENSOR_COLLECTIVES = (
 """Prefixes of the names of `torch.distributed`'s functions that take tensors."""
 PRIVATE_BUT_NOT_TORCHS = {
     *("_replace", "_exit", "_current_frames", "_forkserver", "_forkserver_alive_fd", "_option_string_actions"),
+    *("_action_groups", "_group_actions", "_get_formatter", "_format_action_invocation", "_expand_help"),
     *("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"),
 }
-"""Python's own, and the attributes of `nn.Module` that every subclass has."""
+"""Python's own, of `argparse` among them, and the attributes of `nn.Module` that every subclass has."""
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
