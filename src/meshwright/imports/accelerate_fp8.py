@@ -5,7 +5,7 @@ from typing import Any
 
 from meshwright.imports.claims import Always, NoEffect
 from meshwright.imports.reading import Reading, Rule, check_count
-from meshwright.imports.rules import fact, no_effect, only, unsupported, without
+from meshwright.imports.rules import fact, only, unsupported, without
 
 BACKEND = "fp8 backend"
 RECIPE = "training.low_precision.recipe"
@@ -31,7 +31,7 @@ FP8_RULES: Mapping[str, Rule] = {
     "format": only("HYBRID", "forward in e4m3, gradients in e5m2 (HYBRID)"),
     "override_linear_precision": _overridden,
     "use_mxfp8_block_scaling": unsupported("set training.precision=mxfp8"),
-    "use_autocast_during_eval": no_effect(NoEffect.EVALUATES),
+    "use_autocast_during_eval": NoEffect.EVALUATES,
     "enable_fsdp_float8_all_gather": unsupported("set layout.quantized_weights=fp8, which changes no result"),
     "pad_inner_dim": unsupported("sizes of layers must be multiples of 16"),
     "opt_level": unsupported("MS-AMP is not supported"),

@@ -12,7 +12,6 @@ from meshwright.imports.rules import (
     choice,
     fact,
     listed,
-    no_effect,
     no_effects,
     no_tracker,
     one_of,
@@ -279,6 +278,6 @@ RULES: Mapping[str, Rule] = {
         without("evaluation data is a fraction of the training data; set data.held_out"),
     ),
     "wandb.enable": when(tracker("wandb"), True, no_tracker("wandb")),
-    "wandb.mode": no_effect(NoEffect.LOGS),
+    "wandb.mode": NoEffect.LOGS,
     **no_effects(NO_EFFECT),
 }

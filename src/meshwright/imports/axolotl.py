@@ -19,7 +19,6 @@ from meshwright.imports.reading import Reading, Rule, check_count, check_number
 from meshwright.imports.rules import (
     apply,
     choice,
-    claims,
     fact,
     if_any,
     no_effects,
@@ -232,7 +231,7 @@ RULES: Mapping[str, Rule] = {
     **{key: rule for section in CONFIGS for key, rule in override_rules(section).items()},
     "wandb_project": _tracked,
     "wandb_mode": _mode,
-    "use_wandb": when(claims(Has("trackers", ["wandb"])), True, no_tracker("wandb")),
+    "use_wandb": when(Has("trackers", ["wandb"]), True, no_tracker("wandb")),
     "use_tensorboard": when(tracker("tensorboard"), True, no_tracker("tensorboard")),
     "special_tokens": unsupported("the tokenizer's special tokens are used"),
     "early_stopping_patience": unsupported("use the callback early_stopping (docs/callbacks.md)"),

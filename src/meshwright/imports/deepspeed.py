@@ -26,7 +26,6 @@ from meshwright.imports.reading import Form, Reading, Rule, check_count, check_n
 from meshwright.imports.rules import (
     fact,
     listed,
-    no_effect,
     no_effects,
     no_tracker,
     only,
@@ -268,7 +267,7 @@ def read_deepspeed(reading: Reading, values: Mapping[str, Any], file: str) -> No
     is_muon = str(keys.get("optimizer.type")).lower() == "muon"
     rules = {**RULES, **cycle_rules(name_of(values)), **(MUON_RULES if is_muon else {})}
     if keys.get("fp16.enabled") in (None, False):
-        rules |= {f"fp16.{key}": no_effect(NoEffect.OFF) for key in f"auto_cast loss_scale {LOSS_SCALE}".split()}
+        rules |= {f"fp16.{key}": NoEffect.OFF for key in f"auto_cast loss_scale {LOSS_SCALE}".split()}
     reading.take(keys, rules, file)
     settle_offload(reading)
     _settle_quantized(reading)

@@ -11,7 +11,7 @@ from typing import Any
 
 from meshwright.imports.claims import Always, NoEffect
 from meshwright.imports.reading import Reading, Rule, check_count, check_number, flat
-from meshwright.imports.rules import fact, no_effect, unsupported, without
+from meshwright.imports.rules import fact, unsupported, without
 from meshwright.imports.schedules import NAME, lose_schedule
 from meshwright.spec.errors import UserError
 
@@ -59,7 +59,7 @@ CYCLE_RULES: Mapping[str, Mapping[str, Rule]] = {
 def cycle_rules(kind: str) -> dict[str, Rule]:
     """The rules for the parameters of a schedule."""
     rules = {f"{PARAMS}{key}": rule for key, rule in CYCLE_RULES.get(kind, {}).items()}
-    return rules | {f"{PARAMS}verbose": no_effect(NoEffect.LOGS)} if rules else {}
+    return rules | {f"{PARAMS}verbose": NoEffect.LOGS} if rules else {}
 
 
 def settle_cycle(reading: Reading, kind: str, file: str) -> tuple[float, str] | None:

@@ -8,7 +8,7 @@ from typing import Any
 
 from meshwright.imports.claims import Has, NoEffect
 from meshwright.imports.reading import Reading, Rule
-from meshwright.imports.rules import fact, no_effect, only, unsupported, without
+from meshwright.imports.rules import fact, only, unsupported, without
 
 TARGETS: Mapping[str, tuple[str, ...]] = {
     "linear_qkv": ("q_proj", "k_proj", "v_proj"),
@@ -65,8 +65,8 @@ RULES: Mapping[str, Rule] = {
     "peft.lora_A_init_method": without("A starts as peft starts it (kaiming), B at zero"),
     "peft.lora_B_init_method": only("zero", "B starts at zero"),
     "peft.lora_dtype": without("adapters have the dtype of trained weights"),
-    "peft.a2a_experimental": no_effect(NoEffect.OVERLAP),
-    "peft.sequence_parallel_input_regather": no_effect(NoEffect.MEMORY),
+    "peft.a2a_experimental": NoEffect.OVERLAP,
+    "peft.sequence_parallel_input_regather": NoEffect.MEMORY,
     "peft.normalize_moe_lora": unsupported("set finetune.ranks for experts"),
     "model.peft.peft_scheme": _scheme,
     "model.peft.lora_tuning.adapter_dim": "finetune.rank",

@@ -5,7 +5,7 @@ from typing import Any
 
 from meshwright.imports.claims import Always, Has, NoEffect
 from meshwright.imports.reading import Reading, Rule
-from meshwright.imports.rules import apply, fact, no_effect, only, unsupported, when, without
+from meshwright.imports.rules import apply, fact, only, unsupported, when, without
 from meshwright.spec.errors import UserError
 
 PATH, REDUCED = "training.precision", "training.reduce_dtype"
@@ -159,7 +159,7 @@ def dtypes_of(section: str) -> dict[str, Rule]:
     """The rules of a section's dtypes."""
     keys = [f"{section}.{dtype}" for dtype in DTYPES]
     plain: dict[str, Rule] = dict.fromkeys([*keys, *(f"{key}._target_" for key in keys)], _same_dtype)
-    calls: dict[str, Rule] = dict.fromkeys([f"{key}._call_" for key in keys], no_effect(NoEffect.CLASS))
+    calls: dict[str, Rule] = dict.fromkeys([f"{key}._call_" for key in keys], NoEffect.CLASS)
     return plain | calls | dict.fromkeys([f"{key}.*" for key in keys], without(DECIDED))
 
 
@@ -175,8 +175,8 @@ SECTION_RULES: Mapping[str, Rule] = {
     f"{SECTION}.fp8_interval": only(1, "scales are computed at every step"),
     f"{SECTION}.autocast_enabled": unsupported(DECIDED),
     **dtypes_of(SECTION),
-    f"{SECTION}._target_": no_effect(NoEffect.CLASS),
-    f"{SECTION}.reuse_grad_buf_for_mxfp8_param_ag": no_effect(NoEffect.MEMORY),
+    f"{SECTION}._target_": NoEffect.CLASS,
+    f"{SECTION}.reuse_grad_buf_for_mxfp8_param_ag": NoEffect.MEMORY,
 }
 MODEL_RULES: Mapping[str, Rule] = {
     **{f"model.{key}": _stated(name, usual) for key, (name, usual) in PRODUCTS.items()},
@@ -196,9 +196,7 @@ def precision_rules(values: Mapping[str, Any]) -> dict[str, Rule]:
     ours = without("fp16's loss scale is dynamic, with fixed constants")
     in_fp16 = any(values.get(f"{part}.fp16") is True for part in (SECTION, "optimizer", "model"))
     return rules | {
-        f"{part}.{key}": ours if in_fp16 else no_effect(NoEffect.OFF)
-        for part in (SECTION, "optimizer")
-        for key in LOSS_SCALE
+        f"{part}.{key}": ours if in_fp16 else NoEffect.OFF for part in (SECTION, "optimizer") for key in LOSS_SCALE
     }
 
 

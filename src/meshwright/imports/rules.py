@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from meshwright.imports.claims import Always, Claim, Has, HasNot, NoEffect, shown
-from meshwright.imports.reading import Form, Get, Reading, Rule, check_count
+from meshwright.imports.reading import Form, Get, Reading, Rule, check_count, check_number
 from meshwright.spec.errors import UserError
 
 FACTS: Mapping[str, Callable[[Get], Any]] = {
@@ -23,12 +23,16 @@ FACTS: Mapping[str, Callable[[Get], Any]] = {
 """A fact's value in a run, where every system means the same by it."""
 
 
+Lost = Callable[[Reading, str, str], None]
+"""What is done with (reading, origin, reason) of a value without a counterpart."""
+
+
 def apply(rule: Rule, reading: Reading, value: Any, origin: str) -> None:
     """Apply a rule to a value."""
-    if isinstance(rule, str):
-        reading.set(rule, value, origin)
-    else:
+    if callable(rule):
         rule(reading, value, origin)
+    else:
+        reading.set(rule, value, origin)
 
 
 def write(rule: Rule, get: Get) -> Any:
@@ -45,14 +49,83 @@ def both(rule: Rule, inverse: Callable[[Get], Any]) -> Form:
     return Form(lambda reading, value, origin: apply(rule, reading, value, origin), inverse)
 
 
-def fact(name: str) -> Rule:
-    """Keeps the value as a fact."""
-    return Form(lambda reading, value, origin: reading.fact(name, value, origin), FACTS.get(name))
+def fact(name: str, stated: Any = None, check: Callable[[Any, str], None] | None = None) -> Rule:
+    """Keeps the value as a fact, or what is `stated` whatever the value; `check` raises `UserError` for other kinds."""
+
+    def rule(reading: Reading, value: Any, origin: str) -> None:
+        if check is not None:
+            check(value, origin)
+        reading.fact(name, value if stated is None else stated, origin)
+
+    return Form(rule, FACTS.get(name))
 
 
-def claims(claim: Claim) -> Rule:
-    """Only claims something about the recipe, whatever the value."""
-    return lambda reading, value, origin: reading.claim(origin, claim)
+def number(name: str) -> Rule:
+    """Keeps a number as a fact."""
+    return fact(name, check=check_number)
+
+
+def sets(settings: Mapping[str, Any], note: str = "") -> Rule:
+    """Sets these settings, whatever the value, and notes what was assumed."""
+
+    def rule(reading: Reading, value: Any, origin: str) -> None:
+        reading.set_all(settings, origin)
+        reading.notes += [f"{origin}: {note}"] if note else []
+
+    return rule
+
+
+def in_turn(*rules: Rule) -> Rule:
+    """What several rules do with one value."""
+
+    def rule(reading: Reading, value: Any, origin: str) -> None:
+        for one in rules:
+            apply(one, reading, value, origin)
+
+    return rule
+
+
+def cases(outcomes: Mapping[Any, Rule], otherwise: Rule | str = "", word: Callable[[Any], Any] = lambda value: value):
+    """What the rule of a value does, which may be one of a tuple of values; `word` makes the value comparable.
+
+    `otherwise`: the rule of other values, or the reason why they have no counterpart.
+    """
+    table = {one: rule for given, rule in outcomes.items() for one in (given if isinstance(given, tuple) else (given,))}
+    other = otherwise if callable(otherwise) else without(otherwise or f"supported: {', '.join(map(str, table))}")
+
+    def rule(reading: Reading, value: Any, origin: str) -> None:
+        value = word(value)
+        chosen = next((rule for one, rule in table.items() if one == value and type(one) is type(value)), other)
+        apply(chosen, reading, value, origin)
+
+    return Form(rule)
+
+
+def lower(value: Any) -> str:
+    """A word that may be in capitals; YAML reads `no` as false."""
+    return str(value).lower()
+
+
+def last_name(value: Any) -> str:
+    """The last name of a class or function with its modules."""
+    return str(value).rpartition(".")[2]
+
+
+def either(path: str, on: Any, off: Any) -> Rule:
+    """The setting gets one value where the key's is true, the other where it is false."""
+    return both(
+        lambda reading, value, origin: reading.set(path, on if value else off, origin), lambda get: get(path) == on
+    )
+
+
+def by_sign(above: Rule, otherwise: Rule) -> Rule:
+    """What one rule does with a number above 0, and another with other values."""
+    return lambda reading, value, origin: apply(above if value > 0 else otherwise, reading, value, origin)
+
+
+def if_so(on: Rule, off: Rule) -> Rule:
+    """What one rule does with a value that is not false, 0 or empty, and another with others."""
+    return lambda reading, value, origin: apply(on if value else off, reading, value, origin)
 
 
 def claims_value(path: str) -> Rule:
@@ -62,7 +135,7 @@ def claims_value(path: str) -> Rule:
 
 def no_effect(reason: NoEffect) -> Rule:
     """No value of the key has an effect on training."""
-    return Form(lambda reading, value, origin: reading.no_effect.append((origin, reason)), even_auto=True)
+    return reason
 
 
 def no_effects(keys: Mapping[NoEffect, Mapping[str, str]]) -> dict[str, Rule]:
@@ -71,7 +144,7 @@ def no_effects(keys: Mapping[NoEffect, Mapping[str, str]]) -> dict[str, Rule]:
     for reason, sections in keys.items():
         for key in dotted(sections):
             assert key not in rules, key
-            rules[key] = no_effect(reason)
+            rules[key] = reason
     return rules
 
 
@@ -84,27 +157,23 @@ def unsupported(reason: str) -> Rule:
     """Something that Meshwright lacks; a value that switches it off is as in every recipe."""
 
     def rule(reading: Reading, value: Any, origin: str) -> None:
-        if value and value not in OFF:
-            reading.drop(origin, reason)
-        else:
-            reading.claim(origin, Always("it is off, as in every recipe"))
+        apply(without(reason) if value and value not in OFF else IS_OFF, reading, value, origin)
 
     return Form(rule, even_auto=True)
 
 
 OFF = ("none", "None", "no", "off", "disabled", "disable")
+IS_OFF = Always("it is off, as in every recipe")
 
 
 def only(expected: Any, reason: str) -> Rule:
     """The only value that a recipe can express, as `reason` says; others are reported with it."""
-
-    def rule(reading: Reading, value: Any, origin: str) -> None:
-        if value == expected:
-            reading.claim(origin, Always(reason))
-        else:
-            reading.drop(origin, reason)
-
-    return Form(rule, lambda get: expected)
+    return both(
+        lambda reading, value, origin: apply(
+            Always(reason) if value == expected else without(reason), reading, value, origin
+        ),
+        lambda get: expected,
+    )
 
 
 def one_of(expected: Collection[Any], reason: str) -> Rule:
@@ -130,14 +199,9 @@ def positive(path: str) -> Rule:
     )
 
 
-def above_zero(path: str, otherwise: Claim) -> Rule:
+def above_zero(path: str, otherwise: Rule) -> Rule:
     """The setting gets the value if it is above 0; otherwise the key says what `otherwise` claims."""
-    return both(
-        lambda reading, value, origin: (
-            reading.set(path, value, origin) if value > 0 else reading.claim(origin, otherwise)
-        ),
-        lambda get: get(path),
-    )
+    return both(by_sign(path, otherwise), lambda get: get(path))
 
 
 def whole(path: str) -> Rule:
@@ -196,29 +260,16 @@ def always(rule: Rule, result: Any) -> Rule:
                 lambda get: write(rule, get) == result or None, even_auto=True)  # fmt: skip
 
 
-def when(rule: Rule, result: Any, off: Claim | None = None) -> Rule:
+def when(rule: Rule, result: Any, off: Rule | None = None) -> Rule:
     """What the rule does with `result`, where the value is true; a false one claims `off`, by default that the setting
     does not have this result."""
-    claim = off or _without(rule, result)
-
-    def chosen(reading: Reading, value: Any, origin: str) -> None:
-        if value is True:
-            apply(rule, reading, result, origin)
-        elif value is False:
-            reading.claim(origin, claim)
-        else:
-            reading.drop(origin, "supported: true, false")
-
+    chosen = cases({True: always(rule, result), False: off or _without(rule, result)}, "supported: true, false")
     return both(chosen, lambda get: write(rule, get) == result)
 
 
-def if_any(rule: Rule, result: Any, off: Claim | None = None) -> Rule:
+def if_any(rule: Rule, result: Any, off: Rule | None = None) -> Rule:
     """What the rule does with `result`, unless the value is false, 0 or empty, which claims `off` as in `when`."""
-    claim = off or _without(rule, result)
-    return both(
-        lambda reading, value, origin: apply(rule, reading, result, origin) if value else reading.claim(origin, claim),
-        lambda get: write(rule, get) == result,
-    )
+    return both(if_so(always(rule, result), off or _without(rule, result)), lambda get: write(rule, get) == result)
 
 
 def _without(rule: Rule, result: Any) -> Claim:
@@ -226,21 +277,21 @@ def _without(rule: Rule, result: Any) -> Claim:
     return HasNot(rule, result)
 
 
-def choice(rule: Rule, known: Mapping[Any, Any], supported: str = "") -> Rule:
-    """What the rule does with the value's entry in a table; other values have no counterpart."""
+def choice(rule: Rule, known: Mapping[Any, Any], supported: str = "", lost: Lost = Reading.drop) -> Rule:
+    """What the rule does with the value's entry in a table; other values have no counterpart, and are `lost`."""
 
     def chosen(reading: Reading, value: Any, origin: str) -> None:
         if value in known:
             apply(rule, reading, known[value], origin)
         else:
-            reading.drop(origin, f"supported: {supported or ', '.join(known)}")
+            lost(reading, origin, f"supported: {supported or ', '.join(known)}")
 
     return both(chosen, inverse(rule, known))
 
 
-def words(path: str, known: Mapping[str, Any]) -> Rule:
+def words(path: str, known: Mapping[str, Any], lost: Lost = Reading.drop) -> Rule:
     """The setting by a table of words, which may be in capitals; other words have no counterpart."""
-    by_word = choice(path, known, ", ".join(sorted(known)))
+    by_word = choice(path, known, ", ".join(sorted(known)), lost)
     return both(
         lambda reading, value, origin: apply(by_word, reading, str(value).lower().replace("-", "_"), origin),
         inverse(path, known),

@@ -11,9 +11,7 @@ from meshwright.imports.rules import (
     above_zero,
     both,
     choice,
-    claims,
     fact,
-    no_effect,
     no_effects,
     no_tracker,
     one_of,
@@ -210,12 +208,12 @@ PYTHON: Mapping[str, Rule] = {
     "dump_folder": "run_dir",
     "hf_assets_path": fact(ASSETS),
     "loss": one_of(("CrossEntropyLoss.Config", "cross_entropy_loss"), "the loss is always cross-entropy"),
-    "tokenizer.*": no_effect(NoEffect.TOKENIZER),
+    "tokenizer.*": NoEffect.TOKENIZER,
     "model.attn_backend": one_of(
         ("flex", "flex_flash", "varlen"), "attention is masked between documents only with flex or varlen"
     ),
     "model.scaling_factor": fact("rope factor"),
-    "optimizer.undecayed": claims(Always("norms and biases never decay")),
+    "optimizer.undecayed": Always("norms and biases never decay"),
     "dataset.dataset": _named_data,
     "dataset.dataset.()": choice(
         "data.packing", {"ConcatThenSplitPackingConfig": "concatenated", "FirstFitPackingConfig": "best_fit"}
@@ -242,7 +240,7 @@ PYTHON: Mapping[str, Rule] = {
     "debug.seed": "training.seed",
     "debug.deterministic": when("training.deterministic", True),
     "debug.moe_force_load_balance": unsupported("the router always chooses"),
-    "profiler.*": no_effect(NoEffect.LOGS),
+    "profiler.*": NoEffect.LOGS,
 }
 """Keys of the configuration in Python that others do not have."""
 RULES: Mapping[str, Rule] = {
@@ -331,7 +329,7 @@ RULES: Mapping[str, Rule] = {
     "validation.steps": above_zero("training.evaluation.batches", Always("the held-out data are read once")),
     **{f"metrics.enable_{name}": when(tracker(name), True, no_tracker(name)) for name in ("tensorboard", "wandb")},
     "float8.enable_float8_linear": when("training.precision", "fp8"),
-    "profiling.*": no_effect(NoEffect.LOGS),
+    "profiling.*": NoEffect.LOGS,
     "fault_tolerance.enable": unsupported("replicas that come and go are not supported"),
     "memory_estimation.enable": unsupported("it estimates instead of training; use `meshwright plan`"),
     **no_effects(NO_EFFECT),
