@@ -8,9 +8,9 @@ from typing import Any, ClassVar
 from meshwright.engines.megatron_lm import LATER, PRECISIONS
 from meshwright.engines.written import YamlEngine, stated, written
 from meshwright.imports.axolotl import RULES as AXOLOTL_RULES
-from meshwright.imports.axolotl_data import FORMATS, VERBATIM
+from meshwright.imports.axolotl_data import FORMATS, TEMPLATES, VERBATIM
 from meshwright.imports.hf_arguments import RULES as HF_RULES
-from meshwright.imports.llama_factory import RECORDS, TABLE, TEMPLATES
+from meshwright.imports.llama_factory import RECORDS, TABLE
 from meshwright.imports.llama_factory import RULES as FACTORY_RULES
 from meshwright.imports.names import Names, lora
 from meshwright.spec.finetune import FullSpec, LoraSpec
@@ -33,8 +33,6 @@ SHARDED = {
     "fsdp_version": 2,
     "fsdp_config": {"auto_wrap_policy": "TRANSFORMER_BASED_WRAP", "reshard_after_forward": True},
 }
-TEMPLATE = {ours: theirs for theirs, ours in TEMPLATES.items()}
-"""By our name of a chat template; one of another name comes back as auto."""
 BITS = Names("finetune.base", {"plain": None, "nf4": 4, "int8": 8}, counts=lora)
 BASES = Names(
     "finetune.base",
@@ -190,7 +188,7 @@ class LlamaFactoryConfig(YamlEngine):
             **_method(resolved),
             "dataset": ",".join(_named(resolved)),
             "dataset_dir": ".",
-            "template": TEMPLATE.get(data.chat.template),
+            "template": data.chat.template if data.chat.template in TEMPLATES else None,
             "packing": packed,
             "neat_packing": True if packed and data.separate_documents and not texts else None,
             "val_size": data.held_out,

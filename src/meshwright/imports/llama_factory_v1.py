@@ -9,14 +9,20 @@ from typing import Any
 from meshwright.imports.claims import Always, Has, NoEffect
 from meshwright.imports.deepspeed import read_named
 from meshwright.imports.experts import COMPUTES
-from meshwright.imports.reading import Reading, Rule, flat
+from meshwright.imports.llama_factory import adapter, train_last_layers
+from meshwright.imports.reading import Reading, Rule, flat, joined
 from meshwright.imports.rules import (
     above_zero,
+    cases,
     choice,
     fact,
+    in_turn,
     no_effects,
     only,
+    place,
     positive,
+    sets,
+    targets,
     unsupported,
     when,
     without,
@@ -57,57 +63,28 @@ NO_EFFECT: Mapping[NoEffect, Mapping[str, str]] = {
 }
 
 
-def _method(reading: Reading, value: Any, origin: str) -> None:
-    reading.fact(METHOD, value, origin)
-    apply_method = {"lora": "lora", "freeze": "full"}
-    if value in apply_method:
-        reading.set("finetune.method", apply_method[value], origin)
-    else:
-        reading.drop(origin, f"supported: {', '.join(apply_method)}")
-
-
-def _targets(reading: Reading, value: Any, origin: str) -> None:
-    names = [value] if isinstance(value, str) else list(value)
-    reading.set("finetune.targets", "all-linear" if names == ["all"] else names, origin)
-
-
-def _adapter(reading: Reading, value: Any, origin: str) -> None:
-    names = [value] if isinstance(value, str) else list(value)
-    if len(names) > 1:
-        reading.drop(origin, "only one adapter; merge the others into the model first")
-    else:
-        reading.set("finetune.start_from", names[0], origin)
-
-
-def _sharding(reading: Reading, value: Any, origin: str) -> None:
-    if value in ("fsdp2", "fsdpturbo"):
-        reading.fact("sharded", True, origin)
-    elif value == "deepspeed":
-        reading.claim(origin, Always("its config_file tells the layout"))
-    else:
-        reading.drop(origin, "supported: fsdp2, deepspeed")
-
-
-def _batching(reading: Reading, value: Any, origin: str) -> None:
-    if value in ("normal", "padding_free"):
-        reading.set("data.packing", "padded", origin)
-    else:
-        reading.drop(origin, "microbatches have a number of samples; supported: normal, padding_free")
+COUNTED = "it counts for pairs only; for dpo, set training.preference"
 
 
 RULES: Mapping[str, Rule] = {
     "model": "model.name",
     "model_class": only("llm", "models predict the next token (llm)"),
     "custom_chat_template": without("write the template to a file and set data.chat.template to it"),
-    "peft_config.name": _method,
+    "peft_config.name": cases(
+        {
+            "lora": in_turn(fact(METHOD), "finetune.method"),
+            "freeze": in_turn(fact(METHOD), sets({"finetune.method": "full"})),
+        },
+        in_turn(fact(METHOD), without("supported: lora, freeze")),
+    ),
     "peft_config.r": "finetune.rank",
     "peft_config.lora_alpha": "finetune.alpha",
     "peft_config.lora_dropout": "finetune.dropout",
-    "peft_config.target_modules": _targets,
+    "peft_config.target_modules": targets("all"),
     "peft_config.use_rslora": when("finetune.rslora", True),
     "peft_config.use_dora": when("finetune.dora", True),
     "peft_config.modules_to_save": "finetune.train",
-    "peft_config.adapter_name_or_path": _adapter,
+    "peft_config.adapter_name_or_path": adapter,
     "peft_config.freeze_trainable_layers": fact("freeze layers"),
     "peft_config.freeze_trainable_modules": only("all", "whole layers train; list modules in finetune.train instead"),
     "peft_config.freeze_extra_modules": unsupported("list all trained modules in finetune.train instead"),
@@ -128,9 +105,18 @@ RULES: Mapping[str, Rule] = {
     "max_steps": above_zero("training.steps", Always("the epochs count")),
     "max_grad_norm": positive("training.clip"),
     "bf16": choice("training.precision", {True: "bf16", False: "fp32"}, "true, false"),
-    "batching_strategy": _batching,
+    "batching_strategy": cases(
+        {("normal", "padding_free"): sets({"data.packing": "padded"})},
+        "microbatches have a number of samples; supported: normal, padding_free",
+    ),
     "enable_activation_checkpointing": choice("training.recompute", {True: "full", False: "none"}, "true, false"),
-    "dist_config.name": _sharding,
+    "dist_config.name": cases(
+        {
+            ("fsdp2", "fsdpturbo"): fact("sharded", True),
+            "deepspeed": Always("its config_file tells the layout"),
+        },
+        "supported: fsdp2, deepspeed",
+    ),
     "dist_config.config_file": read_named,
     "dist_config.reshard_after_forward": fact("reshards"),
     "dist_config.offload_params": when("layout.offload", "cpu", Has("layout.offload", "none")),
@@ -201,11 +187,7 @@ def _settle_method(reading: Reading, default: str) -> None:
         reading.default_all(LORA, default)
         reading.default("finetune.targets", "all-linear", f"{default}: target_modules=all")
     elif method == "freeze":
-        reading.set("finetune.last_layers", *reading.facts.get("freeze layers", (2, default)))
-        reading.notes.append(
-            f"{reading.facts[METHOD][1]}: the last norm and an untied head train in a recipe, too; list the layers in "
-            "finetune.train instead if they should not"
-        )
+        train_last_layers(reading, reading.facts[METHOD][1], default)
 
 
 def _settle_quantization(reading: Reading, default: str) -> None:
@@ -219,9 +201,8 @@ def _settle_quantization(reading: Reading, default: str) -> None:
     else:
         reading.claim(origin, Always("a base is quantized as bitsandbytes does: nf4, int8"))
     if "finetune.base" in reading.settings and reading.value("finetune.method") != "lora":
-        for path in ("finetune.base", "finetune.double_quantization"):
-            if path in reading.settings:
-                reading.drop(reading.settings.pop(path)[1], "only a frozen base is quantized; add a peft_config")
+        quantized = "finetune.base", "finetune.double_quantization"
+        reading.take_back("only a frozen base is quantized; add a peft_config", *quantized)
 
 
 def _settle_ranks(reading: Reading, default: str) -> None:
@@ -230,14 +211,14 @@ def _settle_ranks(reading: Reading, default: str) -> None:
     mode, where = reading.facts.get(CP, ("ulysses", default))
     if size == 1:
         reading.claim(origin, Has("layout.cp", 1))
-        reading.no_effect += [(where, NoEffect.OFF)] if CP in reading.facts else []
+        reading.ignore(CP)
     else:
         reading.set("layout.cp", size, origin)
         reading.set("layout.cp_method", mode, where)
     if "sharded" in reading.facts:
         reshards, key_origin = reading.facts.get("reshards", (True, ""))
         sharding = reading.facts["sharded"][1]
-        reading.fact("zero", 2 if reshards is False else 3, f"{sharding}; {key_origin}" if key_origin else sharding)
+        reading.fact("zero", 2 if reshards is False else 3, joined(sharding, key_origin))
         copies, key_origin = reading.facts.get("replicate", (1, ""))
         reading.replicate(copies, key_origin)
         reading.claim(key_origin, Has("layout.dp_replicate", copies))
@@ -276,12 +257,11 @@ def name_v1_sources(reading: Reading) -> None:
     table, file = reading.facts.get(TABLES, ({}, ""))
     if table:
         sources = [_source(reading, entry, f"{file}: {name}") for name, entry in table.items()]
-        reading.set("data.sources", sources, "; ".join(filter(None, (origin, file))))
+        reading.set("data.sources", sources, joined(origin, file))
     elif named and str(named).endswith((".yaml", ".yml")):
         reading.drop(origin, "a table of data sets, which was not given; pass that file too")
     elif named:
-        local = str(named).startswith((".", "/")) or str(named).endswith(ENDINGS)
-        reading.set("data.sources", [{"path": str(named) if local else f"{HUB}{named}"}], origin)
+        reading.set("data.sources", [{"path": place(named, *ENDINGS)}], origin)
     _settle_preference(reading, table, file)
 
 
@@ -310,9 +290,6 @@ def _settle_preference(reading: Reading, table: Mapping[str, Any], file: str) ->
         beta, origin = reading.facts.get("preference beta", (0.1, f"{file} (LLaMA-Factory's default: pref_beta=0.1)"))
         reading.set("training.preference.beta", beta, origin)
         reading.set("data.separate_documents", True, f"{file}: converter=pair")
-        if "preference smoothing" in reading.facts:
-            reading.set("training.preference.label_smoothing", *reading.facts["preference smoothing"])
-        return
-    for name in ("preference beta", "preference smoothing"):
-        if name in reading.facts and DATA in reading.facts:
-            reading.drop(reading.facts[name][1], "it counts for pairs only; for dpo, set training.preference")
+        reading.set_fact("training.preference.label_smoothing", "preference smoothing")
+    elif DATA in reading.facts:
+        reading.ignore("preference beta", "preference smoothing", reason=COUNTED)

@@ -8,10 +8,11 @@ from meshwright.imports.claims import Has, HasNot, NoEffect
 from meshwright.imports.megatron_combined import LISTS, SWITCHES, MegatronForm, combine, model_defaults
 from meshwright.imports.megatron_combined import RULES as COMBINED_RULES
 from meshwright.imports.names import Names
-from meshwright.imports.reading import Get, Reading, Rule, check_count, check_number
+from meshwright.imports.reading import Get, Reading, Rule, check_count, check_number, joined
 from meshwright.imports.rules import (
     always,
     both,
+    cases,
     choice,
     claims_value,
     fact,
@@ -85,14 +86,6 @@ STAGES = {"no_shard": 0, "optim": 1, "optim_grads": 2, "optim_grads_params": 3}
 
 
 TOKENIZER = "set data.tokenizer to the tokenizer's folder"
-
-
-def _tokenizer_type(reading: Reading, value: Any, origin: str) -> None:
-    """Hugging Face's is what data.tokenizer names."""
-    if value == "HuggingFaceTokenizer":
-        reading.claim(origin, HasNot("data.tokenizer", "auto"))
-    else:
-        reading.drop(origin, TOKENIZER)
 
 
 def _data(reading: Reading, value: Any, origin: str) -> None:
@@ -251,7 +244,7 @@ RULES: Mapping[str, Rule] = {
     "rotary-percent": only(1, "rope always rotates the whole head"),
     "calculate-per-token-loss": only(True, "the loss is always a mean over all tokens of a batch"),
     "attention-softmax-in-fp32": only(True, "the softmax of attention is always in fp32"),
-    "tokenizer-type": _tokenizer_type,
+    "tokenizer-type": cases({"HuggingFaceTokenizer": HasNot("data.tokenizer", "auto")}, TOKENIZER),
     **dict.fromkeys(("vocab-file", "merge-file"), without(TOKENIZER)),
     **dict.fromkeys(("exit-interval", "exit-duration-in-mins"), without("a run ends after training.steps")),
     "dataloader-type": only("single", "every sample is seen once in an epoch, in one shuffled order"),
@@ -292,8 +285,7 @@ def read_megatron(reading: Reading, values: Mapping[str, Any], file: str) -> Non
     if "Megatron-FSDP" in reading.facts:
         fsdp = reading.facts["Megatron-FSDP"][1]
         stage, where = reading.facts.get("sharding", (3, ""))
-        origins = [fsdp, where, reading.facts.get("zero", (0, ""))[1]]
-        reading.facts["zero"] = stage, "; ".join(filter(None, origins))
+        reading.facts["zero"] = stage, joined(fsdp, where, reading.facts.get("zero", (0, ""))[1])
     settle(reading, values.keys(), file, MegatronForm())
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from meshwright.imports.claims import Always, Has, HasNot
-from meshwright.imports.reading import Reading, Rule, check_count
+from meshwright.imports.reading import Reading, Rule, check_count, joined
 from meshwright.imports.rules import fact
 from meshwright.spec.errors import UserError
 
@@ -193,22 +193,18 @@ def _eight_bits(
     if recipe not in FORMATS[kind]:
         grads = "in e5m2" if recipe in FORMATS["hybrid"] else "in e4m3"
         reading.drop(origin, f"products are imported, but gradients of recipe {recipe} are {grads}")
-    both = origin if origin == where else f"{origin}; {where}"
-    _narrow(reading, "mxfp8" if recipe == "mxfp8" else "fp8", both, form)
+    _narrow(reading, "mxfp8" if recipe == "mxfp8" else "fp8", joined(origin, where), form)
     if recipe != "mxfp8":
         reading.set("training.low_precision.recipe", recipe, where)
     if recipe == "delayed":
         _delayed(reading, facts, where)
     else:
-        for name in (name for name in ("fp8 history", "fp8 margin", "fp8 algorithm") if name in facts):
-            reading.drop(facts[name][1], f"recipe {recipe} takes no scales from previous steps")
+        scales = f"recipe {recipe} takes no scales from previous steps"
+        reading.ignore("fp8 history", "fp8 margin", "fp8 algorithm", reason=scales)
     _wide_layers(reading, facts, form)
-    if "fp8 weights" in facts:
-        reading.drop(facts["fp8 weights"][1], "weights stay in bf16, and are rounded to fp8 for each product")
-    if "fp8 weight gradients" in facts:
-        reading.drop(facts["fp8 weight gradients"][1], f"recipe {recipe} computes weight gradients in fp8, too")
-    if "fp4 recipe" in facts:
-        reading.drop(facts["fp4 recipe"][1], f"without {form.key('fp4-format')} it has no effect")
+    reading.ignore("fp8 weights", reason="weights stay in bf16, and are rounded to fp8 for each product")
+    reading.ignore("fp8 weight gradients", reason=f"recipe {recipe} computes weight gradients in fp8, too")
+    reading.ignore("fp4 recipe", reason=f"without {form.key('fp4-format')} it has no effect")
 
 
 def _delayed(reading: Reading, facts: dict[str, tuple[Any, str]], where: str) -> None:
@@ -219,10 +215,8 @@ def _delayed(reading: Reading, facts: dict[str, tuple[Any, str]], where: str) ->
         reading.drop(algorithm_origin, "supported: most_recent, max")
     elif algorithm == "most_recent":  # of a history, however long
         length = 1
-    origin = origin if algorithm_origin == origin else f"{algorithm_origin}; {origin}"
-    reading.set("training.low_precision.amax_history", length, origin)
-    if "fp8 margin" in facts:
-        reading.set("training.low_precision.margin", *facts["fp8 margin"])
+    reading.set("training.low_precision.amax_history", length, joined(algorithm_origin, origin))
+    reading.set_fact("training.low_precision.margin", "fp8 margin")
 
 
 def _narrow(reading: Reading, precision: str, origin: str, form: MegatronForm) -> None:

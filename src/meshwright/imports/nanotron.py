@@ -14,6 +14,7 @@ from meshwright.imports.rules import (
     fact,
     no_effects,
     only,
+    place,
     positive,
     unsupported,
     when,
@@ -83,8 +84,7 @@ def _dataset(reading: Reading, value: Mapping[str, Any], where: str) -> None:
     weights = names if isinstance(names, Mapping) else dict.fromkeys([names] if isinstance(names, str) else names)
     sources = []
     for name, weight in weights.items():
-        local = str(name).startswith((".", "/"))
-        source = {"path": str(name) if local else f"hub:{name}", **common, "weight": weight}
+        source = {"path": place(name), **common, "weight": weight}
         defaults = {"split": "train", "text_key": "text"}
         sources.append({key: part for key, part in source.items() if part is not None and defaults.get(key) != part})
     reading.set("data.sources", sources, f"{where} hf_dataset_or_datasets={names}")

@@ -11,10 +11,13 @@ from meshwright.imports.reading import Reading, Rule
 from meshwright.imports.rules import (
     above_zero,
     apply,
+    cases,
     choice,
     claims_value,
+    either,
     fact,
     if_any,
+    in_turn,
     listed,
     no_effects,
     no_tracker,
@@ -31,25 +34,6 @@ from meshwright.imports.schedules import schedule_choice
 SCHEDULES = {"CosineAnnealing": "cosine", "WarmupAnnealing": "linear", "WarmupHoldPolicy": "constant"}
 
 
-def _activation(reading: Reading, value: Any, origin: str) -> None:
-    """NeMo's word for the activation, which says whether layers are gated."""
-    if str(value).removeprefix("fast-") in ("swiglu", "silu"):
-        reading.fact("swiglu", True, origin)
-    elif str(value) in ("gelu", "openai-gelu"):
-        reading.claim(origin, Has("model.family", "gpt2"))
-    else:
-        reading.drop(origin, "supported: swiglu, gelu")
-
-
-def _function(reading: Reading, value: Any, origin: str) -> None:
-    """The function of Megatron-Bridge; another key says whether layers are gated."""
-    word = "silu" if "silu" in str(value) else "gelu" if "gelu" in str(value) else ""
-    if word:
-        reading.fact("activation", word, origin)
-    else:
-        reading.drop(origin, "supported: silu, gelu")
-
-
 def _normalization(reading: Reading, value: Any, origin: str) -> None:
     norms = {"layernorm": "LayerNorm", "low_precision_layernorm": "LayerNorm", "rmsnorm": "RMSNorm"}
     reading.fact("normalization", norms.get(str(value).lower(), str(value)), origin)
@@ -61,14 +45,6 @@ def _optimizer(reading: Reading, value: Any, origin: str) -> None:
         reading.fact("zero", 1, origin)
     known = dict.fromkeys(("adam", "adamw", "fused_adam", "distributed_fused_adam", "mcore_distributed_optim"), "adamw")
     apply(words("training.optimizer.name", known | {"muon": "muon"}), reading, value, origin)
-
-
-def _checked(reading: Reading, value: Any, origin: str) -> None:
-    """NeMo's interval of evaluations; a number with a point is a share of an epoch."""
-    if isinstance(value, float):
-        reading.drop(origin, "a share of an epoch; set training.evaluation.every, in steps")
-    else:
-        reading.set("training.evaluation.every", value, origin)
 
 
 def _prefix(reading: Reading, value: Any, origin: str) -> None:
@@ -155,15 +131,27 @@ NO_EFFECT: Mapping[NoEffect, Mapping[str, str]] = {
     NoEffect.SAVES: {"checkpoint": "ckpt_format fully_parallel_save async_save save_optim save_rng"},
     NoEffect.RESUMES: {"scheduler": "override_opt_param_scheduler"},
 }  # fmt: skip
+FUNCTION = cases(
+    {word: fact("activation", word) for word in ("silu", "gelu")},
+    word=lambda value: next((word for word in ("silu", "gelu") if word in str(value)), ""),
+)
+"""Of Megatron-Bridge; another key says whether layers are gated."""
 RULES: Mapping[str, Rule] = {
     **{f"{part}.{key}": FLAGS[flag] for part in ("model", "trainer.strategy") for key, flag in SIZES.items()},
     "model.vocab_size": "model.vocab",
     "model.seq_length": "data.sequence_length",
     "model.encoder_seq_length": "data.sequence_length",
     "model.gated_linear_unit": when(fact("swiglu"), True, Has("model.family", "gpt2")),
-    "model.activation": _activation,
-    "model.activation_func": _function,
-    "model.activation_func._target_": _function,
+    "model.activation": cases(  # which says whether layers are gated, too
+        {
+            ("swiglu", "fast-swiglu", "silu", "fast-silu"): fact("swiglu", True),
+            ("gelu", "openai-gelu"): Has("model.family", "gpt2"),
+        },
+        "supported: swiglu, gelu",
+        str,
+    ),
+    "model.activation_func": FUNCTION,
+    "model.activation_func._target_": FUNCTION,
     "model.add_bias_linear": fact("biases"),
     "model.bias": fact("biases"),
     "model.add_qkv_bias": if_any(fact("qkv bias"), True, HasNot("model.family", "qwen2")),
@@ -172,9 +160,7 @@ RULES: Mapping[str, Rule] = {
     ),
     "model.normalization": _normalization,
     "trainer.strategy.normalization": _normalization,
-    "model.share_embeddings_and_output_weights": lambda reading, value, origin: reading.set(
-        "model.tied_embeddings", bool(value), origin
-    ),
+    "model.share_embeddings_and_output_weights": either("model.tied_embeddings", True, False),
     "model.rotary_percentage": only(1, "rope always rotates the whole head"),
     "model.rotary_percent": only(1, "rope always rotates the whole head"),
     "model.qk_layernorm": if_any(fact("qk norm"), True, HasNot("model.family", "qwen3")),
@@ -204,7 +190,11 @@ RULES: Mapping[str, Rule] = {
     "trainer.precision": named,
     "trainer.max_steps": "training.steps",
     "trainer.gradient_clip_val": positive("training.clip"),
-    "trainer.val_check_interval": _checked,
+    "trainer.val_check_interval": cases(
+        {float: without("a share of an epoch; set training.evaluation.every, in steps")},
+        in_turn("training.evaluation.every"),
+        type,
+    ),
     "trainer.limit_val_batches": "training.evaluation.batches",
     "trainer.accumulate_grad_batches": only(1, "the global batch tells the accumulation"),
     "exp_manager.explicit_log_dir": "run_dir",

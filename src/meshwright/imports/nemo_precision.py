@@ -5,7 +5,7 @@ from typing import Any
 
 from meshwright.imports.claims import Always, Has, NoEffect
 from meshwright.imports.reading import Reading, Rule
-from meshwright.imports.rules import apply, fact, only, unsupported, when, without
+from meshwright.imports.rules import cases, either, fact, last_name, only, unsupported, when, without
 from meshwright.spec.errors import UserError
 
 PATH, REDUCED = "training.precision", "training.reduce_dtype"
@@ -70,6 +70,8 @@ BOTH = {
 OLD_KINDS = ("e4m3", "hybrid")
 DECIDED = "training.precision decides it"
 DTYPES = ("params_dtype", "pipeline_dtype", "autocast_dtype")
+reduced = either(REDUCED, "fp32", "bf16")
+"""The rule of whether gradients are reduced in fp32."""
 LOSS_SCALE = ("loss_scale", "initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis")
 
 
@@ -99,11 +101,6 @@ def named_for_all(reading: Reading, value: Any, origin: str) -> None:
         reading.notes.append(f"{origin}: gradients are reduced in fp16; a recipe reduces them in fp32")
 
 
-def reduced(reading: Reading, value: Any, origin: str) -> None:
-    """Whether gradients are reduced in fp32."""
-    reading.set(REDUCED, "fp32" if value else "bf16", origin)
-
-
 def _stated(name: str, usual: Any) -> Rule:
     def rule(reading: Reading, value: Any, origin: str) -> None:
         if value == usual or (usual is None and value is False):
@@ -131,28 +128,14 @@ def _overruled(name: str, usual: Any) -> Rule:
     return rule
 
 
-def _weight_gradients(reading: Reading, value: Any, origin: str) -> None:
-    if value is False:
-        reading.fact("fp8 weight gradients", True, origin)
-    else:
-        reading.claim(origin, Always("fp8 layers compute weight gradients in fp8, too"))
-
-
-def _old_format(reading: Reading, value: Any, origin: str) -> None:
-    """NeMo's switch, beside which two others name the format; Megatron-Bridge names it here."""
-    if value is True:
-        reading.fact("old fp8", True, origin)
-    else:
-        apply(_stated("fp8 format", None), reading, value, origin)
-
-
-def _same_dtype(reading: Reading, value: Any, origin: str) -> None:
-    """A dtype that a recipe's precision implies."""
-    precision = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}.get(str(value).rpartition(".")[2])
-    if precision:
-        reading.claim(origin, Has(PATH, precision))
-    else:
-        reading.drop(origin, DECIDED)
+_weight_gradients = cases(
+    {False: fact("fp8 weight gradients", True)}, Always("fp8 layers compute weight gradients in fp8, too")
+)
+_old_format = cases({True: fact("old fp8", True)}, _stated("fp8 format", None))
+"""NeMo's switch, beside which two others name the format; Megatron-Bridge names it here."""
+DTYPE = {"bfloat16": Has(PATH, "bf16"), "float16": Has(PATH, "fp16"), "float32": Has(PATH, "fp32")}
+_same_dtype = cases(DTYPE, DECIDED, last_name)
+"""A dtype that a recipe's precision implies."""
 
 
 def dtypes_of(section: str) -> dict[str, Rule]:

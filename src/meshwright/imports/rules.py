@@ -8,6 +8,7 @@ from typing import Any
 
 from meshwright.imports.claims import Always, Claim, Has, HasNot, NoEffect, shown
 from meshwright.imports.reading import Form, Get, Reading, Rule, check_count, check_number
+from meshwright.spec.data import HUB
 from meshwright.spec.errors import UserError
 
 FACTS: Mapping[str, Callable[[Get], Any]] = {
@@ -65,6 +66,16 @@ def number(name: str) -> Rule:
     return fact(name, check=check_number)
 
 
+def counted(path: str) -> Rule:
+    """The setting gets a whole number above 0."""
+
+    def rule(reading: Reading, value: Any, origin: str) -> None:
+        check_count(value, origin)
+        reading.set(path, value, origin)
+
+    return both(rule, lambda get: get(path))
+
+
 def sets(settings: Mapping[str, Any], note: str = "") -> Rule:
     """Sets these settings, whatever the value, and notes what was assumed."""
 
@@ -94,8 +105,8 @@ def cases(outcomes: Mapping[Any, Rule], otherwise: Rule | str = "", word: Callab
     other = otherwise if callable(otherwise) else without(otherwise or f"supported: {', '.join(map(str, table))}")
 
     def rule(reading: Reading, value: Any, origin: str) -> None:
-        value = word(value)
-        chosen = next((rule for one, rule in table.items() if one == value and type(one) is type(value)), other)
+        given = word(value)
+        chosen = next((rule for one, rule in table.items() if one == given and type(one) is type(given)), other)
         apply(chosen, reading, value, origin)
 
     return Form(rule)
@@ -219,15 +230,59 @@ def listed(path: str) -> Rule:
     )
 
 
-def degree(path: str, also: Mapping[str, Any] | None = None) -> Rule:
-    """The setting gets a degree above 1, the default of every layout, and other settings what comes with it."""
+def split_words(value: Any) -> list[str]:
+    """The words of a list, or of a text with commas between them."""
+    return [str(word).strip() for word in (value.split(",") if isinstance(value, str) else value)]
+
+
+def targets(every: str = "all-linear") -> Rule:
+    """The modules with adapters; the word `every` means all linear layers."""
+
+    def rule(reading: Reading, value: Any, origin: str) -> None:
+        names = split_words(value)
+        reading.set("finetune.targets", "all-linear" if names == [every] else names, origin)
+
+    return both(rule, lambda get: every if get("finetune.targets") == "all-linear" else get("finetune.targets"))
+
+
+def held_out(reading: Reading, value: Any, origin: str) -> None:
+    """The share of data for evaluation; a count has no counterpart."""
+    if value < 1:
+        reading.set("data.held_out", value, origin)
+    else:
+        reading.drop(origin, "data.held_out is a fraction, not a count")
+
+
+def place(name: Any, *endings: str) -> str:
+    """The path of a data set that is named: of a local one, which begins or ends so, or else of one on the hub."""
+    return str(name) if str(name).startswith((".", "/")) or str(name).endswith(endings) else f"{HUB}{name}"
+
+
+def groups(undecayed: Callable[[Mapping[str, Any]], bool]) -> Rule:
+    """Groups of parameters by names: here norms and biases never decay, and every rate is the same."""
+
+    def rule(reading: Reading, value: Any, origin: str) -> None:
+        for group in value:
+            if undecayed(group):
+                reading.fact("undecayed", True, origin)
+                reading.claim(origin, NEVER_DECAY)
+            else:
+                reason = "weight decay never applies to norms and biases, and all parameters have one learning rate"
+                reading.drop(f"{origin.split('=')[0]}: {group}", reason)
+
+    return rule
+
+
+NEVER_DECAY = Always("norms and biases never decay")
+
+
+def degree(path: str, also: Mapping[str, Any] | None = None, one: Rule | None = None) -> Rule:
+    """The setting gets a degree above 1, the default of every layout, and other settings what comes with it; `one` is
+    the rule of the degree 1."""
 
     def rule(reading: Reading, value: Any, origin: str) -> None:
         check_count(value, origin)
-        if value > 1:
-            reading.set_all({path: value, **(also or {})}, origin)
-        else:
-            reading.claim(origin, Has(path, 1))
+        apply(sets({path: value, **(also or {})}) if value > 1 else one or Has(path, 1), reading, value, origin)
 
     return both(rule, lambda get: get(path))
 

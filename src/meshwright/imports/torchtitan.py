@@ -17,7 +17,7 @@ from meshwright.imports.torchtitan_keys import (
     SCALED,
     TOKENS,
     WARMUP,
-    _data,
+    read_data_set,
 )
 from meshwright.spec.errors import UserError
 
@@ -43,7 +43,7 @@ def read_torchtitan_python(reading: Reading, text: str, file: str, package: str 
     last = ("dataset.table",)  # names are looked up in it
     _take(reading, dict(sorted(keys.items(), key=lambda pair: pair[0] in last)), file)
     if "data set" in reading.facts and "dataset.table" not in keys:
-        _data(reading, *reading.facts["data set"])
+        read_data_set(reading, *reading.facts["data set"])
     reading.default("data.separate_documents", True, f"{file} (torchtitan masks attention between documents)")
 
 

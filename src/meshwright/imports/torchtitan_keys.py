@@ -6,17 +6,23 @@ from typing import Any
 
 from meshwright.imports.claims import Always, Has, NoEffect
 from meshwright.imports.names import Names, pipelined
-from meshwright.imports.reading import Reading, Rule, check_count
+from meshwright.imports.reading import Reading, Rule
 from meshwright.imports.rules import (
     above_zero,
     both,
+    cases,
     choice,
+    degree,
+    either,
     fact,
+    if_so,
+    lower,
     no_effects,
     no_tracker,
     one_of,
     only,
     positive,
+    sets,
     tracker,
     unsupported,
     when,
@@ -81,31 +87,15 @@ FUSED = {"wkv": ("wk", "wv"), "wqkv": ("wq", "wk", "wv")}
 
 
 def _degree(name: str) -> Rule:
-    def rule(reading: Reading, value: Any, origin: str) -> None:
-        if value == -1 and name == "shard":
-            return reading.fact("all shard", True, origin)
-        check_count(value, origin)
-        if "." not in name:
-            return reading.fact(name, value, origin)
-        return reading.set(name, value, origin) if value > 1 else reading.claim(origin, Has(name, 1))
-
-    return both(rule, lambda get: get(name if "." in name else f"layout.dp_{name}"))
+    if "." in name:
+        return degree(name)
+    rule = cases({-1: fact("all shard", True)}, fact(name)) if name == "shard" else fact(name)
+    return both(rule, lambda get: get(f"layout.dp_{name}"))
 
 
-def _pipeline(reading: Reading, value: Any, origin: str) -> None:
-    word = str(value).lower()
-    if word in BY_WORD:
-        reading.fact("schedule", BY_WORD[word], origin)
-    else:
-        reading.drop(origin, f"supported: {', '.join(BY_WORD)}")
-
-
-def _data(reading: Reading, value: Any, origin: str) -> None:
-    known = {"c4": {"path": "hub:allenai/c4", "subset": "en"}}
-    if value in known:
-        reading.set("data.sources", [known[value]], origin)
-    else:
-        reading.drop(origin, "this dataset is defined in torchtitan's code; set data.sources")
+_pipeline = cases({theirs: fact("schedule", ours) for theirs, ours in BY_WORD.items()}, word=lower)
+CODE = "this dataset is defined in torchtitan's code; set data.sources"
+read_data_set = cases({"c4": sets({"data.sources": [{"path": "hub:allenai/c4", "subset": "en"}]})}, CODE)
 
 
 def _table(reading: Reading, value: Any, origin: str) -> None:
@@ -113,7 +103,7 @@ def _table(reading: Reading, value: Any, origin: str) -> None:
     if name in value:
         reading.set("data.sources", [value[name]], "; ".join(dict.fromkeys((where, origin))))
     else:
-        _data(reading, name, where)
+        read_data_set(reading, name, where)
 
 
 def _stages(reading: Reading, value: Any, origin: str) -> None:
@@ -136,24 +126,6 @@ def _converters(reading: Reading, value: Any, origin: str) -> None:
             reading.drop(origin, f"supported: {', '.join(CONVERTERS)}, lora")
     if not value:
         reading.claim(origin, Always("no layer is converted"))
-
-
-def _resharded(reading: Reading, value: Any, origin: str) -> None:
-    if value == "default":
-        reading.claim(origin, Always("weights are gathered again as torchtitan does by default"))
-    else:
-        reading.fact("zero", 2 if value == "never" else 3, origin)
-
-
-def _validated(reading: Reading, value: Any, origin: str) -> None:
-    if value:
-        reading.drop(origin, "evaluation data are a share of the training data; set data.held_out")
-    else:
-        reading.claim(origin, Has("training.evaluation.every", 0))
-
-
-def _shuffled(reading: Reading, value: Any, origin: str) -> None:
-    reading.set("data.order", "shuffled" if value else "given", origin)
 
 
 def _named_data(reading: Reading, value: Any, origin: str) -> None:
@@ -224,7 +196,7 @@ PYTHON: Mapping[str, Rule] = {
     "dataset.table": _table,
     "dataset.infinite": only(True, "data is always repeated"),
     "dataset.repeat": only(True, "data is always repeated"),
-    "dataset.shuffle": _shuffled,
+    "dataset.shuffle": either("data.order", "shuffled", "given"),
     "dataset.seed": without("training.seed also shuffles the data"),
     "training.dtype": words("training.master_dtype", {"bfloat16": "bf16", "float32": "fp32"}),
     "training.max_context_length": "data.sequence_length",
@@ -272,7 +244,7 @@ RULES: Mapping[str, Rule] = {
     "training.warmup_steps": "training.lr_schedule.warmup",
     "training.max_norm": positive("training.clip"),
     "training.steps": "training.steps",
-    "training.dataset": _data,
+    "training.dataset": read_data_set,
     "training.dataset_path": lambda reading, value, origin: reading.set("data.sources", [{"path": value}], origin),
     "training.seed": "training.seed",
     "training.deterministic": when("training.deterministic", True),
@@ -294,7 +266,10 @@ RULES: Mapping[str, Rule] = {
         [f"parallelism.pipeline_parallel_{end}_stage_less_layers" for end in ("first", "last")],
         without("set layout.stage_layers"),
     ),
-    "parallelism.fsdp_reshard_after_forward": _resharded,
+    "parallelism.fsdp_reshard_after_forward": cases(
+        {"default": Always("weights are gathered again as torchtitan does by default"), "never": fact("zero", 2)},
+        fact("zero", 3),
+    ),
     "parallelism.expert_tensor_parallel_degree": only(1, "tensor parallelism does not split experts"),
     "parallelism.context_parallel_rotate_method": choice(
         "layout.cp_method", {"allgather": "all_gather", "alltoall": "ring"}
@@ -304,8 +279,8 @@ RULES: Mapping[str, Rule] = {
     "checkpoint.interval": fact("save interval"),
     "checkpoint.interval_type": only("steps", "intervals are in steps"),
     "checkpoint.keep_latest_k": above_zero("checkpoint.keep_last", ALL_KEPT),
-    "checkpoint.async_mode": lambda reading, value, origin: reading.set(
-        "checkpoint.asynchronous", value != "disabled", origin
+    "checkpoint.async_mode": cases(
+        {"disabled": sets({"checkpoint.asynchronous": False})}, sets({"checkpoint.asynchronous": True})
     ),
     "checkpoint.initial_load_path": "checkpoint.start_from",
     "checkpoint.model_weights_only": without("checkpoints hold the optimizer's state; the last one, too"),
@@ -324,7 +299,10 @@ RULES: Mapping[str, Rule] = {
         "training.recompute", {"none": "none", "selective": "selective", "full": "full"}
     ),
     "activation_checkpoint.selective_ac_option": only("op", "set training.recompute to {full: LAYERS} instead"),
-    "validation.enable": _validated,
+    "validation.enable": if_so(
+        without("evaluation data are a share of the training data; set data.held_out"),
+        Has("training.evaluation.every", 0),
+    ),
     "validation.freq": "training.evaluation.every",
     "validation.steps": above_zero("training.evaluation.batches", Always("the held-out data are read once")),
     **{f"metrics.enable_{name}": when(tracker(name), True, no_tracker(name)) for name in ("tensorboard", "wandb")},
