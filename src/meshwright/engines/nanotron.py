@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 from meshwright.engines.engine import refused_axes
 from meshwright.engines.megatron_lm import LATER
 from meshwright.engines.settings import Rule, without
-from meshwright.engines.written import YamlEngine, rounded, stated, tokenizer_of, written
+from meshwright.engines.written import YamlEngine, is_remote, named_data, refused_tokenizer, rounded, stated, written
 from meshwright.imports.names import Names, pipelined
 from meshwright.imports.nanotron import DTYPES, OPTIMIZERS, RULES, SIZE
 from meshwright.imports.rules import dotted
@@ -65,9 +65,7 @@ class NanotronConfig(YamlEngine):
             refusals["data.sources"] = "this export supports one dataset; give one source"
         elif not _names_data_set(first, Path(resolved.base_dir)):
             refusals["data.sources"] = "Nanotron loads the split train of hub:owner/name or of a folder of files"
-        if tokenizer_of(resolved) is None:
-            refusals["data.tokenizer"] = "Nanotron loads a tokenizer; give its folder"
-        return refusals
+        return refusals | refused_tokenizer(resolved, "Nanotron")
 
     def notes(self, resolved: ResolvedRun) -> tuple[str, ...]:
         """Its rates, data and fresh weights."""
@@ -83,8 +81,7 @@ class NanotronConfig(YamlEngine):
         run, training, model = resolved.run, resolved.run.training, resolved.model
         source, decay = run.data.sources[0], training.optimizer.weight_decay
         dataset = {
-            "hf_dataset_or_datasets": source.path.removeprefix("hub:"),
-            "hf_dataset_config_name": source.subset,
+            **named_data(source, "hf_dataset_or_datasets", "hf_dataset_config_name"),
             "hf_dataset_splits": source.split,
             "text_column_name": source.text_key,
         }
@@ -130,8 +127,7 @@ def _other_models(resolved: ResolvedRun) -> dict[str, str]:
 
 
 def _names_data_set(source: Any, base_dir: Path) -> bool:
-    remote = source.path.startswith("hub:")
-    return source.split == "train" and (remote or (base_dir / source.path).is_dir())
+    return source.split == "train" and (is_remote(source) or (base_dir / source.path).is_dir())
 
 
 def _rates(resolved: ResolvedRun) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
-from meshwright.engines.written import WrittenEngine, nested, tokenizer_of, written
+from meshwright.engines.written import WrittenEngine, nested, refused_tokenizer, tokenizer_of, written
 from meshwright.families.registry import PRESETS
 from meshwright.families.resolve import pretrained_directory, resolve_model
 from meshwright.imports.names import Names
@@ -74,8 +74,7 @@ class TorchtitanConfig(WrittenEngine):
             refusals["data.sources"] = "this export supports one dataset; give one source"
         elif not paths[0].startswith("hub:") and _reader(paths[0]) is None:
             refusals["data.sources"] = f"torchtitan's `datasets` reads hub:owner/name and {', '.join(READERS)} files"
-        if tokenizer_of(resolved) is None:
-            refusals["data.tokenizer"] = "torchtitan loads a tokenizer; give its folder"
+        refusals |= refused_tokenizer(resolved, "torchtitan")
         if not run.data.separate_documents:
             refusals["data.separate_documents"] = (
                 "torchtitan masks attention between documents; set data.separate_documents=true"

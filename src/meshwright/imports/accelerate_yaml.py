@@ -17,10 +17,12 @@ from meshwright.imports.rules import (
     claims_value,
     degree,
     fact,
+    flags_of,
     lower,
     no_effects,
     only,
     positive,
+    same,
     sections,
     sets,
     unsupported,
@@ -32,35 +34,31 @@ from meshwright.spec.errors import UserError
 
 SECTION = "megatron_lm_config"
 PREFIX = f"{SECTION}.megatron_lm_"
+OF_FLAGS = (
+    "recompute_granularity recompute_method recompute_num_layers num_layers_per_virtual_pipeline_stage "
+    "attention_dropout hidden_dropout eod_mask_loss attention_softmax_in_fp32 calculate_per_token_loss no_load_optim "
+    "attention_backend"
+)
+"""Keys that are Megatron-LM's flags."""
 MEGATRON_KEYS: Mapping[str, Rule] = {
     "tp_degree": degree("layout.tp"),
     "pp_degree": degree("layout.pp"),
     "context_parallel_size": degree("layout.cp"),
     "expert_model_parallel_size": degree("layout.ep"),
+    **same(FLAGS, flags_of({"": OF_FLAGS})),
     "expert_tensor_parallel_size": only(1, "experts are not split"),
     "sequence_parallelism": NoEffect.MEMORY,
     "num_micro_batches": fact("accumulation"),
     "gradient_clipping": positive("training.clip"),
     "recompute_activations": when("training.recompute", "selective"),
-    "recompute_granularity": FLAGS["recompute-granularity"],
-    "recompute_method": FLAGS["recompute-method"],
-    "recompute_num_layers": FLAGS["recompute-num-layers"],
     "use_distributed_optimizer": when(FLAGS["use-distributed-optimizer"], True, HasNot("layout.zero", 1)),
     "use_custom_fsdp": unsupported("set layout.zero, the stage of sharding"),
     "optimizer_cpu_offload": when("layout.offload", {"optimizer": "host"}, Has("layout.offload", "none")),
     "overlap_cpu_optimizer_d2h_h2d": NoEffect.OVERLAP,
     "use_precision_aware_optimizer": unsupported("set training.optimizer.name=adamw_8bit for one byte per moment"),
     "decoder_last_pipeline_num_layers": unsupported("set layout.stage_layers"),
-    "num_layers_per_virtual_pipeline_stage": FLAGS["num-layers-per-virtual-pipeline-stage"],
     "pipeline_model_parallel_split_rank": unsupported("models have no encoder beside the decoder"),
-    "attention_dropout": FLAGS["attention-dropout"],
-    "hidden_dropout": FLAGS["hidden-dropout"],
-    "eod_mask_loss": FLAGS["eod-mask-loss"],
-    "attention_backend": NoEffect.KERNEL,
-    "attention_softmax_in_fp32": FLAGS["attention-softmax-in-fp32"],
-    "calculate_per_token_loss": only(True, "the loss is always a mean over all tokens of a batch"),
     "use_rotary_position_embeddings": without("the model's config.json tells its positions"),
-    "no_load_optim": NoEffect.RESUMES,
     "no_save_optim": unsupported("checkpoints always hold the optimizer's state"),
 }
 """Keys of the section, without its prefix."""

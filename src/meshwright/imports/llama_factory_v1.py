@@ -9,18 +9,18 @@ from typing import Any
 from meshwright.imports.claims import Always, Has, NoEffect
 from meshwright.imports.deepspeed import read_named
 from meshwright.imports.experts import COMPUTES
+from meshwright.imports.llama_factory import RULES as FACTORY_RULES
 from meshwright.imports.llama_factory import adapter, train_last_layers
 from meshwright.imports.reading import Reading, Rule, flat, joined
 from meshwright.imports.rules import (
-    above_zero,
     cases,
     choice,
     fact,
     in_turn,
     no_effects,
     only,
+    peft,
     place,
-    positive,
     sets,
     targets,
     unsupported,
@@ -63,10 +63,16 @@ NO_EFFECT: Mapping[NoEffect, Mapping[str, str]] = {
 }
 
 
+SAME = (
+    "eval_dataset output_dir cutoff_len learning_rate num_train_epochs max_steps max_grad_norm seed full_determinism "
+    "resume_from_checkpoint save_total_limit pref_loss pref_ftx"
+)
+"""Keys that mean what they mean in the older configuration."""
 COUNTED = "it counts for pairs only; for dpo, set training.preference"
 
 
 RULES: Mapping[str, Rule] = {
+    **{key: FACTORY_RULES[key] for key in SAME.split()},
     "model": "model.name",
     "model_class": only("llm", "models predict the next token (llm)"),
     "custom_chat_template": without("write the template to a file and set data.chat.template to it"),
@@ -77,13 +83,8 @@ RULES: Mapping[str, Rule] = {
         },
         in_turn(fact(METHOD), without("supported: lora, freeze")),
     ),
-    "peft_config.r": "finetune.rank",
-    "peft_config.lora_alpha": "finetune.alpha",
-    "peft_config.lora_dropout": "finetune.dropout",
+    **peft("peft_config."),
     "peft_config.target_modules": targets("all"),
-    "peft_config.use_rslora": when("finetune.rslora", True),
-    "peft_config.use_dora": when("finetune.dora", True),
-    "peft_config.modules_to_save": "finetune.train",
     "peft_config.adapter_name_or_path": adapter,
     "peft_config.freeze_trainable_layers": fact("freeze layers"),
     "peft_config.freeze_trainable_modules": only("all", "whole layers train; list modules in finetune.train instead"),
@@ -95,15 +96,8 @@ RULES: Mapping[str, Rule] = {
     "quant_config.quantization_type": only("nf4", "four bits are nf4"),
     "quant_config.compute_dtype": without("training.precision decides it"),
     "train_dataset": fact(DATA),
-    "eval_dataset": without("evaluation data is a fraction of the training data; set data.held_out"),
-    "output_dir": "run_dir",
     "micro_batch_size": "training.micro_batch",
     "global_batch_size": "training.global_batch",
-    "cutoff_len": "data.sequence_length",
-    "learning_rate": "training.optimizer.lr",
-    "num_train_epochs": fact("epochs"),
-    "max_steps": above_zero("training.steps", Always("the epochs count")),
-    "max_grad_norm": positive("training.clip"),
     "bf16": choice("training.precision", {True: "bf16", False: "fp32"}, "true, false"),
     "batching_strategy": cases(
         {("normal", "padding_free"): sets({"data.packing": "padded"})},
@@ -136,16 +130,10 @@ RULES: Mapping[str, Rule] = {
     "optim_config.adamw_betas": "training.optimizer.betas",
     "optim_config.adamw_eps": "training.optimizer.eps",
     "lr_scheduler_config.*": without("set training.lr_schedule"),
-    "seed": "training.seed",
-    "full_determinism": when("training.deterministic", True),
-    "resume_from_checkpoint": unsupported("`meshwright train --resume` continues from the newest checkpoint"),
     "save_steps": "checkpoint.every",
     "save_epochs": without("intervals are in steps; set checkpoint.every"),
-    "save_total_limit": "checkpoint.keep_last",
     "pref_beta": fact("preference beta"),
     "dpo_label_smoothing": fact("preference smoothing"),
-    "pref_loss": only("sigmoid", "the loss of preferences is DPO's (sigmoid)"),
-    "pref_ftx": unsupported("the loss has no supervised term"),
     "simpo_gamma": NoEffect.OFF,
     "ld_alpha": unsupported("all tokens of an answer count alike"),
     **no_effects(NO_EFFECT),

@@ -284,7 +284,8 @@ def degree(path: str, also: Mapping[str, Any] | None = None, one: Rule | None = 
         check_count(value, origin)
         apply(sets({path: value, **(also or {})}) if value > 1 else one or Has(path, 1), reading, value, origin)
 
-    return both(rule, lambda get: get(path))
+    others = (also or {}).items()
+    return both(rule, lambda get: get(path) if all(get(other) == value for other, value in others) else None)
 
 
 def unless_none(path: str) -> Rule:
@@ -365,6 +366,33 @@ def inverse(rule: Rule, known: Mapping[Any, Any]) -> Callable[[Get], Any]:
         raise UserError(f"{setting}{shown(value)}: this export supports {', '.join(map(shown, known.values()))}")
 
     return written
+
+
+def same(rules: Mapping[str, Rule], keys: Mapping[str, str]) -> dict[str, Rule]:
+    """The rules of keys that another table has under another name: key -> name."""
+    return {key: rules[name] for key, name in keys.items()}
+
+
+def flags_of(sections: Mapping[str, str]) -> dict[str, str]:
+    """Keys that are flags of Megatron-LM with _ for -: key -> flag; `sections` as in `dotted`."""
+    return {key: key.rpartition(".")[2].replace("_", "-") for key in dotted(sections)}
+
+
+PEFT: Mapping[str, Rule] = {
+    "r": "finetune.rank",
+    "lora_alpha": whole("finetune.alpha"),
+    "lora_dropout": "finetune.dropout",
+    "target_modules": targets(),
+    "modules_to_save": listed("finetune.train"),
+    "use_dora": when("finetune.dora", True),
+    "use_rslora": when("finetune.rslora", True),
+}
+"""peft's names of LoRA's settings, which other systems have with prefixes."""
+
+
+def peft(prefix: str, *keys: str) -> dict[str, Rule]:
+    """The rules of some of peft's names, or of all, with a prefix."""
+    return {f"{prefix}{key.removeprefix(prefix)}": PEFT[key] for key in keys or PEFT}
 
 
 def dotted(sections: Mapping[str, str]) -> list[str]:
