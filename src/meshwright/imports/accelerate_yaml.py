@@ -223,8 +223,7 @@ def is_accelerate(values: Mapping[str, Any]) -> bool:
 def _settle_hybrid(reading: Reading, values: Mapping[str, Any]) -> None:
     """Hybrid sharding, whose groups are the processes of a machine."""
     if "hybrid" not in reading.facts:
-        if "machines" in reading.facts:
-            reading.no_effect.append((reading.facts["machines"][1], NoEffect.LAUNCH))
+        reading.ignore("machines", reason=NoEffect.LAUNCH)
         return
     origin, machines, processes = reading.facts["hybrid"][1], values.get("num_machines", 1), values.get("num_processes")
     if isinstance(processes, int) and isinstance(machines, int) and machines > 0 and processes % machines == 0:

@@ -118,9 +118,7 @@ def _batch(reading: Reading, default: str) -> None:
     local, where = reading.facts.get("local batch", (1, default))
     check_count(local, where)
     if "layout.pp" not in reading.settings:
-        for name in ("microbatch", "schedule"):
-            if name in reading.facts:
-                reading.no_effect.append((reading.facts[name][1], NoEffect.OFF))
+        reading.ignore("microbatch", "schedule")
     else:
         if "local batch" in reading.facts:  # it goes through the pipeline in microbatches, as the global batch does
             reading.no_effect.append((where, NoEffect.OVERRULED))

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from meshwright.imports.claims import Always, Has, NoEffect
-from meshwright.imports.reading import Reading, Rule, check_count
+from meshwright.imports.reading import Reading, Rule, check_count, joined
 from meshwright.imports.rules import degree, fact, only, unsupported, without
 from meshwright.spec.errors import UserError
 
@@ -118,7 +118,7 @@ def settle_ranks(reading: Reading) -> None:
         elif sharded:
             reading.fact("shard", shard, where)
         return
-    left, names = ranks // split, "; ".join(part for part in (where, replicate_origin) if part)
+    left, names = ranks // split, joined(where, replicate_origin)
     fits = shard * replicate == left if shard > 1 and replicate > 1 else left % (shard * replicate) == 0
     if ranks % split or not fits or (not sharded and replicate != left):
         raise UserError(f"{names}: do not fit the {left} data-parallel ranks of {origin}; give another --ranks")

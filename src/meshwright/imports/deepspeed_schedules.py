@@ -10,7 +10,7 @@ from pathlib import PurePath
 from typing import Any
 
 from meshwright.imports.claims import Always, NoEffect
-from meshwright.imports.reading import Reading, Rule, check_count, check_number, flat
+from meshwright.imports.reading import Reading, Rule, check_count, check_number, flat, joined
 from meshwright.imports.rules import fact, number, unsupported, without
 from meshwright.imports.schedules import NAME, lose_schedule
 from meshwright.spec.errors import UserError
@@ -101,7 +101,7 @@ def _line(reading: Reading, kind: str, default: str) -> None:
         return
     start, where = reading.facts.get("start_factor", (1 / 3, default))
     end, end_origin = reading.facts.get("end_factor", (1.0, default))
-    origin = "; ".join(dict.fromkeys((where, end_origin)))
+    origin = joined(where, end_origin)
     if start == 1 and 0 <= end < 1:
         reading.set("training.lr_schedule.final", end, origin)
     else:

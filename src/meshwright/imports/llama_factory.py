@@ -80,7 +80,7 @@ def _settle_fp8(reading: Reading) -> None:
     path, origin = "training.precision", reading.facts["fp8"][1]
     before, where = reading.settings.get(path, ("bf16", ""))
     if before == "bf16":
-        reading.settings[path] = ("fp8", f"{origin}; {where}" if where else origin)
+        reading.settings[path] = ("fp8", joined(origin, where))
     else:
         reading.set(path, "fp8", origin)
     settle_fp8(reading, origin)

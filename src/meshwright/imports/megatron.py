@@ -303,7 +303,7 @@ def settle(reading: Reading, given: Collection[str], file: str, form: MegatronFo
         scaled = reading.facts["rope scaled"][1]
         factor, where = reading.facts.get("rope factor", (8.0, scaled))
         check_number(factor, where)
-        reading.set("model.rope_scaling", {"factor": float(factor)}, "; ".join(dict.fromkeys((scaled, where))))
+        reading.set("model.rope_scaling", {"factor": float(factor)}, joined(scaled, where))
     if ranks := reading.known("ranks of a node"):
         nodes, where = reading.facts.get("nodes", (1, "one node"))
         reading.fact("ranks", ranks * nodes, f"{reading.facts['ranks of a node'][1]}; {where}")

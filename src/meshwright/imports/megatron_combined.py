@@ -9,49 +9,39 @@ from typing import Any
 
 from meshwright.imports.claims import Always, Has, HasNot
 from meshwright.imports.reading import Reading, Rule, check_count, joined
-from meshwright.imports.rules import fact
+from meshwright.imports.rules import dotted, fact
 from meshwright.spec.errors import UserError
 
-SWITCHES = frozenset(
-    (
-        *("accumulate-allreduce-grads-in-fp32", "add-qkv-bias", "async-save", "attention-softmax-in-fp32", "bf16"),
-        *("deterministic-mode", "disable-bias-linear", "eod-mask-loss", "first-last-layers-bf16", "fp16"),
-        *("fp8-param-gather", "grad-reduce-in-bf16", "group-query-attention", "log-throughput", "moe-grouped-gemm"),
-        *("no-bias-gelu-fusion", "no-bias-swiglu-fusion", "no-gradient-accumulation-fusion", "no-rope-fusion"),
-        *("no-masked-softmax-fusion", "openai-gelu", "overlap-grad-reduce", "overlap-param-gather", "qk-layernorm"),
-        *("recompute-activations", "reset-attention-mask", "reset-position-ids", "sequence-parallel", "swiglu"),
-        *("untie-embeddings-and-output-weights", "use-distributed-optimizer", "use-flash-attn", "use-mcore-models"),
-        *("use-megatron-fsdp", "use-rope-scaling", "use-rotary-position-embeddings", "use-torch-fsdp2"),
-        *("fp4-param-gather", "no-fp8-wgrad", "mock-data", "tp-comm-overlap", "qk-clip", "manual-gc"),
-        *(
-            "tokenizer-hf-use-fast",
-            "no-async-tensor-model-parallel-allreduce",
-            "no-create-attention-mask-in-dataloader",
-        ),
-        *("overlap-param-gather-with-optimizer-step", "moe-shared-expert-overlap", "overlap-moe-expert-parallel-comm"),
-        *("moe-permute-fusion", "no-bias-dropout-fusion", "cross-entropy-loss-fusion", "distribute-saved-activations"),
-        *("moe-layer-recompute", "log-params-norm", "log-num-zeros-in-grad", "log-memory-to-tensorboard"),
-        *("log-timers-to-tensorboard", "log-validation-ppl-to-tensorboard", "log-progress", "log-straggler"),
-        *("log-world-size-to-tensorboard", "log-energy", "no-mmap-bin-files", "exit-signal-handler"),
-        *("no-check-for-nan-in-loss-and-grad", "check-for-nan-in-loss-and-grad", "disable-straggler-on-startup"),
-        *("use-dist-ckpt", "no-save-optim", "no-save-rng", "ckpt-fully-parallel-save", "auto-detect-ckpt-format"),
-        *("ckpt-assume-constant-structure", "no-load-optim", "no-load-rng", "finetune", "exit-on-missing-checkpoint"),
-        *("use-persistent-ckpt-worker", "dist-ckpt-optim-fully-reshardable", "calculate-per-token-loss"),
-        *("trust-remote-code", "apply-layernorm-1p", "squared-relu", "apply-query-key-layer-scaling"),
-        *("ckpt-fully-parallel-load", "override-opt_param-scheduler", "use-checkpoint-opt_param-scheduler"),
-    )
-)
+SWITCHES = frozenset(dotted({"":
+    "accumulate-allreduce-grads-in-fp32 add-qkv-bias async-save attention-softmax-in-fp32 bf16 deterministic-mode "
+    "disable-bias-linear eod-mask-loss first-last-layers-bf16 fp16 fp8-param-gather grad-reduce-in-bf16 "
+    "group-query-attention log-throughput moe-grouped-gemm no-bias-gelu-fusion no-bias-swiglu-fusion "
+    "no-gradient-accumulation-fusion no-rope-fusion no-masked-softmax-fusion openai-gelu overlap-grad-reduce "
+    "overlap-param-gather qk-layernorm recompute-activations reset-attention-mask reset-position-ids "
+    "sequence-parallel swiglu untie-embeddings-and-output-weights use-distributed-optimizer use-flash-attn "
+    "use-mcore-models use-megatron-fsdp use-rope-scaling use-rotary-position-embeddings use-torch-fsdp2 "
+    "fp4-param-gather no-fp8-wgrad mock-data tp-comm-overlap qk-clip manual-gc tokenizer-hf-use-fast "
+    "no-async-tensor-model-parallel-allreduce no-create-attention-mask-in-dataloader "
+    "overlap-param-gather-with-optimizer-step moe-shared-expert-overlap overlap-moe-expert-parallel-comm "
+    "moe-permute-fusion no-bias-dropout-fusion cross-entropy-loss-fusion distribute-saved-activations "
+    "moe-layer-recompute log-params-norm log-num-zeros-in-grad log-memory-to-tensorboard log-timers-to-tensorboard "
+    "log-validation-ppl-to-tensorboard log-progress log-straggler log-world-size-to-tensorboard log-energy "
+    "no-mmap-bin-files exit-signal-handler no-check-for-nan-in-loss-and-grad check-for-nan-in-loss-and-grad "
+    "disable-straggler-on-startup use-dist-ckpt no-save-optim no-save-rng ckpt-fully-parallel-save "
+    "auto-detect-ckpt-format ckpt-assume-constant-structure no-load-optim no-load-rng finetune "
+    "exit-on-missing-checkpoint use-persistent-ckpt-worker dist-ckpt-optim-fully-reshardable calculate-per-token-loss "
+    "trust-remote-code apply-layernorm-1p squared-relu apply-query-key-layer-scaling ckpt-fully-parallel-load "
+    "override-opt_param-scheduler use-checkpoint-opt_param-scheduler"
+}))  # fmt: skip
 """Flags that have no value."""
-LISTS = frozenset(
-    (
-        *("data-path", "train-data-path", "valid-data-path", "test-data-path", "recompute-modules", "cp-comm-type"),
-        *("moe-router-load-balancing-type", "moe-aux-loss-coeff", "rampup-batch-size", "iterations-to-skip", "spec"),
-        *("cuda-graph-scope", "cuda-graph-modules", "offload-modules", "validation-set-names", "profile-ranks"),
-        *("ddp-param-name-patterns-for-fp32-local-accumulation", "tokenizer-special-tokens", "modules-to-filter"),
-        *("gtp-remat-opt-in-modules", "high-priority-stream-groups", "retriever-report-topk-accuracies"),
-        *("rl-inference-parsers", "mrope-section"),
-    )
-)
+LISTS = frozenset(dotted({"":
+    "data-path train-data-path valid-data-path test-data-path recompute-modules cp-comm-type "
+    "moe-router-load-balancing-type moe-aux-loss-coeff rampup-batch-size iterations-to-skip spec cuda-graph-scope "
+    "cuda-graph-modules offload-modules validation-set-names profile-ranks "
+    "ddp-param-name-patterns-for-fp32-local-accumulation tokenizer-special-tokens modules-to-filter "
+    "gtp-remat-opt-in-modules high-priority-stream-groups retriever-report-topk-accuracies rl-inference-parsers "
+    "mrope-section"
+}))  # fmt: skip
 """Flags that have several values."""
 COMBINED = {
     "fp8-format": "fp8 format",
@@ -243,7 +233,7 @@ def _wide_layers(reading: Reading, facts: dict[str, tuple[Any, str]], form: Mega
         if not isinstance(number, int) or not 0 <= number <= 1000:
             raise UserError(f"{given[1] if given else origins[0]}: must be a whole number of layers")
     keep = [f"layers.{index}" for index in range(first)] + [f"layers.{-index}" for index in range(last, 0, -1)]
-    reading.set("training.low_precision.keep", keep, "; ".join(dict.fromkeys(origins)))
+    reading.set("training.low_precision.keep", keep, joined(*origins))
 
 
 def _in_samples(reading: Reading) -> None:

@@ -5,7 +5,7 @@ from typing import Any
 
 from meshwright.imports.claims import Always, Has, HasNot, NoEffect
 from meshwright.imports.names import Names
-from meshwright.imports.reading import Reading, Rule, check_count, check_number, flat
+from meshwright.imports.reading import Reading, Rule, check_count, check_number, flat, joined
 from meshwright.imports.rules import (
     above_zero,
     apply,
@@ -313,7 +313,7 @@ def _rates(reading: Reading, default: str) -> None:
         return
     reading.set("training.lr_schedule.final", float(f"{lowest / peak:.6g}"), f"{floor}, relative to the peak {peak}")
     if start + over != steps:
-        origins = "; ".join(dict.fromkeys((length, begin)))
+        origins = joined(length, begin)
         reading.drop(origins, f"the decay ends at step {start + over}; schedules always end at the last step, {steps}")
     else:
         reading.claim(f"{length}; {begin}", Has("training.steps", steps))

@@ -188,7 +188,7 @@ def settle_formats(reading: Reading, values: Mapping[str, Any], file: str) -> No
     kinds = {kind: reading.facts[f"old {kind}"] for kind in OLD_KINDS if f"old {kind}" in reading.facts}
     on = next((kind for kind, (value, _) in kinds.items() if value is True), "")
     if "old fp8" not in reading.facts:
-        reading.no_effect += [(where, NoEffect.OFF) for _, where in kinds.values()]
+        reading.ignore(*(f"old {kind}" for kind in kinds))
     elif on:
         origins = "; ".join([reading.facts["old fp8"][1], *(where for _, where in kinds.values())])
         reading.fact("fp8 format", on, origins)

@@ -6,7 +6,7 @@ from typing import Any
 
 from meshwright.imports.claims import Always, Has, NoEffect
 from meshwright.imports.names import Names, pipelined
-from meshwright.imports.reading import Reading, Rule
+from meshwright.imports.reading import Reading, Rule, joined
 from meshwright.imports.rules import (
     above_zero,
     both,
@@ -101,7 +101,7 @@ read_data_set = cases({"c4": sets({"data.sources": [{"path": "hub:allenai/c4", "
 def _table(reading: Reading, value: Any, origin: str) -> None:
     name, where = reading.facts.get("data set", (next(iter(value)), origin))
     if name in value:
-        reading.set("data.sources", [value[name]], "; ".join(dict.fromkeys((where, origin))))
+        reading.set("data.sources", [value[name]], joined(where, origin))
     else:
         read_data_set(reading, name, where)
 
