@@ -15,18 +15,17 @@ from meshwright.engines.written import (
     tokenizer_of,
     written,
 )
-from meshwright.imports.automodel_keys import PIPELINES, RULES, SCHEDULES
+from meshwright.imports.automodel_keys import PIPELINES, RULES
 from meshwright.imports.megatron import RULES as FLAGS
-from meshwright.imports.names import Names, lora
+from meshwright.imports.names import PRECISIONS, SCHEDULES, Names, lora
 from meshwright.imports.rules import dotted
 from meshwright.spec.finetune import LoraSpec
-from meshwright.spec.precision import BF16, FP32
+from meshwright.spec.precision import BF16
 from meshwright.spec.run import ResolvedRun
 
 AUTO = "nemo_automodel.NeMoAutoModelForCausalLM"
 DATASETS = "nemo_automodel.components.datasets"
 OPTIMIZERS = Names("training.optimizer.name", {"adamw": "torch.optim.AdamW"})
-PRECISIONS = Names("training.precision", {BF16.name: "bfloat16", FP32.name: "float32"})
 BASES = Names.same("finetune.base", "plain", counts=lora)
 HISTORY = Names("data.chat.train_on", {"assistant": None, "last": True})
 """Whether a conversation's earlier answers are masked."""

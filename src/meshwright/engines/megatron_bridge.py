@@ -5,8 +5,8 @@ from typing import Any, ClassVar
 
 from meshwright.engines.megatron_lm import LATER, PIPELINES, flags_of_run, megatron_cannot
 from meshwright.engines.written import WrittenEngine, nested, written
-from meshwright.imports.megatron import OPTIMIZERS, SCHEDULES
-from meshwright.imports.names import Names
+from meshwright.imports.megatron import OPTIMIZERS
+from meshwright.imports.names import SCHEDULES, Names
 from meshwright.imports.nemo_keys import RULES
 from meshwright.imports.rules import dotted, flags_of
 from meshwright.spec.document import write_yaml

@@ -5,8 +5,8 @@ from collections.abc import Mapping
 from typing import Any, ClassVar, assert_never
 
 from meshwright.engines.written import WrittenEngine, fully, refused_tokenizer, unless, written
-from meshwright.imports.megatron import OPTIMIZERS, RULES, SCHEDULES
-from meshwright.imports.names import Names, pipelined
+from meshwright.imports.megatron import OPTIMIZERS, RULES, STAGES
+from meshwright.imports.names import SCHEDULES, Names, pipelined
 from meshwright.spec.model import ModelSpec
 from meshwright.spec.precision import BF16, FP16, FP32
 from meshwright.spec.run import ResolvedRun
@@ -14,7 +14,7 @@ from meshwright.spec.run import ResolvedRun
 PRECISIONS = Names.same("training.precision", BF16.name, FP16.name, FP32.name)
 PIPELINES = Names.same("layout.schedule", "1f1b", "interleaved-1f1b", counts=pipelined)
 FAMILIES = ("gpt2", "llama", "qwen2", "qwen3", "mixtral")
-SHARDED = {2: "optim_grads", 3: "optim_grads_params"}
+SHARDED = {stage: name for name, stage in STAGES.items() if stage > 1}
 """ZeRO's stage -> what Megatron-FSDP shards."""
 LATER = "the learning rate starts at 0: every step uses the rate of Meshwright's previous step"
 Flags = dict[str, Any]

@@ -8,16 +8,13 @@ from meshwright.engines.engine import refused_axes
 from meshwright.engines.megatron_lm import LATER
 from meshwright.engines.settings import Rule, without
 from meshwright.engines.written import YamlEngine, is_remote, named_data, refused_tokenizer, rounded, stated, written
-from meshwright.imports.names import Names, pipelined
-from meshwright.imports.nanotron import DTYPES, OPTIMIZERS, RULES, SIZE
+from meshwright.imports.names import FALLS, PRECISIONS, Names, pipelined
+from meshwright.imports.nanotron import OPTIMIZERS, RULES, SIZE
 from meshwright.imports.rules import dotted
 from meshwright.spec.precision import BF16, FP32
 from meshwright.spec.run import ResolvedRun
 
 FAMILIES = ("llama", "qwen2")
-STYLES = Names(
-    "training.lr_schedule.name", {"cosine": "cosine", "linear": "linear", "wsd": "linear", "constant": "linear"}
-)
 PIPELINES = Names.same("layout.schedule", "1f1b", "afab", counts=pipelined)
 KEYS = dotted({
     "general": "seed",
@@ -41,7 +38,7 @@ class NanotronConfig(YamlEngine):
     name = "nanotron"
     about = "Nanotron"
     file = "nanotron.yaml"
-    choices: ClassVar = (STYLES, OPTIMIZERS, DTYPES, PIPELINES)
+    choices: ClassVar = (FALLS, OPTIMIZERS, PRECISIONS, PIPELINES)
     rules: ClassVar[Mapping[str, Rule]] = {"data.held_out": without("no text is held out")}
 
     def cannot(self, resolved: ResolvedRun) -> Mapping[str, str]:
@@ -143,7 +140,7 @@ def _rates(resolved: ResolvedRun) -> dict[str, Any]:
         "learning_rate": lr,
         "lr_warmup_steps": warmup,
         "lr_warmup_style": "linear" if warmup else "constant",
-        "lr_decay_style": STYLES.write(schedule.name),
+        "lr_decay_style": FALLS.write(schedule.name),
         "lr_decay_starting_step": steps - falls,
         "lr_decay_steps": falls,
         "min_decay_lr": lr if flat else rounded(lr * schedule.final),

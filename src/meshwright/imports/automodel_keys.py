@@ -5,7 +5,8 @@ from typing import Any
 
 from meshwright.imports.claims import Always, HasNot, NoEffect
 from meshwright.imports.megatron import RULES as FLAGS
-from meshwright.imports.names import Names, pipelined
+from meshwright.imports.names import DTYPES as TORCH
+from meshwright.imports.names import SCHEDULES, Names, pipelined
 from meshwright.imports.reading import Reading, Rule
 from meshwright.imports.rules import (
     by_sign,
@@ -34,10 +35,7 @@ from meshwright.imports.rules import (
 )
 from meshwright.imports.schedules import schedule_choice
 
-DTYPES = {"bfloat16": "bf16", "bf16": "bf16", "float32": "fp32", "fp32": "fp32", "float16": "fp16", "fp16": "fp16"}
-SCHEDULES = Names(
-    "training.lr_schedule.name", {"cosine": "cosine", "linear": "linear", "constant": "constant", "wsd": "WSD"}
-)
+DTYPES = {name: ours for theirs, ours in TORCH.items() for name in (theirs, ours)}
 RECOMPUTES = {True: "full", False: "none", "true": "full", "false": "none", "full": "full", "none": "none"}
 RECOMPUTES |= {"selective": "selective"}
 PIPELINES = Names("layout.schedule", {"1f1b": "1f1b", "afab": "gpipe"}, counts=pipelined)

@@ -229,8 +229,7 @@ def deepspeed_first(values: Mapping[str, Any]) -> dict[str, Any]:
 
 def take_length(reading: Reading, values: Mapping[str, Any], origin: str) -> None:
     """The Trainer's batch of 8 and its 3 epochs, where neither these nor other files give another."""
-    if "training.micro_batch" not in reading.settings:
-        reading.set("training.micro_batch", 8, origin)
+    reading.otherwise("training.micro_batch", 8, origin)
     if "num_train_epochs" not in values:
         reading.fact("epochs", 3, f"{origin}: num_train_epochs=3")
 

@@ -11,6 +11,7 @@ from meshwright.imports.deepspeed import read_named
 from meshwright.imports.experts import COMPUTES
 from meshwright.imports.llama_factory import RULES as FACTORY_RULES
 from meshwright.imports.llama_factory import adapter, train_last_layers
+from meshwright.imports.names import READERS
 from meshwright.imports.reading import Reading, Rule, flat, joined
 from meshwright.imports.rules import (
     cases,
@@ -49,7 +50,6 @@ CONVERTERS = {"alpaca": "alpaca", "sharegpt": "sharegpt", "pair": "preference"}
 TABLE = {"path", "source", "converter", "split", "size", "weight", "streaming"}
 """Keys of a data set in the table that `train_dataset` names."""
 METHOD, TABLES, DATA, CP = "v1 method", "v1 data table", "v1 data", "cp mode"
-ENDINGS = (".json", ".jsonl", ".csv", ".parquet", ".arrow", ".txt")
 NO_EFFECT: Mapping[NoEffect, Mapping[str, str]] = {
     NoEffect.KERNEL: {"": "flash_attn kernel_config.*"},
     NoEffect.MEMORY: {"": "init_config.*", "dist_config": "pin_memory dcp_path"},
@@ -153,8 +153,7 @@ def read_llama_factory_v1(reading: Reading, values: Mapping[str, Any], file: str
     keys = {key: value for key, value in flat(values).items() if value not in ({}, [])}
     reading.facts.setdefault(COMPUTES, (file, file))
     reading.take(keys, RULES, file)
-    if "training.micro_batch" not in reading.settings:
-        reading.set("training.micro_batch", 1, default)
+    reading.otherwise("training.micro_batch", 1, default)
     if not reading.settings.keys() & {"training.steps"} and "epochs" not in reading.facts:
         reading.fact("epochs", 3, f"{default}: num_train_epochs=3")
     if "batching_strategy" not in values:
@@ -249,7 +248,7 @@ def name_v1_sources(reading: Reading) -> None:
     elif named and str(named).endswith((".yaml", ".yml")):
         reading.drop(origin, "a table of data sets, which was not given; pass that file too")
     elif named:
-        reading.set("data.sources", [{"path": place(named, *ENDINGS)}], origin)
+        reading.set("data.sources", [{"path": place(named, *READERS, ".txt")}], origin)
     _settle_preference(reading, table, file)
 
 

@@ -7,7 +7,7 @@ from typing import Any
 from meshwright.imports.claims import Has, HasNot, NoEffect
 from meshwright.imports.megatron_combined import LISTS, SWITCHES, MegatronForm, combine, model_defaults
 from meshwright.imports.megatron_combined import RULES as COMBINED_RULES
-from meshwright.imports.names import Names
+from meshwright.imports.names import SCHEDULES, Names
 from meshwright.imports.reading import Get, Reading, Rule, check_count, check_number, joined
 from meshwright.imports.rules import (
     always,
@@ -69,9 +69,6 @@ NO_EFFECT: Mapping[NoEffect, str] = {
     NoEffect.CODE: "trust-remote-code",
 }
 """Why flags have no effect -> the flags."""
-SCHEDULES = Names(
-    "training.lr_schedule.name", {"cosine": "cosine", "linear": "linear", "constant": "constant", "wsd": "WSD"}
-)
 OPTIMIZERS = Names("training.optimizer.name", {"adamw": "adam"}, {"muon": "muon"})
 UNSET = re.compile(r"\$[\w{(@*]|`")
 """What only a shell could replace."""
@@ -304,9 +301,7 @@ def settle(reading: Reading, given: Collection[str], file: str, form: MegatronFo
         factor, where = reading.facts.get("rope factor", (8.0, scaled))
         check_number(factor, where)
         reading.set("model.rope_scaling", {"factor": float(factor)}, joined(scaled, where))
-    if ranks := reading.known("ranks of a node"):
-        nodes, where = reading.facts.get("nodes", (1, "one node"))
-        reading.fact("ranks", ranks * nodes, f"{reading.facts['ranks of a node'][1]}; {where}")
+    reading.count_nodes()
     reading.replicate(*reading.facts.get("instances", (1, "")))
     combine(reading, file, form)
     if form.whole:

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from meshwright.imports.claims import Always, Has, HasNot, NoEffect
-from meshwright.imports.names import Names
+from meshwright.imports.names import PRECISIONS, Names
 from meshwright.imports.reading import Reading, Rule, check_count, check_number, flat, joined
 from meshwright.imports.rules import (
     above_zero,
@@ -22,7 +22,6 @@ from meshwright.imports.rules import (
 )
 from meshwright.spec.errors import UserError
 
-DTYPES = Names("training.precision", {"bf16": "bfloat16", "fp32": "float32"})
 OPTIMIZERS = Names("training.optimizer.name", {"adamw": "adamW"})
 SHAPES = {"linear": "linear", "cosine": "cosine"}
 SIZE = "model.model_config."
@@ -126,7 +125,7 @@ RULES: Mapping[str, Rule] = {
     "parallelism.expert_parallel_size": degree("layout.ep"),
     "parallelism.pp_engine": choice(fact("schedule"), {"1f1b": "1f1b", "afab": "afab"}),
     "parallelism.recompute_layer": when("training.recompute", "full", Has("training.recompute", "none")),
-    "model.dtype": choice("training.precision", DTYPES.read),
+    "model.dtype": choice("training.precision", PRECISIONS.read),
     "model.init_method.std": "model.init_std",
     "model.init_method.scaling_method": lambda reading, value, origin: apply(
         only("NUM_LAYERS", "weights are initialized as by NUM_LAYERS"), reading, str(value).upper(), origin

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from meshwright.imports.claims import Always, Has, NoEffect
+from meshwright.imports.names import DTYPES as TORCH
 from meshwright.imports.reading import Reading, Rule
 from meshwright.imports.rules import cases, either, fact, last_name, only, unsupported, when, without
 from meshwright.spec.errors import UserError
@@ -133,8 +134,7 @@ _weight_gradients = cases(
 )
 _old_format = cases({True: fact("old fp8", True)}, _stated("fp8 format", None))
 """NeMo's switch, beside which two others name the format; Megatron-Bridge names it here."""
-DTYPE = {"bfloat16": Has(PATH, "bf16"), "float16": Has(PATH, "fp16"), "float32": Has(PATH, "fp32")}
-_same_dtype = cases(DTYPE, DECIDED, last_name)
+_same_dtype = cases({theirs: Has(PATH, ours) for theirs, ours in TORCH.items()}, DECIDED, last_name)
 """A dtype that a recipe's precision implies."""
 
 

@@ -162,6 +162,17 @@ class Reading:
             else:
                 self.drop(origin, reason)
 
+    def otherwise(self, path: str, value: Any, origin: str) -> None:
+        """Record a setting, if no file has given it; others are worked out from it, so it cannot wait as a default."""
+        if path not in self.settings:
+            self.set(path, value, origin)
+
+    def count_nodes(self) -> None:
+        """The ranks of all nodes, where a launcher's flags tell them."""
+        if ranks := self.known("ranks of a node"):
+            nodes, where = self.facts.get("nodes", (1, "one node"))
+            self.fact("ranks", ranks * nodes, f"{self.facts['ranks of a node'][1]}; {where}")
+
     def take_back(self, reason: str, *paths: str) -> None:
         """Take back settings that do not count after all, or all of a section (`finetune.`), and report them."""
         for path in [path for path in self.settings if path in paths or path.startswith(_sections(paths))]:

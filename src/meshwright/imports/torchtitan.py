@@ -4,12 +4,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from meshwright.imports.claims import Always, Has, HasNot, NoEffect
+from meshwright.imports.names import DTYPES
 from meshwright.imports.reading import Reading, check_count, flat, joined
 from meshwright.imports.titan_python import read_titan_python
 from meshwright.imports.torchtitan_keys import (
     ASSETS,
     DEFAULTS,
-    DTYPES,
     FLAVORS,
     IN_HF,
     MICROBATCHES,

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from meshwright.imports.claims import Always, Has, NoEffect
-from meshwright.imports.names import Names, pipelined
+from meshwright.imports.names import DTYPES, Names, pipelined
 from meshwright.imports.reading import Reading, Rule, joined
 from meshwright.imports.rules import (
     above_zero,
@@ -67,7 +67,6 @@ PIPELINES = Names(
     counts=pipelined,
 )
 BY_WORD = {theirs.lower(): ours for theirs, ours in PIPELINES.read.items()}
-DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 WARMUP = "training.lr_schedule.warmup"
 DEFAULTS = {
     "training.optimizer.lr": 8e-4,
