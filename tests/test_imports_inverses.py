@@ -1,5 +1,6 @@
 """Keys of other systems are stated once: what a rule writes for a run, the same rule reads as the same settings."""
 
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -7,10 +8,11 @@ from typing import Any
 
 import pytest
 
+from configurations import CORPUS, Outcome
 from meshwright.engines.written import decided, values_of
 from meshwright.imports.reading import Reading, Rule
 from meshwright.imports.rules import FACTS, whole, write
-from meshwright.imports.systems import FLAGS, NANOGPT, SYSTEMS
+from meshwright.imports.systems import ARGUMENT_FLAGS, FLAGS, NANOGPT, SYSTEMS
 from meshwright.spec.errors import UserError
 from meshwright.spec.recipe import parse_spec
 from meshwright.spec.run import ResolvedRun, Run
@@ -41,6 +43,7 @@ RUNS = (
     ],
 )
 TABLES = {system.name: system.rules for system in (*SYSTEMS, FLAGS, NANOGPT) if system.rules}
+TABLES["TrainingArguments as flags"] = ARGUMENT_FLAGS.rules
 LEAST = 19
 """Keys that each system has with an inverse."""
 
@@ -85,6 +88,18 @@ def test_what_a_rule_writes_it_reads(system):
             assert {name: stated(run)[name] for name in facts} == facts, (key, overrides)
             assert not reading.without, (key, overrides)
             assert not [claim for _, claim in reading.claims if claim.problem(ours)], (key, overrides)
+
+
+@pytest.mark.parametrize("path", CORPUS, ids=lambda path: path.name)
+@pytest.mark.every(4)
+def test_every_setting_of_an_imported_recipe_has_its_source(tmp_path: Path, path: Path) -> None:
+    """A key with its value, or the file and, in brackets or behind a colon, whose default it is or what it lacks."""
+    other = tmp_path / path.name
+    other.write_text(path.read_text())
+    reading = Outcome.of(other, path.name).reading
+    for setting, (_, origin) in reading.settings.items():
+        key = any(one in origin for one in reading.seen) or origin.startswith("--")
+        assert key or re.match(rf"{re.escape(path.name)}(?: \(.+\)|: .+)", origin), (setting, origin)
 
 
 def test_a_number_is_written_as_an_integer_where_it_is_one():

@@ -6,19 +6,26 @@ from typing import Any, ClassVar
 from meshwright.engines.engine import refused_axes
 from meshwright.engines.megatron_lm import LATER
 from meshwright.engines.settings import Rule, without
-from meshwright.engines.written import YamlEngine, stated, tokenizer_of, written
-from meshwright.imports.automodel_keys import PIPELINES, RULES, SCHEDULES
+from meshwright.engines.written import (
+    YamlEngine,
+    named_data,
+    refused_model,
+    refused_tokenizer,
+    stated,
+    tokenizer_of,
+    written,
+)
+from meshwright.imports.automodel_keys import PIPELINES, RULES
 from meshwright.imports.megatron import RULES as FLAGS
-from meshwright.imports.names import Names, lora
+from meshwright.imports.names import PRECISIONS, SCHEDULES, Names, lora
 from meshwright.imports.rules import dotted
 from meshwright.spec.finetune import LoraSpec
-from meshwright.spec.precision import BF16, FP32
+from meshwright.spec.precision import BF16
 from meshwright.spec.run import ResolvedRun
 
 AUTO = "nemo_automodel.NeMoAutoModelForCausalLM"
 DATASETS = "nemo_automodel.components.datasets"
 OPTIMIZERS = Names("training.optimizer.name", {"adamw": "torch.optim.AdamW"})
-PRECISIONS = Names("training.precision", {BF16.name: "bfloat16", FP32.name: "float32"})
 BASES = Names.same("finetune.base", "plain", counts=lora)
 HISTORY = Names("data.chat.train_on", {"assistant": None, "last": True})
 """Whether a conversation's earlier answers are masked."""
@@ -47,10 +54,7 @@ class AutoModelConfig(YamlEngine):
 
     def cannot(self, resolved: ResolvedRun) -> Mapping[str, str]:
         """Models without a directory, unsupported data, and AutoModel's fixed behaviour."""
-        run, refusals = resolved.run, dict[str, str]()
-        layout = run.layout
-        if not (run.model.name or "").startswith((".", "/")):
-            refusals["model.name"] = "AutoModel loads a Hugging Face directory; write its path, starting with ./ or /"
+        run, layout, refusals = resolved.run, resolved.run.layout, refused_model(resolved, "AutoModel")
         if run.training.clip is None:
             refusals["training.clip"] = "AutoModel clips at 1.0 unless a norm is given; set training.clip"
         split = layout.tp * layout.pp * layout.cp
@@ -59,9 +63,7 @@ class AutoModelConfig(YamlEngine):
         refusals |= refused_axes(layout, "ep", reason="this export does not support expert parallelism")
         if reason := _other_data(resolved):
             refusals["data.sources"] = reason
-        if tokenizer_of(resolved) is None:
-            refusals["data.tokenizer"] = "AutoModel loads a tokenizer; give its folder"
-        return refusals
+        return refusals | refused_tokenizer(resolved, "AutoModel")
 
     def notes(self, resolved: ResolvedRun) -> tuple[str, ...]:
         """Its rates, order and fresh weights."""
@@ -175,8 +177,7 @@ def _data(resolved: ResolvedRun) -> dict[str, Any]:
         }
     chat = {
         "_target_": f"{DATASETS}.llm.chat_dataset.ChatDataset",
-        "path_or_dataset_id": first.path.removeprefix("hub:"),
-        "name": first.subset,
+        **named_data(first, "path_or_dataset_id", "name"),
         "split": first.split,
         "seq_length": data.sequence_length,
         "mask_history": HISTORY.write(data.chat.train_on),

@@ -8,7 +8,7 @@ from meshwright.engines.engine import refused_axes
 from meshwright.engines.megatron_lm import LATER
 from meshwright.engines.settings import RULES as SETTINGS
 from meshwright.engines.settings import Fate, Rule, without
-from meshwright.engines.written import YamlEngine, rounded, tokenizer_of, written
+from meshwright.engines.written import YamlEngine, fully, is_remote, refused_model, refused_tokenizer, rounded, written
 from meshwright.imports.foundry import PRECISIONS, RULES, SCHEDULES, TRAINED
 from meshwright.imports.names import Names, lora
 from meshwright.imports.rules import dotted
@@ -61,9 +61,7 @@ class LlmFoundryConfig(YamlEngine):
 
     def cannot(self, resolved: ResolvedRun) -> Mapping[str, str]:
         """Models without a directory, other optimizers, schedules and data."""
-        run, refusals = resolved.run, dict[str, str]()
-        if not (run.model.name or "").startswith((".", "/")):
-            refusals["model.name"] = "LLM-Foundry loads a Hugging Face directory; write its path, starting with ./ or /"
+        run, refusals = resolved.run, refused_model(resolved, "LLM-Foundry")
         if run.layout.zero_stage == 1:
             refusals["layout.zero"] = "FSDP also shards gradients; set layout.zero=2 or 3"
         refusals |= refused_axes(
@@ -71,9 +69,7 @@ class LlmFoundryConfig(YamlEngine):
         )
         if reason := _other_data(resolved):
             refusals["data.sources"] = reason
-        if tokenizer_of(resolved) is None:
-            refusals["data.tokenizer"] = "LLM-Foundry loads a tokenizer; give its folder"
-        return refusals
+        return refusals | refused_tokenizer(resolved, "LLM-Foundry")
 
     def notes(self, resolved: ResolvedRun) -> tuple[str, ...]:
         """Its rates, data and packing."""
@@ -137,7 +133,7 @@ def _other_data(resolved: ResolvedRun) -> str:
             "LLM-Foundry concatenates text only from Mosaic's shards (MDS); for records set data.packing=padded or "
             "best_fit"
         )
-    if not first.path.startswith("hub:") and Path(first.path).suffix not in LOADERS:
+    if not is_remote(first) and Path(first.path).suffix not in LOADERS:
         return f"LLM-Foundry loads hub:owner/name, or files ending in {', '.join(LOADERS)}"
     return ""
 
@@ -149,7 +145,7 @@ def _logger(name: str, run: Run) -> dict[str, Any]:
 def _loader(resolved: ResolvedRun) -> dict[str, Any]:
     data = resolved.run.data
     source, (responses, prompts) = data.sources[0], TRAINED.write(data.chat.train_on)
-    remote = source.path.startswith("hub:")
+    remote = is_remote(source)
     options = {"name": source.subset} if remote else {"data_files": source.path}
     loader = LOADERS.get(Path(source.path).suffix, "json")
     dataset = {
@@ -179,7 +175,7 @@ def _sharding(resolved: ResolvedRun) -> dict[str, Any] | None:
         "sharding_strategy": SHARDED.write(layout.zero_stage)[hybrid],
         **(degrees if hybrid else {}),
         "mixed_precision": "PURE" if narrow else "DEFAULT",
-        "activation_checkpointing": set(resolved.recompute) == {"full"},
+        "activation_checkpointing": fully(resolved),
         "activation_checkpointing_reentrant": False,
         "state_dict_type": "sharded",
     }

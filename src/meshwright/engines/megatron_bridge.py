@@ -3,12 +3,12 @@
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from meshwright.engines.megatron_lm import LATER, PIPELINES, SHARDED, megatron_cannot
+from meshwright.engines.megatron_lm import LATER, PIPELINES, flags_of_run, megatron_cannot
 from meshwright.engines.written import WrittenEngine, nested, written
-from meshwright.imports.megatron import OPTIMIZERS, SCHEDULES
-from meshwright.imports.names import Names
+from meshwright.imports.megatron import OPTIMIZERS
+from meshwright.imports.names import SCHEDULES, Names
 from meshwright.imports.nemo_keys import RULES
-from meshwright.imports.rules import dotted
+from meshwright.imports.rules import dotted, flags_of
 from meshwright.spec.document import write_yaml
 from meshwright.spec.precision import BF16, FP16, FP32
 from meshwright.spec.run import ResolvedRun, Run
@@ -56,6 +56,27 @@ KEYS = dotted({
     "checkpoint": "save save_interval most_recent_k",
     "rng": "seed",
 })  # fmt: skip
+FLAGS = flags_of({
+    "model": "normalization add_qkv_bias qk_layernorm position_embedding_type hidden_dropout attention_dropout "
+    "rope_scaling_factor sequence_parallel recompute_granularity recompute_method recompute_num_layers",
+    "scheduler": "lr_decay_style lr_wsd_decay_style lr_wsd_decay_iters",
+    "ddp": "use_distributed_optimizer num_distributed_optimizer_instances data_parallel_sharding_strategy",
+    "logger": "log_interval tensorboard_dir wandb_project wandb_exp_name",
+    "tokenizer": "tokenizer_type",
+}) | {
+    "model.virtual_pipeline_model_parallel_size": "num-virtual-stages-per-pipeline-rank",
+    "optimizer.optimizer": "optimizer",
+}  # fmt: skip
+"""Key -> the flag of Megatron-LM that has the same value."""
+WHERE_ON = {"model.rope_scaling": "use-rope-scaling", "ddp.use_megatron_fsdp": "use-megatron-fsdp"}
+"""The same of keys that are left out where the flag is."""
+FIXED = {
+    "model.should_pad_vocab": False,
+    "model.gated_linear_unit": True,
+    "model.activation_func": {"_target_": "torch.nn.functional.silu", "_call_": False},
+    "model.add_bias_linear": False,
+    "ddp.grad_reduce_in_fp32": True,
+}
 EXPERTS = dotted({"model": "num_moe_experts moe_router_topk moe_ffn_hidden_size moe_aux_loss_coeff"})
 
 
@@ -87,58 +108,19 @@ class MegatronBridgeConfig(WrittenEngine):
 
     def text(self, resolved: ResolvedRun) -> str:
         """The YAML."""
-        run, training, layout, model = resolved.run, resolved.run.training, resolved.run.layout, resolved.model
-        schedule, sharded, ways = training.lr_schedule, SHARDED.get(layout.zero_stage), layout.virtual_stages
-        wsd, replicas = schedule.name == "wsd", layout.dp_replicate if layout.zero_stage else 1
-        logs = {name: name in run.trackers or None for name in ("tensorboard", "wandb")}
+        flags, model, training = flags_of_run(resolved), resolved.model, resolved.run.training
         return write_yaml(nested({
             "_target_": f"{CONFIGS}.ConfigContainer",
             **{f"{part}._target_": target for part, target in TARGETS.items()},
             **written(RULES, [*KEYS, *(EXPERTS if model.num_experts else [])], resolved),
-            **{f"model.{key}": value for key, value in _model(resolved).items()},
-            "model.virtual_pipeline_model_parallel_size": ways if layout.pp > 1 and ways > 1 else None,
-            "dataset.blend": _blend(run),
-            "optimizer.optimizer": OPTIMIZERS.write(training.optimizer.name),
-            "scheduler.lr_decay_style": SCHEDULES.write(schedule.name),
-            "scheduler.lr_wsd_decay_style": "linear" if wsd else None,
-            "scheduler.lr_wsd_decay_iters": schedule.decay_steps(training.steps) if wsd else None,
-            **{f"{part}.use_distributed_optimizer": layout.zero_stage > 0 for part in ("optimizer", "ddp")},
-            "ddp.grad_reduce_in_fp32": True,
-            "ddp.num_distributed_optimizer_instances": replicas if replicas > 1 else None,
-            "ddp.use_megatron_fsdp": sharded and True,
-            "ddp.data_parallel_sharding_strategy": sharded,
-            "logger.log_interval": 1,
-            "logger.tensorboard_dir": logs["tensorboard"] and f"{run.run_dir}/tensorboard",
-            "logger.wandb_project": logs["wandb"] and "meshwright",
-            "logger.wandb_exp_name": logs["wandb"] and run.run_dir,
-            "tokenizer.tokenizer_type": "HuggingFaceTokenizer",
-            "checkpoint.ckpt_format": "fsdp_dtensor" if sharded else "torch_dist",
+            **{key: flags[flag] for key, flag in FLAGS.items()},
+            **{key: flags[flag] or None for key, flag in WHERE_ON.items()},
+            **FIXED,
+            "model.share_embeddings_and_output_weights": model.tied_embeddings,
+            "dataset.blend": _blend(resolved.run),
+            "optimizer.use_distributed_optimizer": flags["use-distributed-optimizer"],
+            "checkpoint.ckpt_format": flags["ckpt-format"] or "torch_dist",
         }) | {"mixed_precision": MIXED.write(training.precision)})  # fmt: skip
-
-
-def _model(resolved: ResolvedRun) -> dict[str, Any]:
-    """What the sizes of the model leave open, and what is recomputed."""
-    model, kinds = resolved.model, set(resolved.recompute)
-    full = kinds == {"full"}
-    return {
-        "should_pad_vocab": False,
-        "gated_linear_unit": True,
-        "activation_func": {"_target_": "torch.nn.functional.silu", "_call_": False},
-        "normalization": "RMSNorm",
-        "add_bias_linear": False,
-        "add_qkv_bias": model.qkv_bias,
-        "qk_layernorm": model.qk_norm == "heads",
-        "position_embedding_type": "rope",
-        "share_embeddings_and_output_weights": model.tied_embeddings,
-        "hidden_dropout": 0.0,
-        "attention_dropout": 0.0,
-        "rope_scaling": True if model.rope_scaling else None,
-        "rope_scaling_factor": model.rope_scaling and model.rope_scaling.factor,
-        "sequence_parallel": resolved.run.layout.tp > 1,
-        "recompute_granularity": kinds.pop() if kinds in ({"full"}, {"selective"}) else None,
-        "recompute_method": "uniform" if full else None,
-        "recompute_num_layers": 1 if full else None,
-    }
 
 
 def _blend(run: Run) -> list[Any]:

@@ -4,9 +4,9 @@ import shlex
 from collections.abc import Mapping
 from typing import Any, ClassVar, assert_never
 
-from meshwright.engines.written import WrittenEngine, tokenizer_of, written
-from meshwright.imports.megatron import OPTIMIZERS, RULES, SCHEDULES
-from meshwright.imports.names import Names, pipelined
+from meshwright.engines.written import WrittenEngine, fully, refused_tokenizer, unless, written
+from meshwright.imports.megatron import OPTIMIZERS, RULES, STAGES
+from meshwright.imports.names import SCHEDULES, Names, pipelined
 from meshwright.spec.model import ModelSpec
 from meshwright.spec.precision import BF16, FP16, FP32
 from meshwright.spec.run import ResolvedRun
@@ -14,7 +14,7 @@ from meshwright.spec.run import ResolvedRun
 PRECISIONS = Names.same("training.precision", BF16.name, FP16.name, FP32.name)
 PIPELINES = Names.same("layout.schedule", "1f1b", "interleaved-1f1b", counts=pipelined)
 FAMILIES = ("gpt2", "llama", "qwen2", "qwen3", "mixtral")
-SHARDED = {2: "optim_grads", 3: "optim_grads_params"}
+SHARDED = {stage: name for name, stage in STAGES.items() if stage > 1}
 """ZeRO's stage -> what Megatron-FSDP shards."""
 LATER = "the learning rate starts at 0: every step uses the rate of Meshwright's previous step"
 Flags = dict[str, Any]
@@ -52,9 +52,7 @@ def megatron_cannot(resolved: ResolvedRun, where: str) -> dict[str, str]:
         )
     elif len(run.data.sources) > 1 and run.data.sources[0].weight is None:
         refusals["data.sources"] = "Megatron mixes sources by weight; give every source a weight"
-    if tokenizer_of(resolved) is None:
-        refusals["data.tokenizer"] = "Megatron loads a tokenizer; give its folder"
-    return refusals
+    return refusals | refused_tokenizer(resolved, "Megatron")
 
 
 PLACE = (
@@ -90,11 +88,8 @@ class MegatronLmFlags(WrittenEngine):
         if resolved.run.layout.zero_stage not in SHARDED:  # Megatron-FSDP wants it unset
             lines += ["export CUDA_DEVICE_MAX_CONNECTIONS=1"]
         lines += [f"{start} pretrain_gpt.py \\"]
-        for section in (_model, _data, _training, _layout, _saving):
-            flags = section(resolved).items()
-            lines += [
-                f"    {_flag(name, value)} \\" for name, value in flags if value is not None and value is not False
-            ]
+        flags = flags_of_run(resolved).items()
+        lines += [f"    {_flag(name, value)} \\" for name, value in flags if value is not None and value is not False]
         return "\n".join(lines)[:-2] + "\n"
 
 
@@ -103,6 +98,12 @@ def _flag(name: str, value: Any) -> str:
         return f"--{name}"
     words = value if isinstance(value, list) else [value]
     return f"--{name} {' '.join(shlex.quote(str(word)) for word in words)}"
+
+
+def flags_of_run(resolved: ResolvedRun) -> Flags:
+    """Every flag of a run, those that are left out, too."""
+    sections = (_model, _data, _training, _layout, _saving)
+    return {flag: value for section in sections for flag, value in section(resolved).items()}
 
 
 def _model(resolved: ResolvedRun) -> Flags:
@@ -114,11 +115,10 @@ def _model(resolved: ResolvedRun) -> Flags:
         "kv-channels": model.head_dim if model.head_dim * model.num_heads != model.hidden else None,
         "group-query-attention": grouped,
         "num-query-groups": model.num_kv_heads if grouped else None,
-        **_positions(model),
+        **_layers(model),
         "use-rope-scaling": scaling is not None,
         "rope-scaling-factor": scaling and scaling.factor,
         "normalization": NORMS[model.norm],
-        **_feed_forward(model),
         "add-qkv-bias": model.qkv_bias and model.family != "gpt2",
         "qk-layernorm": model.qk_norm == "heads",
         "hidden-dropout": 0.0,
@@ -129,22 +129,20 @@ def _model(resolved: ResolvedRun) -> Flags:
 NORMS = {"rmsnorm": "RMSNorm", "layernorm": "LayerNorm"}
 
 
-def _positions(model: ModelSpec) -> Flags:
+def _layers(model: ModelSpec) -> Flags:
+    """The flags of positions and of feed-forward layers."""
     match model.positions:
         case "rope":
-            return {"position-embedding-type": "rope", "rotary-base": int(model.rope_theta)}
+            flags: Flags = {"position-embedding-type": "rope", "rotary-base": int(model.rope_theta)}
         case "learned":
-            return {"position-embedding-type": "learned_absolute"}
+            flags = {"position-embedding-type": "learned_absolute"}
         case other:
             assert_never(other)
-
-
-def _feed_forward(model: ModelSpec) -> Flags:
     match model.activation:
         case "silu":
-            return {"swiglu": True, "disable-bias-linear": True}
+            return flags | {"swiglu": True, "disable-bias-linear": True}
         case "gelu_tanh":
-            return {"openai-gelu": True}
+            return flags | {"openai-gelu": True}
         case "clamped_silu":
             raise AssertionError(f"{model.family} is refused")
         case other:
@@ -162,7 +160,7 @@ def _data(resolved: ResolvedRun) -> Flags:
 def _training(resolved: ResolvedRun) -> Flags:
     training = resolved.run.training
     schedule, kinds, narrow = training.lr_schedule, set(resolved.recompute), training.reduce_dtype == BF16.name
-    mixed, wsd, full = training.precision != FP32.name, schedule.name == "wsd", kinds == {"full"}
+    mixed, wsd, full = training.precision != FP32.name, schedule.name == "wsd", fully(resolved)
     return {
         **written(RULES, TRAINING.split(), resolved),
         "lr-decay-style": SCHEDULES.write(schedule.name),
@@ -182,15 +180,13 @@ def _layout(resolved: ResolvedRun) -> Flags:
     return {
         **written(RULES, LAYOUT.split(), resolved),
         "sequence-parallel": layout.tp > 1,
-        "num-virtual-stages-per-pipeline-rank": ways if layout.pp > 1 and ways > 1 else None,
-        "expert-model-parallel-size": layout.ep if layout.ep > 1 else None,
+        "num-virtual-stages-per-pipeline-rank": unless(ways, 1) if layout.pp > 1 else None,
+        "expert-model-parallel-size": unless(layout.ep, 1),
         "use-distributed-optimizer": layout.zero_stage > 0,
         "use-megatron-fsdp": sharded is not None,
         "data-parallel-sharding-strategy": sharded,
         "ckpt-format": sharded and "fsdp_dtensor",
-        "num-distributed-optimizer-instances": layout.dp_replicate
-        if layout.zero_stage and layout.dp_replicate > 1
-        else None,
+        "num-distributed-optimizer-instances": unless(layout.dp_replicate, 1) if layout.zero_stage else None,
     }
 
 

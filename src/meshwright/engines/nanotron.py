@@ -7,17 +7,14 @@ from typing import Any, ClassVar
 from meshwright.engines.engine import refused_axes
 from meshwright.engines.megatron_lm import LATER
 from meshwright.engines.settings import Rule, without
-from meshwright.engines.written import YamlEngine, rounded, stated, tokenizer_of, written
-from meshwright.imports.names import Names, pipelined
-from meshwright.imports.nanotron import DTYPES, OPTIMIZERS, RULES, SIZE
+from meshwright.engines.written import YamlEngine, is_remote, named_data, refused_tokenizer, rounded, stated, written
+from meshwright.imports.names import FALLS, PRECISIONS, Names, pipelined
+from meshwright.imports.nanotron import OPTIMIZERS, RULES, SIZE
 from meshwright.imports.rules import dotted
 from meshwright.spec.precision import BF16, FP32
 from meshwright.spec.run import ResolvedRun
 
 FAMILIES = ("llama", "qwen2")
-STYLES = Names(
-    "training.lr_schedule.name", {"cosine": "cosine", "linear": "linear", "wsd": "linear", "constant": "linear"}
-)
 PIPELINES = Names.same("layout.schedule", "1f1b", "afab", counts=pipelined)
 KEYS = dotted({
     "general": "seed",
@@ -41,7 +38,7 @@ class NanotronConfig(YamlEngine):
     name = "nanotron"
     about = "Nanotron"
     file = "nanotron.yaml"
-    choices: ClassVar = (STYLES, OPTIMIZERS, DTYPES, PIPELINES)
+    choices: ClassVar = (FALLS, OPTIMIZERS, PRECISIONS, PIPELINES)
     rules: ClassVar[Mapping[str, Rule]] = {"data.held_out": without("no text is held out")}
 
     def cannot(self, resolved: ResolvedRun) -> Mapping[str, str]:
@@ -65,9 +62,7 @@ class NanotronConfig(YamlEngine):
             refusals["data.sources"] = "this export supports one dataset; give one source"
         elif not _names_data_set(first, Path(resolved.base_dir)):
             refusals["data.sources"] = "Nanotron loads the split train of hub:owner/name or of a folder of files"
-        if tokenizer_of(resolved) is None:
-            refusals["data.tokenizer"] = "Nanotron loads a tokenizer; give its folder"
-        return refusals
+        return refusals | refused_tokenizer(resolved, "Nanotron")
 
     def notes(self, resolved: ResolvedRun) -> tuple[str, ...]:
         """Its rates, data and fresh weights."""
@@ -83,8 +78,7 @@ class NanotronConfig(YamlEngine):
         run, training, model = resolved.run, resolved.run.training, resolved.model
         source, decay = run.data.sources[0], training.optimizer.weight_decay
         dataset = {
-            "hf_dataset_or_datasets": source.path.removeprefix("hub:"),
-            "hf_dataset_config_name": source.subset,
+            **named_data(source, "hf_dataset_or_datasets", "hf_dataset_config_name"),
             "hf_dataset_splits": source.split,
             "text_column_name": source.text_key,
         }
@@ -130,8 +124,7 @@ def _other_models(resolved: ResolvedRun) -> dict[str, str]:
 
 
 def _names_data_set(source: Any, base_dir: Path) -> bool:
-    remote = source.path.startswith("hub:")
-    return source.split == "train" and (remote or (base_dir / source.path).is_dir())
+    return source.split == "train" and (is_remote(source) or (base_dir / source.path).is_dir())
 
 
 def _rates(resolved: ResolvedRun) -> dict[str, Any]:
@@ -147,7 +140,7 @@ def _rates(resolved: ResolvedRun) -> dict[str, Any]:
         "learning_rate": lr,
         "lr_warmup_steps": warmup,
         "lr_warmup_style": "linear" if warmup else "constant",
-        "lr_decay_style": STYLES.write(schedule.name),
+        "lr_decay_style": FALLS.write(schedule.name),
         "lr_decay_starting_step": steps - falls,
         "lr_decay_steps": falls,
         "min_decay_lr": lr if flat else rounded(lr * schedule.final),

@@ -5,22 +5,18 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
-from meshwright.engines.written import WrittenEngine, nested, tokenizer_of, written
+from meshwright.engines.written import WrittenEngine, is_remote, nested, refused_tokenizer, tokenizer_of, written
 from meshwright.families.registry import PRESETS
 from meshwright.families.resolve import pretrained_directory, resolve_model
-from meshwright.imports.names import Names
+from meshwright.imports.names import FALLS, PRECISIONS, READERS, Names, reader_of
 from meshwright.imports.rules import dotted
 from meshwright.imports.torchtitan_keys import FLAVORS, PIPELINES, RULES, SCALED
-from meshwright.spec.precision import BF16, FP32
+from meshwright.spec.precision import FP32
 from meshwright.spec.run import ResolvedRun
 
-PRECISIONS = Names("training.precision", {FP32.name: "float32", BF16.name: "bfloat16"})
 REDUCED = Names.same("training.reduce_dtype", FP32.name)
 """torchtitan always reduces gradients in fp32."""
 OPTIMIZERS = Names("training.optimizer.name", {"adamw": "AdamW"})
-DECAYS = Names(
-    "training.lr_schedule.name", {"cosine": "cosine", "linear": "linear", "wsd": "linear", "constant": "linear"}
-)
 RECOMPUTES = Names("training.recompute", {"none": None, "selective": "SelectiveAC.Config", "full": "FullAC.Config"})
 SIZES = {
     **{f"{part}b": f"{part.upper()}B" for part in ("1", "3", "8", "70", "405")},
@@ -36,8 +32,6 @@ KEYS = dotted({
     "metrics": "enable_tensorboard enable_wandb",
     "debug": "seed deterministic",
 })  # fmt: skip
-READERS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet", ".arrow": "arrow"}
-"""The ending of a file -> the builder of `datasets` that reads it."""
 IMPORTS = """\
 from datasets import load_dataset
 from torchtitan.components.checkpoint import CheckpointManager
@@ -60,7 +54,7 @@ class TorchtitanConfig(WrittenEngine):
     name = "torchtitan"
     about = "torchtitan"
     file = "run_torchtitan.py"
-    choices: ClassVar = (DECAYS, OPTIMIZERS, PRECISIONS, REDUCED, PIPELINES)
+    choices: ClassVar = (FALLS, OPTIMIZERS, PRECISIONS, REDUCED, PIPELINES)
 
     def cannot(self, resolved: ResolvedRun) -> Mapping[str, str]:
         """Models that torchtitan's code does not name, more than one source, and what it always does otherwise."""
@@ -72,10 +66,9 @@ class TorchtitanConfig(WrittenEngine):
         paths = [source.path for source in run.data.sources]
         if len(paths) > 1:
             refusals["data.sources"] = "this export supports one dataset; give one source"
-        elif not paths[0].startswith("hub:") and _reader(paths[0]) is None:
+        elif not is_remote(run.data.sources[0]) and not reader_of(paths[0]):
             refusals["data.sources"] = f"torchtitan's `datasets` reads hub:owner/name and {', '.join(READERS)} files"
-        if tokenizer_of(resolved) is None:
-            refusals["data.tokenizer"] = "torchtitan loads a tokenizer; give its folder"
+        refusals |= refused_tokenizer(resolved, "torchtitan")
         if not run.data.separate_documents:
             refusals["data.separate_documents"] = (
                 "torchtitan masks attention between documents; set data.separate_documents=true"
@@ -145,7 +138,7 @@ def _config(resolved: ResolvedRun) -> dict[str, Any]:
             **sections["lr_scheduler"],
             **rates,
             "decay_ratio": falls.get(schedule.name),
-            "decay_type": DECAYS.write(schedule.name),
+            "decay_type": FALLS.write(schedule.name),
             "min_lr_factor": 1.0 if schedule.name == "constant" else schedule.final,
         }),
         "training": _Call("TrainingConfig", {
@@ -224,19 +217,14 @@ def _flavor(resolved: ResolvedRun) -> tuple[str, str] | None:
     return None
 
 
-def _reader(path: str) -> str | None:
-    name = path.removesuffix(".gz").removesuffix(".zst")
-    return READERS.get(Path(name).suffix)
-
-
 def _dataset(source: Any) -> Iterator[str]:
     """The source, as an entry of torchtitan's table of data sets."""
-    remote = source.path.startswith("hub:")
+    remote = is_remote(source)
     path = source.path.removeprefix("hub:")
     more = f", name={source.subset!r}" if source.subset else ""
     load = f"load_dataset(path{more}, split={source.split!r})"
     if not remote:
-        load = f"load_dataset({_reader(path)!r}, data_files=path, split={source.split!r})"
+        load = f"load_dataset({reader_of(path)!r}, data_files=path, split={source.split!r})"
     yield 'DATASETS["corpus"] = DatasetConfig('
     yield f"    path={path!r},"
     yield f"    loader=lambda path: {load},"

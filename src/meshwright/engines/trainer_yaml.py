@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from meshwright.engines.megatron_lm import LATER, PRECISIONS
-from meshwright.engines.written import YamlEngine, stated, written
+from meshwright.engines.written import YamlEngine, fully, is_remote, named_data, refused_model, stated, unless, written
 from meshwright.imports.axolotl import RULES as AXOLOTL_RULES
-from meshwright.imports.axolotl_data import FORMATS, VERBATIM
+from meshwright.imports.axolotl_data import FORMATS, TEMPLATES, VERBATIM
 from meshwright.imports.hf_arguments import RULES as HF_RULES
-from meshwright.imports.llama_factory import RECORDS, TABLE, TEMPLATES
+from meshwright.imports.llama_factory import RECORDS, TABLE
 from meshwright.imports.llama_factory import RULES as FACTORY_RULES
 from meshwright.imports.names import Names, lora
 from meshwright.spec.finetune import FullSpec, LoraSpec
@@ -33,8 +33,6 @@ SHARDED = {
     "fsdp_version": 2,
     "fsdp_config": {"auto_wrap_policy": "TRANSFORMER_BASED_WRAP", "reshard_after_forward": True},
 }
-TEMPLATE = {ours: theirs for theirs, ours in TEMPLATES.items()}
-"""By our name of a chat template; one of another name comes back as auto."""
 BITS = Names("finetune.base", {"plain": None, "nf4": 4, "int8": 8}, counts=lora)
 BASES = Names(
     "finetune.base",
@@ -93,9 +91,7 @@ class AxolotlConfig(YamlEngine):
             refusals["training.lr_schedule.warmup"] = "axolotl turns a warm-up of 1 step into 2; set 0 or 2"
         if run.model.weights == "random":
             refusals["model.weights"] = "axolotl starts from the weights in the model's directory, not from random ones"
-        if not (run.model.name or "").startswith((".", "/")):
-            refusals["model.name"] = "axolotl loads a Hugging Face directory; write its path, starting with ./ or /"
-        return refusals
+        return refusals | refused_model(resolved, "axolotl")
 
     def notes(self, resolved: ResolvedRun) -> tuple[str, ...]:
         """Its rates."""
@@ -113,7 +109,7 @@ class AxolotlConfig(YamlEngine):
             **_given(written(AXOLOTL_RULES, AXOLOTL_GIVEN.split(), resolved)),
             **written(HF_RULES, TRAINER.split(), resolved),
             "datasets": [_axolotl_dataset(source) for source in data.sources],
-            "chat_template": data.chat.template if data.chat.template != "auto" else None,
+            "chat_template": unless(data.chat.template, "auto"),
             "val_set_size": data.held_out,
             "sample_packing": PACKED.write(data.packing),
             **(BASES.write(adapter.base) if adapter else {}),
@@ -121,7 +117,7 @@ class AxolotlConfig(YamlEngine):
             **({"optimizer": "adamw_torch_8bit"} if torchao else {}),
             "cosine_min_lr_ratio": schedule.final if schedule.name == "cosine" and schedule.final else None,
             "lr_scheduler": SCHEDULES.write(schedule.name),
-            "gradient_checkpointing": set(resolved.recompute) == {"full"},
+            "gradient_checkpointing": fully(resolved),
             "save_steps": run.checkpoint.every,
             "eval_steps": training.evaluation.every,
             "wandb_project": Path(run.run_dir).name if "wandb" in run.trackers else None,
@@ -130,10 +126,8 @@ class AxolotlConfig(YamlEngine):
 
 
 def _axolotl_dataset(source: Any) -> dict[str, Any]:
-    remote = source.path.startswith("hub:")
-    keys = {"path": source.path.removeprefix("hub:"), "type": TYPES.write(source.format)}
-    keys |= {} if remote else {"ds_type": "json"}
-    return stated(keys | {"split": source.split if source.split != "train" else None, "name": source.subset})
+    keys = {"type": TYPES.write(source.format), "ds_type": None if is_remote(source) else "json"}
+    return stated(named_data(source, "path", "name", "split") | keys)
 
 
 class LlamaFactoryConfig(YamlEngine):
@@ -146,12 +140,8 @@ class LlamaFactoryConfig(YamlEngine):
 
     def cannot(self, resolved: ResolvedRun) -> Mapping[str, str]:
         """Models without a directory, other optimizers, schedules and data."""
-        run, refusals = resolved.run, dict[str, str]()
+        run, refusals = resolved.run, refused_model(resolved, "LLaMA-Factory")
         schedule = run.training.lr_schedule
-        if not (run.model.name or "").startswith((".", "/")):
-            refusals["model.name"] = (
-                "LLaMA-Factory loads a Hugging Face directory; write its path, starting with ./ or /"
-            )
         if schedule.name != "constant" and schedule.final:
             refusals["training.lr_schedule.final"] = "this export's schedules decay to 0; set it to 0"
         if run.layout.zero_stage:
@@ -190,12 +180,12 @@ class LlamaFactoryConfig(YamlEngine):
             **_method(resolved),
             "dataset": ",".join(_named(resolved)),
             "dataset_dir": ".",
-            "template": TEMPLATE.get(data.chat.template),
+            "template": data.chat.template if data.chat.template in TEMPLATES else None,
             "packing": packed,
             "neat_packing": True if packed and data.separate_documents and not texts else None,
             "val_size": data.held_out,
             "lr_scheduler_type": SCHEDULES.write(schedule.name),
-            "disable_gradient_checkpointing": set(resolved.recompute) != {"full"},
+            "disable_gradient_checkpointing": not fully(resolved),
             "save_steps": run.checkpoint.every or training.steps,
             "logging_steps": 1,
             "report_to": list(run.trackers) or "none",
@@ -212,13 +202,11 @@ def _named(resolved: ResolvedRun) -> dict[str, Any]:
 
 
 def _entry(source: Any) -> dict[str, Any]:
-    remote = source.path.startswith("hub:")
-    place = {"hf_hub_url": source.path.removeprefix("hub:")} if remote else {"file_name": source.path}
-    more = {"split": source.split if source.split != "train" else None, "subset": source.subset}
+    described = named_data(source, "hf_hub_url" if is_remote(source) else "file_name", "subset", "split")
     form = dict(DESCRIBED.write(source.format))
     if source.format == "text":
         form["columns"] = {"prompt": source.text_key}
-    return {**place, **form, **stated(more)}
+    return stated({**described, **form})
 
 
 def _method(resolved: ResolvedRun) -> dict[str, Any]:
@@ -232,7 +220,7 @@ def _method(resolved: ResolvedRun) -> dict[str, Any]:
         "adapter_name_or_path": finetune.start_from,
         "lora_target": "all" if every else ",".join(finetune.targets),
         "additional_target": ",".join(finetune.train) or None,
-        "loraplus_lr_ratio": finetune.b_lr_ratio if finetune.b_lr_ratio != 1 else None,
+        "loraplus_lr_ratio": unless(finetune.b_lr_ratio, 1),
         "quantization_bit": BITS.write(finetune.base),
         "double_quantization": finetune.double_quantization if finetune.base == "nf4" else None,
     }

@@ -24,6 +24,7 @@ from meshwright.imports.reading import Get
 from meshwright.imports.reading import Rule as ReadingRule
 from meshwright.imports.recipe import import_files
 from meshwright.imports.rules import write
+from meshwright.spec.data import HUB, SourceSpec
 from meshwright.spec.document import write_yaml
 from meshwright.spec.errors import UserError
 from meshwright.spec.layout import LayoutSpec
@@ -176,6 +177,39 @@ def tokenizer_of(resolved: ResolvedRun) -> str | None:
         return run.data.tokenizer
     named = run.model.name and pretrained_directory(run.model, base_dir=Path(resolved.base_dir))
     return run.model.name if named else None
+
+
+def refused_model(resolved: ResolvedRun, system: str) -> dict[str, str]:
+    """The refusal of a model that is no directory."""
+    if (resolved.run.model.name or "").startswith((".", "/")):
+        return {}
+    return {"model.name": f"{system} loads a Hugging Face directory; write its path, starting with ./ or /"}
+
+
+def refused_tokenizer(resolved: ResolvedRun, system: str) -> dict[str, str]:
+    """The refusal of a tokenizer that would be trained."""
+    return {} if tokenizer_of(resolved) else {"data.tokenizer": f"{system} loads a tokenizer; give its folder"}
+
+
+def unless(value: Any, default: Any) -> Any:
+    """The value; None, which is left out, where it is the default."""
+    return None if value == default else value
+
+
+def named_data(source: SourceSpec, path: str, subset: str, split: str | None = None) -> dict[str, Any]:
+    """A source's path without the mark of the hub, its subset, and its split unless it is `train`, under these keys."""
+    more = {} if split is None else {split: unless(source.split, "train")}
+    return {path: source.path.removeprefix(HUB), subset: source.subset, **more}
+
+
+def is_remote(source: SourceSpec) -> bool:
+    """Whether a source is a data set on the hub."""
+    return source.path.startswith(HUB)
+
+
+def fully(resolved: ResolvedRun) -> bool:
+    """Whether every layer recomputes everything."""
+    return set(resolved.recompute) == {"full"}
 
 
 def decided(resolved: ResolvedRun) -> Run:

@@ -6,6 +6,7 @@ import tempfile
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -18,7 +19,7 @@ from meshwright.families import parameter_table, state_table
 from meshwright.families.fp8_files import QUANTIZATION
 from meshwright.families.hub import hub_id
 from meshwright.finetune import apply_finetune
-from meshwright.handover.receipt import RECEIPT, Receipt, logits_reading, not_among
+from meshwright.handover.receipt import Receipt, logits_reading
 from meshwright.handover.vllm_receipt import PROGRAM as VLLM
 from meshwright.handover.vllm_receipt import vllm_python, vllm_reading
 from meshwright.models import Decoder, build_model, named_state
@@ -61,21 +62,15 @@ def export_adapter(trained: TrainedModel, directory: Path, *, vllm: Path | None 
                 write_base,
             )
             positions = probe_tokens(trained.spec).numel()
-            readings = [logits_reading(program, difference, positions) for program, difference in differences.items()]
+            results = [
+                (logits_reading(program, difference, positions), []) for program, difference in differences.items()
+            ]
             notes = [f"vLLM does not support {reason}" for reason in unread_by_vllm(written)]
             if python is not None and not notes:
-                reading, notes = vllm_reading(reference, write_base(), python, tokenizer=None, adapter=written)
-                readings.append(reading)
-        receipt = Receipt(
-            exported=directory.name,
-            dtype=FP32.name,
-            source=str(trained.source),
-            readings=tuple(readings),
-            notes=tuple(notes),
-            not_installed=not_among(("peft", VLLM) if python is None else ("peft",), [one.program for one in readings]),
-        )
-        receipt.write(written / RECEIPT)
-        receipts.append(receipt)
+                results.append(vllm_reading(reference, write_base(), python, tokenizer=None, adapter=written))
+        programs = ("peft",) if python is None else ("peft", VLLM)
+        about: dict[str, Any] = {"exported": directory.name, "dtype": FP32.name, "source": str(trained.source)}
+        receipts.append(Receipt.of(results, programs, notes, **about).write(written))
 
     write_adapter(directory, kept, trained.spec, finetune, Base(name, fingerprint), prove=prove)
     return sum(tensor.numel() for tensor in kept.values()), receipts[0]

@@ -16,7 +16,6 @@ from meshwright.checkpoint.hf import HfForm, export_hf
 from meshwright.checkpoint.hf_proof import compare_with_transformers, probe_tokens, prove_merge
 from meshwright.data.tokenizer import TextTokenizer, load_tokenizer
 from meshwright.finetune import merged_model
-from meshwright.handover.asking import ask
 from meshwright.handover.gguf import (
     LLAMA_CPP_TOLERANCE,
     QUANTIZED_TOLERANCE,
@@ -37,12 +36,11 @@ from meshwright.handover.receipt import (
     Equal,
     ProgramReading,
     Receipt,
+    Result,
+    SeparateProgram,
     compare_tokens,
     conversations_of,
     logits_reading,
-    logprobs_reading,
-    not_among,
-    probe_prompts,
     refuse_other_tokens,
     texts_of,
     version_of,
@@ -88,17 +86,9 @@ def export_trained(
         if python is not None:
             read_back = open_trained(staging, device="cpu", dtype=FP32.name, family=trained.spec.family)
             results.append(vllm_reading(read_back.model, staging, python, tokenizer=trained.tokenizer))
-        receipt = Receipt(
-            exported=directory.name,
-            dtype=dtype,
-            source=str(trained.source),
-            readings=tuple(reading for reading, _ in results),
-            claims=_claims(trained),
-            notes=tuple(note for _, notes in results for note in notes),
-            not_installed=not_among(("transformers", VLLM), [reading.program for reading, _ in results]),
-        )
-        receipt.write(staging / RECEIPT)
-        receipts.append(receipt)
+        about: dict[str, Any] = {"exported": directory.name, "dtype": dtype, "source": str(trained.source)}
+        receipt = Receipt.of(results, ("transformers", VLLM), claims=_claims(trained), **about)
+        receipts.append(receipt.write(staging))
 
     export_hf(
         named_tensors(_whole(trained, merge, "--hf")).items(),
@@ -175,17 +165,10 @@ def _write_proved_gguf(
     if not readings:
         tried = f"; {notes[-1]}" if notes else ""
         raise UserError(f"the export was refused: no program that reads GGUF is installed: {install('gguf')}{tried}")
-    receipt = Receipt(
-        exported=exported,
-        dtype=form,
-        source=str(trained.source),
-        readings=tuple(readings),
-        claims=_claims(trained),
-        notes=(*notes, *more),
-        not_installed=() if llama_cpp_installed() else ("llama.cpp",),
-    )
-    receipt.write(folder / RECEIPT)
-    return receipt
+    about: dict[str, Any] = {"exported": exported, "dtype": form, "source": str(trained.source)}
+    results = [(reading, []) for reading in readings]
+    receipt = Receipt.of(results, ("llama.cpp",), (*notes, *more), claims=_claims(trained), **about)
+    return receipt.write(folder)
 
 
 def _whole(trained: TrainedModel, merge: bool, option: str) -> Decoder:
@@ -231,9 +214,7 @@ def _notes(trained: TrainedModel, stored: StoredModel) -> list[str]:
     return notes
 
 
-def _hf_reading(
-    trained: TrainedModel, staging: Path, program: str, difference: float
-) -> tuple[ProgramReading, list[str]]:
+def _hf_reading(trained: TrainedModel, staging: Path, program: str, difference: float) -> Result:
     """A program's logits, tokens and template, computed from a Hugging Face directory, and remarks about them."""
     if program == "meshwright":
         theirs, notes = load_tokenizer(staging).for_rows(trained.spec.vocab), _without_rows(trained.tokenizer)
@@ -298,18 +279,16 @@ def _transformers_gguf_reading(reference: Decoder, staging: Path) -> ProgramRead
 
 
 def _llama_cpp_reading(reference: Decoder, tokenizer: TextTokenizer, file: Path, form: str) -> ProgramReading:
-    spec = reference.spec
-    prompts = probe_prompts(spec, context_length(spec))
-    questions = {
-        "model": str(file.resolve()),
-        "vocab": spec.vocab,
-        "context": context_length(spec),
-        "prompts": prompts,
-        "texts": [normalize("NFC", text) if composes(tokenizer) else text for text in TEXTS],
-        "conversations": CONVERSATIONS if tokenizer.chat_template is not None else (),
-    }
-    answers = ask("llama.cpp", LLAMA_CPP, questions)
-    allowed = LLAMA_CPP_TOLERANCE.get(form, QUANTIZED_TOLERANCE)
-    reading = logprobs_reading("llama.cpp", answers, reference, prompts, allowed)
+    program = SeparateProgram(
+        name="llama.cpp",
+        command=LLAMA_CPP,
+        context=context_length(reference.spec),
+        allowed=LLAMA_CPP_TOLERANCE.get(form, QUANTIZED_TOLERANCE),
+        questions={
+            "model": str(file.resolve()),
+            "texts": [normalize("NFC", text) if composes(tokenizer) else text for text in TEXTS],
+        },
+    )
+    reading, answers = program.read(reference, tokenizer)
     texts, conversations = compare_tokens("llama.cpp", tokenizer, answers.texts, answers.conversations)
     return replace(reading, texts_equal=texts, conversations_equal=conversations)

@@ -17,7 +17,7 @@ import torch
 
 from meshwright.checkpoint.hf_proof import TOLERANCE, probe_tokens
 from meshwright.data.tokenizer import TextTokenizer
-from meshwright.handover.asking import ProgramAnswers
+from meshwright.handover.asking import ProgramAnswers, ask
 from meshwright.models import Decoder
 from meshwright.serve.conversation import PromptEncoder
 from meshwright.spec.batch import Batch
@@ -84,6 +84,8 @@ Claim = Literal["numbers", "tokens", "chat template"]
 NOT_PROVED = "not proved"
 """The beginning of a line about what nobody has compared."""
 
+Result = tuple[ProgramReading, list[str]]
+"""A program's reading, and remarks about it."""
 Equal = tuple[int | None, int | None]
 """Numbers of texts and conversations with equal tokens, as in `ProgramReading`."""
 
@@ -104,6 +106,15 @@ class Receipt:
     not_installed: tuple[str, ...] = ()
     """Programs that could have read it."""
 
+    @classmethod
+    def of(
+        cls, results: Sequence[Result], programs: Sequence[str], notes: Sequence[str] = (), **about: Any
+    ) -> "Receipt":
+        """The receipt of these results, with further notes; `programs` could all have read the export."""
+        readings, remarks = tuple(reading for reading, _ in results), [note for _, more in results for note in more]
+        absent = tuple(program for program in programs if program not in [one.program for one in readings])
+        return cls(readings=readings, notes=(*remarks, *notes), not_installed=absent, **about)
+
     @property
     def largest_difference(self) -> float:
         """The largest difference over all programs."""
@@ -119,9 +130,10 @@ class Receipt:
         }
         return {claim: [one.program for one in self.readings if counts[claim](one)] for claim in self.claims}
 
-    def write(self, path: Path) -> None:
-        """Write the receipt as JSON."""
-        write_durably(path, json.dumps(self.as_json(), indent=2) + "\n")
+    def write(self, folder: Path) -> "Receipt":
+        """Write the receipt as JSON into the folder of the export."""
+        write_durably(folder / RECEIPT, json.dumps(self.as_json(), indent=2) + "\n")
+        return self
 
     def as_json(self) -> dict[str, Any]:
         """The receipt as JSON values."""
@@ -137,11 +149,6 @@ class Receipt:
             if not by
         ]
         return [*map(_line, self.readings), *absent, f"proved: {'; '.join(claims)}", *lacking, *self.notes]
-
-
-def not_among(programs: Sequence[str], read: Sequence[str]) -> tuple[str, ...]:
-    """The programs that have no reading."""
-    return tuple(program for program in programs if program not in read)
 
 
 def _line(one: ProgramReading) -> str:
@@ -209,27 +216,45 @@ def logits_reading(program: str, difference: float, positions: int, equal: Equal
     )
 
 
-def logprobs_reading(
-    program: str, answers: ProgramAnswers, reference: Decoder, prompts: Sequence[Sequence[int]], allowed: float
-) -> ProgramReading:
-    """Compare a program's log-probabilities with those of `reference`. Raises `UserError` if one differs by more than
-    the share `allowed` of their range."""
-    expected = next_logprobs(reference, prompts)
-    tolerance = allowed * max((row_V.max() - row_V.min()).item() for row_V in expected)
-    difference = max(map(logprob_difference, expected, map(torch.tensor, answers.logprobs)))
-    if not difference <= tolerance:
-        raise UserError(
-            f"the export was refused: log-probabilities computed by {program} differ from the model's by "
-            f"{difference:.3g} (allowed {tolerance:.3g})"
+@dataclass(frozen=True, kw_only=True)
+class SeparateProgram:
+    """A program that reads an export in a process of its own."""
+
+    name: str
+    command: Sequence[str]
+    context: int
+    """The number of positions that it is given."""
+    allowed: float
+    """The largest difference of log-probabilities, relative to their range."""
+    questions: Mapping[str, Any]
+    """What it is asked besides the questions of every program: the place of the model first of all."""
+
+    def read(self, reference: Decoder, tokenizer: TextTokenizer | None) -> tuple[ProgramReading, ProgramAnswers]:
+        """Its log-probabilities compared with those of `reference`, and its other answers. Raises `UserError` if it
+        cannot read the export, or one differs by more than allowed."""
+        prompts = probe_prompts(reference.spec, self.context)
+        chats = tokenizer is not None and tokenizer.chat_template is not None
+        every = {"vocab": reference.spec.vocab, "context": self.context, "prompts": prompts, "texts": TEXTS}
+        answers = ask(
+            self.name, self.command, {**every, "conversations": CONVERSATIONS if chats else (), **self.questions}
         )
-    return ProgramReading(
-        program=program,
-        version=answers.version,
-        largest_difference=difference,
-        compared="logprobs",
-        tolerance=tolerance,
-        positions=len(prompts),
-    )
+        expected = next_logprobs(reference, prompts)
+        tolerance = self.allowed * max((row_V.max() - row_V.min()).item() for row_V in expected)
+        difference = max(map(logprob_difference, expected, map(torch.tensor, answers.logprobs)))
+        if not difference <= tolerance:
+            raise UserError(
+                f"the export was refused: log-probabilities computed by {self.name} differ from the model's by "
+                f"{difference:.3g} (allowed {tolerance:.3g})"
+            )
+        reading = ProgramReading(
+            program=self.name,
+            version=answers.version,
+            largest_difference=difference,
+            compared="logprobs",
+            tolerance=tolerance,
+            positions=len(prompts),
+        )
+        return reading, answers
 
 
 def probe_prompts(spec: ModelSpec, context: int) -> list[list[int]]:

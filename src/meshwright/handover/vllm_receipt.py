@@ -11,16 +11,7 @@ import torch
 from meshwright.checkpoint.peft_config import CONFIG
 from meshwright.data.tokenizer import TextTokenizer
 from meshwright.handover import vllm_program
-from meshwright.handover.asking import ask
-from meshwright.handover.receipt import (
-    CONVERSATIONS,
-    TEXTS,
-    ProgramReading,
-    compare_tokens,
-    logprobs_reading,
-    probe_prompts,
-    without_end,
-)
+from meshwright.handover.receipt import Result, SeparateProgram, compare_tokens, without_end
 from meshwright.models import Decoder
 from meshwright.spec.errors import UserError
 
@@ -67,7 +58,7 @@ def vllm_reading(
     *,
     tokenizer: TextTokenizer | None,
     adapter: Path | None = None,
-) -> tuple[ProgramReading, list[str]]:
+) -> Result:
     """vLLM's results for a Hugging Face directory, or for an `adapter` on it, compared with `reference`, which computes
     in fp32. Tokens are compared if a tokenizer is given.
 
@@ -75,22 +66,19 @@ def vllm_reading(
 
     Raises `UserError` if vLLM cannot read it, or computes different numbers.
     """
-    spec = reference.spec
-    context = min(CONTEXT, spec.max_positions)
-    prompts = probe_prompts(spec, context)
-    questions = {
-        "model": str(directory.resolve()),
-        "adapter": None if adapter is None else str(adapter.resolve()),
-        "max_lora_rank": 0 if adapter is None else vllm_rank(adapter),
-        "vocab": spec.vocab,
-        "context": context,
-        "prompts": prompts,
-        "tokenizer": tokenizer is not None,
-        "texts": TEXTS,
-        "conversations": CONVERSATIONS if tokenizer is not None and tokenizer.chat_template is not None else (),
-    }
-    answers = ask(PROGRAM, ["env", *SETTINGS, str(python), "-P", vllm_program.__file__], questions)
-    reading = logprobs_reading(PROGRAM, answers, reference, prompts, TOLERANCE)
+    program = SeparateProgram(
+        name=PROGRAM,
+        command=["env", *SETTINGS, str(python), "-P", vllm_program.__file__],
+        context=min(CONTEXT, reference.spec.max_positions),
+        allowed=TOLERANCE,
+        questions={
+            "model": str(directory.resolve()),
+            "adapter": None if adapter is None else str(adapter.resolve()),
+            "max_lora_rank": 0 if adapter is None else vllm_rank(adapter),
+            "tokenizer": tokenizer is not None,
+        },
+    )
+    reading, answers = program.read(reference, tokenizer)
     if tokenizer is None:
         return reading, []
     texts = [without_end(ids, tokenizer) for ids in answers.texts]

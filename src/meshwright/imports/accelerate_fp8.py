@@ -1,23 +1,15 @@
 """Products in fp8 as Accelerate configures them: torchao's and Transformer Engine's."""
 
 from collections.abc import Mapping
-from typing import Any
 
 from meshwright.imports.claims import Always, NoEffect
 from meshwright.imports.reading import Reading, Rule, check_count
-from meshwright.imports.rules import fact, no_effect, only, unsupported, without
+from meshwright.imports.rules import cases, fact, only, unsupported, without
 
 BACKEND = "fp8 backend"
 RECIPE = "training.low_precision.recipe"
 ALGORITHM, HISTORY, MARGIN = "fp8 amax_compute_algo", "fp8 amax_history_len", "fp8 margin"
 UNREAD = "Accelerate does not read this spelling; it reads amax_history_len and amax_compute_algo"
-
-
-def _overridden(reading: Reading, value: Any, origin: str) -> None:
-    if any(value):
-        reading.drop(origin, "all three products of a layer are in fp8; set training.low_precision.keep")
-    else:
-        reading.claim(origin, Always("all three products of a layer are in fp8"))
 
 
 FP8_RULES: Mapping[str, Rule] = {
@@ -29,9 +21,13 @@ FP8_RULES: Mapping[str, Rule] = {
     "margin": fact(MARGIN),
     "interval": only(1, "scales are computed at every step"),
     "format": only("HYBRID", "forward in e4m3, gradients in e5m2 (HYBRID)"),
-    "override_linear_precision": _overridden,
+    "override_linear_precision": cases(
+        {True: without("all three products of a layer are in fp8; set training.low_precision.keep")},
+        Always("all three products of a layer are in fp8"),
+        any,
+    ),
     "use_mxfp8_block_scaling": unsupported("set training.precision=mxfp8"),
-    "use_autocast_during_eval": no_effect(NoEffect.EVALUATES),
+    "use_autocast_during_eval": NoEffect.EVALUATES,
     "enable_fsdp_float8_all_gather": unsupported("set layout.quantized_weights=fp8, which changes no result"),
     "pad_inner_dim": unsupported("sizes of layers must be multiples of 16"),
     "opt_level": unsupported("MS-AMP is not supported"),
@@ -58,16 +54,12 @@ def settle_fp8(reading: Reading, origin: str) -> None:
             f"{where}: torchao under Accelerate leaves the first linear layer in bf16; a recipe quantizes it, unless "
             "training.low_precision.keep names it"
         )
-        for name in (ALGORITHM, HISTORY, MARGIN):
-            if name in reading.facts:
-                reading.drop(reading.facts[name][1], "only Transformer Engine (TE) reads it")
+        reading.ignore(ALGORITHM, HISTORY, MARGIN, reason="only Transformer Engine (TE) reads it")
 
 
 def give_up_fp8(reading: Reading) -> None:
     """Report the settings of fp8 where nothing is computed in it."""
-    for name in (BACKEND, ALGORITHM, HISTORY, MARGIN):
-        if name in reading.facts:
-            reading.drop(reading.facts[name][1], "without mixed_precision=fp8 it has no effect")
+    reading.ignore(BACKEND, ALGORITHM, HISTORY, MARGIN, reason="without mixed_precision=fp8 it has no effect")
 
 
 def _settle_delayed(reading: Reading, where: str) -> None:
@@ -83,5 +75,4 @@ def _settle_delayed(reading: Reading, where: str) -> None:
             reading.drop(given, f"only the last amax counts: {origin}")
     else:
         reading.set("training.low_precision.amax_history", length, f"{given}; {origin}")
-    if MARGIN in reading.facts:
-        reading.set("training.low_precision.margin", *reading.facts[MARGIN])
+    reading.set_fact("training.low_precision.margin", MARGIN)

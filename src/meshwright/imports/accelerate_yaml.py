@@ -13,14 +13,18 @@ from meshwright.imports.megatron_combined import recomputation
 from meshwright.imports.reading import Reading, Rule, check_count, flat
 from meshwright.imports.rules import (
     apply,
+    cases,
     claims_value,
     degree,
     fact,
-    no_effect,
+    flags_of,
+    lower,
     no_effects,
     only,
     positive,
+    same,
     sections,
+    sets,
     unsupported,
     when,
     without,
@@ -30,35 +34,31 @@ from meshwright.spec.errors import UserError
 
 SECTION = "megatron_lm_config"
 PREFIX = f"{SECTION}.megatron_lm_"
+OF_FLAGS = (
+    "recompute_granularity recompute_method recompute_num_layers num_layers_per_virtual_pipeline_stage "
+    "attention_dropout hidden_dropout eod_mask_loss attention_softmax_in_fp32 calculate_per_token_loss no_load_optim "
+    "attention_backend"
+)
+"""Keys that are Megatron-LM's flags."""
 MEGATRON_KEYS: Mapping[str, Rule] = {
     "tp_degree": degree("layout.tp"),
     "pp_degree": degree("layout.pp"),
     "context_parallel_size": degree("layout.cp"),
     "expert_model_parallel_size": degree("layout.ep"),
+    **same(FLAGS, flags_of({"": OF_FLAGS})),
     "expert_tensor_parallel_size": only(1, "experts are not split"),
-    "sequence_parallelism": no_effect(NoEffect.MEMORY),
+    "sequence_parallelism": NoEffect.MEMORY,
     "num_micro_batches": fact("accumulation"),
     "gradient_clipping": positive("training.clip"),
     "recompute_activations": when("training.recompute", "selective"),
-    "recompute_granularity": FLAGS["recompute-granularity"],
-    "recompute_method": FLAGS["recompute-method"],
-    "recompute_num_layers": FLAGS["recompute-num-layers"],
     "use_distributed_optimizer": when(FLAGS["use-distributed-optimizer"], True, HasNot("layout.zero", 1)),
     "use_custom_fsdp": unsupported("set layout.zero, the stage of sharding"),
     "optimizer_cpu_offload": when("layout.offload", {"optimizer": "host"}, Has("layout.offload", "none")),
-    "overlap_cpu_optimizer_d2h_h2d": no_effect(NoEffect.OVERLAP),
+    "overlap_cpu_optimizer_d2h_h2d": NoEffect.OVERLAP,
     "use_precision_aware_optimizer": unsupported("set training.optimizer.name=adamw_8bit for one byte per moment"),
     "decoder_last_pipeline_num_layers": unsupported("set layout.stage_layers"),
-    "num_layers_per_virtual_pipeline_stage": FLAGS["num-layers-per-virtual-pipeline-stage"],
     "pipeline_model_parallel_split_rank": unsupported("models have no encoder beside the decoder"),
-    "attention_dropout": FLAGS["attention-dropout"],
-    "hidden_dropout": FLAGS["hidden-dropout"],
-    "eod_mask_loss": FLAGS["eod-mask-loss"],
-    "attention_backend": no_effect(NoEffect.KERNEL),
-    "attention_softmax_in_fp32": FLAGS["attention-softmax-in-fp32"],
-    "calculate_per_token_loss": only(True, "the loss is always a mean over all tokens of a batch"),
     "use_rotary_position_embeddings": without("the model's config.json tells its positions"),
-    "no_load_optim": no_effect(NoEffect.RESUMES),
     "no_save_optim": unsupported("checkpoints always hold the optimizer's state"),
 }
 """Keys of the section, without its prefix."""
@@ -91,17 +91,6 @@ PRECISION = "Accelerate's precision"
 DEGREES = "the number of processes is the product of the degrees"
 
 
-def _type(reading: Reading, value: Any, origin: str) -> None:
-    if value in ("MULTI_GPU", "MULTI_CPU", "NO", False):
-        reading.fact("zero", 0, origin)
-    elif value in ("FSDP", "DEEPSPEED"):
-        reading.claim(origin, HasNot("layout.zero", "auto"))
-    elif value == "MEGATRON_LM":
-        reading.claim(origin, Always("its section tells the layout"))
-    else:
-        reading.drop(origin, "supported: NO, MULTI_CPU, MULTI_GPU, FSDP, DEEPSPEED, MEGATRON_LM")
-
-
 def _sharding(reading: Reading, value: Any, origin: str) -> None:
     word = {"1": "full_shard", "2": "shard_grad_op", "3": "no_shard"}.get(str(value), str(value).lower())
     if word in SHARDING:
@@ -112,13 +101,6 @@ def _sharding(reading: Reading, value: Any, origin: str) -> None:
         reading.drop(origin, f"supported: {', '.join(SHARDING)}")
 
 
-def _reshard(reading: Reading, value: Any, origin: str) -> None:
-    if isinstance(value, bool):
-        reading.fact("zero", 3 if value else 2, origin)
-    else:
-        _sharding(reading, value, origin)
-
-
 def _precision(reading: Reading, value: Any, origin: str) -> None:
     """The precision, and the fact that it is Accelerate's; YAML reads `no` as false."""
     word = str(value).lower()
@@ -127,59 +109,23 @@ def _precision(reading: Reading, value: Any, origin: str) -> None:
     apply(words("training.precision", PRECISIONS), reading, value, origin)
 
 
-def _offload(reading: Reading, value: Any, origin: str) -> None:
-    if value in (True, "cpu"):
-        reading.set("layout.offload", "cpu", origin)
-    elif value in (False, "none"):
-        reading.claim(origin, Has("layout.offload", "none"))
-    else:
-        reading.drop(origin, "supported: cpu, none")
-
-
-def _size(axis: str) -> Rule:
-    """A degree, which `_settle_parallelism` multiplies with the others."""
-
-    def rule(reading: Reading, value: Any, origin: str) -> None:
-        check_count(value, origin)
-        reading.fact(f"parallel {axis}", value, origin)
-
-    return rule
-
-
-def _context(also: Mapping[str, Any]) -> Rule:
-    """One of the two degrees of context parallelism, of which the other may be above 1."""
-
-    def rule(reading: Reading, value: Any, origin: str) -> None:
-        check_count(value, origin)
-        if value > 1:
-            reading.set_all({"layout.cp": value, **also}, origin)
-        else:
-            reading.claim(origin, Always("1 switches it off"))
-
-    return rule
-
-
 COMPILED = Always("the unit of compilation changes no result")
-
-
-def compile_with(reading: Reading, value: Any, origin: str) -> None:
-    """Dynamo's backend; YAML reads `no` as false."""
-    if str(value).lower() == "inductor":
-        reading.set("training.compile", True, origin)
-    elif str(value).lower() in ("no", "false"):
-        reading.claim(origin, Has("training.compile", False))
-    else:
-        reading.drop(origin, "supported: inductor, no")
-
-
-def compile_in_mode(reading: Reading, value: Any, origin: str) -> None:
-    """The mode of compilation."""
-    if value == "max-autotune-no-cudagraphs":
-        reading.set("training.compile_mode", value, origin)
-    elif value == "default":
-        reading.claim(origin, Has("training.compile_mode", "default"))
-    else:
-        reading.drop(origin, "supported: default, max-autotune-no-cudagraphs (training.compile_mode)")
+BACKEND = cases(
+    {"inductor": sets({"training.compile": True}), ("no", "false"): Has("training.compile", False)},
+    "supported: inductor, no",
+    lower,
+)
+"""Dynamo's backend."""
+MODE = cases(
+    {
+        "max-autotune-no-cudagraphs": "training.compile_mode",
+        "default": Has("training.compile_mode", "default"),
+    },
+    "supported: default, max-autotune-no-cudagraphs (training.compile_mode)",
+)
+"""The mode of compilation."""
+OFF = Always("1 switches it off")
+"""Of one of the two degrees of context parallelism, of which the other may be above 1."""
 
 
 PARALLEL = "parallelism_config.parallelism_config_"
@@ -211,28 +157,38 @@ NO_EFFECT: Mapping[NoEffect, Mapping[str, str]] = {
 }
 KEYS: Mapping[str, Rule] = {
     **no_effects(NO_EFFECT),
-    "distributed_type": _type,
+    "distributed_type": cases(
+        {
+            ("MULTI_GPU", "MULTI_CPU", "NO", False): fact("zero", 0),
+            ("FSDP", "DEEPSPEED"): HasNot("layout.zero", "auto"),
+            "MEGATRON_LM": Always("its section tells the layout"),
+        },
+        "supported: NO, MULTI_CPU, MULTI_GPU, FSDP, DEEPSPEED, MEGATRON_LM",
+    ),
     "num_processes": fact("ranks"),
     "num_machines": fact("machines"),
     "downcast_bf16": unsupported("only TPUs have it"),
     "mixed_precision": _precision,
     **{f"fp8_config.fp8_{key}": rule for key, rule in FP8_RULES.items()},
-    **dict.fromkeys(("dynamo_backend", "dynamo_config.dynamo_backend"), compile_with),
-    "dynamo_config.dynamo_mode": compile_in_mode,
+    **dict.fromkeys(("dynamo_backend", "dynamo_config.dynamo_backend"), BACKEND),
+    "dynamo_config.dynamo_mode": MODE,
     "dynamo_config.dynamo_use_regional_compilation": when("training.compile_scope", "block", COMPILED),
-    f"{PARALLEL}dp_replicate_size": _size("dp_replicate"),
-    f"{PARALLEL}dp_shard_size": _size("dp_shard"),
+    f"{PARALLEL}dp_replicate_size": fact("parallel dp_replicate", check=check_count),
+    f"{PARALLEL}dp_shard_size": fact("parallel dp_shard", check=check_count),
     f"{PARALLEL}tp_size": degree("layout.tp"),
-    f"{PARALLEL}cp_size": _context({}),
-    f"{PARALLEL}sp_size": _context({"layout.cp_method": "ulysses"}),
+    f"{PARALLEL}cp_size": degree("layout.cp", one=OFF),
+    f"{PARALLEL}sp_size": degree("layout.cp", {"layout.cp_method": "ulysses"}, OFF),
     f"{PARALLEL}cp_comm_strategy": words("layout.cp_method", {"allgather": "all_gather", "alltoall": "ring"}),
     f"{PARALLEL}sp_seq_length": claims_value("data.sequence_length"),
     f"{PARALLEL}sp_seq_length_is_variable": unsupported("samples have data.sequence_length tokens"),
     "use_cpu": when("device", "cpu"),
     "gradient_accumulation_steps": fact("accumulation"),
     "fsdp_config.fsdp_sharding_strategy": _sharding,
-    "fsdp_config.fsdp_reshard_after_forward": _reshard,
-    "fsdp_config.fsdp_offload_params": _offload,
+    "fsdp_config.fsdp_reshard_after_forward": cases({True: fact("zero", 3), False: fact("zero", 2)}, _sharding),
+    "fsdp_config.fsdp_offload_params": cases(
+        {(True, "cpu"): sets({"layout.offload": "cpu"}), (False, "none"): Has("layout.offload", "none")},
+        "supported: cpu, none",
+    ),
     "fsdp_config.fsdp_activation_checkpointing": when("training.recompute", "full", Has("training.recompute", "none")),
     **MEGATRON_RULES,
     "deepspeed_config.zero_stage": fact("zero"),
@@ -267,8 +223,7 @@ def is_accelerate(values: Mapping[str, Any]) -> bool:
 def _settle_hybrid(reading: Reading, values: Mapping[str, Any]) -> None:
     """Hybrid sharding, whose groups are the processes of a machine."""
     if "hybrid" not in reading.facts:
-        if "machines" in reading.facts:
-            reading.no_effect.append((reading.facts["machines"][1], NoEffect.LAUNCH))
+        reading.ignore("machines", reason=NoEffect.LAUNCH)
         return
     origin, machines, processes = reading.facts["hybrid"][1], values.get("num_machines", 1), values.get("num_processes")
     if isinstance(processes, int) and isinstance(machines, int) and machines > 0 and processes % machines == 0:

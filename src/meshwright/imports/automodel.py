@@ -4,11 +4,11 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
-from meshwright.imports.automodel_keys import MOMENTS, RULES, _last
+from meshwright.imports.automodel_keys import MOMENTS, RULES
 from meshwright.imports.claims import Always, Has, NoEffect
 from meshwright.imports.megatron import RULES as FLAGS
-from meshwright.imports.reading import Reading, check_count, check_number, flat
-from meshwright.imports.rules import apply
+from meshwright.imports.reading import Reading, check_count, check_number, flat, joined
+from meshwright.imports.rules import apply, last_name, place
 
 CONSTANT = {"training.lr_schedule.name": "constant", "training.lr_schedule.warmup": 0}
 
@@ -54,13 +54,13 @@ def _checkpoints(reading: Reading, default: str) -> None:
     enabled, origin = reading.facts.get("saves at all", (True, ""))
     if enabled is False:
         reading.set("checkpoint.every", 0, origin)
-        reading.no_effect += [(where, NoEffect.OFF)] if "saves" in reading.facts else []
+        reading.ignore("saves")
         return
-    reading.set("checkpoint.every", saves if saves < steps[0] else 0, f"{where}; {origin}" if origin else where)
+    reading.set("checkpoint.every", saves if saves < steps[0] else 0, joined(where, origin))
 
 
 def _dataset(reading: Reading, given: Mapping[str, Any], where: str, default: str) -> None:
-    keys, kind = dict(given), _last(given.get("_target_"))
+    keys, kind = dict(given), last_name(given.get("_target_"))
     target = keys.pop("_target_", None)
     tokenizer = keys.pop("tokenizer", None)
     if isinstance(tokenizer, Mapping) and (name := tokenizer.get("pretrained_model_name_or_path")):
@@ -81,8 +81,7 @@ def _dataset(reading: Reading, given: Mapping[str, Any], where: str, default: st
                 reading.drop(f"{where}.{key}={keys.pop(key)}", "training.seed shuffles; set data.held_out")
     elif kind.startswith("ChatDataset"):
         path = str(keys.pop("path_or_dataset_id"))
-        local = path.startswith((".", "/")) or path.endswith((".json", ".jsonl", ".parquet"))
-        source = {"path": path if local else f"hub:{path}", "format": "messages"}
+        source = {"path": place(path, ".json", ".jsonl", ".parquet"), "format": "messages"}
         source |= {"split": keys.pop("split")} if keys.get("split") not in (None, "train") else {}
         source |= {"subset": keys.pop("name")} if keys.get("name") else {}
         keys.pop("split", None)
@@ -119,9 +118,7 @@ def _batch(reading: Reading, default: str) -> None:
     local, where = reading.facts.get("local batch", (1, default))
     check_count(local, where)
     if "layout.pp" not in reading.settings:
-        for name in ("microbatch", "schedule"):
-            if name in reading.facts:
-                reading.no_effect.append((reading.facts[name][1], NoEffect.OFF))
+        reading.ignore("microbatch", "schedule")
     else:
         if "local batch" in reading.facts:  # it goes through the pipeline in microbatches, as the global batch does
             reading.no_effect.append((where, NoEffect.OVERRULED))
@@ -139,7 +136,7 @@ def _ranks(reading: Reading, default: str) -> None:
         reading.fact("ranks", replicas * reading.model_ranks(), origin)
     if strategy == "fsdp2":
         reshards, origin = reading.facts.get("reshards", (True, ""))
-        reading.fact("zero", 2 if reshards is False else 3, f"{where}; {origin}" if origin else where)
+        reading.fact("zero", 2 if reshards is False else 3, joined(where, origin))
         copies, origin = reading.facts.get("replicate", (1, ""))
         reading.replicate(copies, origin)
         if copies == 1 and origin:
@@ -156,8 +153,8 @@ def _dtypes(reading: Reading, default: str) -> None:
     for name in ("output", "pipeline"):
         if name in reading.facts:
             reading.claim(reading.facts[name][1], Has("training.precision", reading.known(name)))
-    if sharded and "autocast" in reading.facts:
-        reading.no_effect.append((reading.facts["autocast"][1], NoEffect.OVERRULED))
+    if sharded:
+        reading.ignore("autocast", reason=NoEffect.OVERRULED)
     _moments(reading)
     masters, origin = reading.facts.get("masters", (False, ""))
     if storage == "fp16":
@@ -171,7 +168,7 @@ def _dtypes(reading: Reading, default: str) -> None:
         return
     reading.set("training.reduce_dtype", *reading.facts.get("reduced", ("fp32", default)))
     if storage == "bf16" and masters is not True:
-        reading.in_bf16(f"{where}; {origin}" if origin else where)
+        reading.in_bf16(joined(where, origin))
     else:
         reading.claim(f"{where}; {origin}", Has("training.master_dtype", "fp32"))
 
@@ -210,7 +207,7 @@ def _rates(reading: Reading, values: Mapping[str, Any], default: str) -> None:
         reading.set("training.lr_schedule.final", 0.01, f"{default}: min_lr=0.01 lr")
     first, where = reading.facts.get("first rate", (peak / 10, f"{default}: init_lr=0.1 lr"))
     if not reading.value("training.lr_schedule.warmup"):
-        reading.no_effect += [(where, NoEffect.OFF)] if "first rate" in reading.facts else []
+        reading.ignore("first rate")
     elif first:
         reading.drop(where, "warm-up always starts at 0")
     else:
@@ -226,7 +223,7 @@ def _adapters(reading: Reading, values: Mapping[str, Any], default: str) -> None
     reading.default_all({"finetune.rank": 8, "finetune.alpha": 32}, default)
     position, where = reading.facts.get("dropout position", ("post", default))
     if not reading.value("finetune.dropout"):
-        reading.no_effect += [(where, NoEffect.OFF)] if "dropout position" in reading.facts else []
+        reading.ignore("dropout position")
     elif position == "post":
         reading.drop(f"{where}: dropout_position={position}", "dropout is applied before the adapters")
     else:

@@ -1,23 +1,31 @@
 """The keys of AutoModel's configuration."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-from meshwright.imports.claims import Always, Has, HasNot, NoEffect
+from meshwright.imports.claims import Always, HasNot, NoEffect
 from meshwright.imports.megatron import RULES as FLAGS
-from meshwright.imports.names import Names, pipelined
-from meshwright.imports.reading import Reading, Rule, check_count
+from meshwright.imports.names import DTYPES as TORCH
+from meshwright.imports.names import SCHEDULES, Names, pipelined
+from meshwright.imports.reading import Reading, Rule
 from meshwright.imports.rules import (
-    apply,
+    by_sign,
+    cases,
     choice,
+    degree,
     fact,
+    groups,
+    if_so,
+    in_turn,
+    last_name,
     listed,
-    no_effect,
+    lower,
     no_effects,
     no_tracker,
-    one_of,
     only,
     positive,
+    sets,
+    targets,
     tracker,
     unless_none,
     unsupported,
@@ -27,10 +35,7 @@ from meshwright.imports.rules import (
 )
 from meshwright.imports.schedules import schedule_choice
 
-DTYPES = {"bfloat16": "bf16", "bf16": "bf16", "float32": "fp32", "fp32": "fp32", "float16": "fp16", "fp16": "fp16"}
-SCHEDULES = Names(
-    "training.lr_schedule.name", {"cosine": "cosine", "linear": "linear", "constant": "constant", "wsd": "WSD"}
-)
+DTYPES = {name: ours for theirs, ours in TORCH.items() for name in (theirs, ours)}
 RECOMPUTES = {True: "full", False: "none", "true": "full", "false": "none", "full": "full", "none": "none"}
 RECOMPUTES |= {"selective": "selective"}
 PIPELINES = Names("layout.schedule", {"1f1b": "1f1b", "afab": "gpipe"}, counts=pipelined)
@@ -39,25 +44,8 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 COLLATES = ("default_collate", "default_collater", "packed_sequence_thd_collater", "packed_sequence_collater")
 
 
-def _last(target: Any) -> str:
-    """A target without its modules."""
-    return str(target).rsplit(".", 1)[-1]
-
-
-def _degree(path: str) -> Rule:
-    def rule(reading: Reading, value: Any, origin: str) -> None:
-        if value in ("none", 0):
-            reading.claim(origin, Always("it means the ranks that are left"))
-            return
-        check_count(value, origin)
-        if "." not in path:
-            reading.fact(path, value, origin)
-        elif value > 1:
-            reading.set(path, value, origin)
-        else:
-            reading.claim(origin, Has(path, 1))
-
-    return rule
+def _degree(rule: Rule) -> Rule:
+    return cases({("none", 0): Always("it means the ranks that are left")}, rule)
 
 
 def _model(reading: Reading, value: Any, origin: str) -> None:
@@ -70,82 +58,22 @@ def _model(reading: Reading, value: Any, origin: str) -> None:
         reading.drop(origin, "only NeMoAutoModelForCausalLM's from_pretrained and from_config are read; give --model")
 
 
-def _optimizer(reading: Reading, value: Any, origin: str) -> None:
-    name = _last(value)
-    if name in ("AdamW", "FusedAdam"):
-        reading.set("training.optimizer.name", "adamw", origin)
-    elif name == "Adam":
-        reading.fact("coupled", True, origin)
-        reading.set("training.optimizer.name", "adamw", origin)
-    else:
-        reading.drop(origin, "supported: AdamW, FusedAdam, Adam")
-
-
 def _dtype(name: str) -> Rule:
-    def rule(reading: Reading, value: Any, origin: str) -> None:
-        word = _last(value)
-        if word in DTYPES:
-            reading.fact(name, DTYPES[word], origin)
-        elif word == "auto":
-            reading.notes.append(f"{origin}: the dtype of the files, taken as bf16")
-        else:
-            reading.drop(origin, f"supported: {', '.join(DTYPES)}")
-
-    return rule
+    dtypes = {theirs: fact(name, ours) for theirs, ours in DTYPES.items()}
+    auto = sets({}, "the dtype of the files, taken as bf16")
+    return cases({**dtypes, "auto": auto}, f"supported: {', '.join(DTYPES)}", last_name)
 
 
-def _config(reading: Reading, value: Any, origin: str) -> None:
-    if str(value).endswith("AutoConfig.from_pretrained"):
-        reading.claim(origin, HasNot("model.name", None))
-    else:
-        reading.drop(origin, "give --model, or a Hugging Face directory with this config.json")
-
-
-def _pipeline(reading: Reading, value: Any, origin: str) -> None:
-    if str(value).lower() in PIPELINES.read:
-        reading.fact("schedule", PIPELINES.read[str(value).lower()], origin)
-    else:
-        reading.drop(origin, f"only {', '.join(PIPELINES.read)} are read; set layout.schedule")
-
-
-def _packed(reading: Reading, value: Any, origin: str) -> None:
-    if value > 0:
-        reading.set("data.packing", "best_fit", origin)
-        reading.set("data.separate_documents", True, origin)
-        reading.set("data.sequence_length", value, origin)
-    else:
-        reading.claim(origin, HasNot("data.packing", "best_fit"))
-
-
-def _part(value: Any) -> str:
-    """The last name of a class with its module."""
-    return str(value).rpartition(".")[2]
-
-
-def _known(names: Collection[str], what: str) -> Rule:
+def _known(names: tuple[str, ...], what: str) -> Rule:
     """A class whose effect is as in every recipe; others have no counterpart."""
-    return lambda reading, value, origin: apply(one_of(names, what), reading, _part(value), origin)
+    return cases({names: Always(what)}, what, last_name)
 
 
-def _targets(reading: Reading, value: Any, origin: str) -> None:
-    if value:
-        reading.set("finetune.targets", [value] if isinstance(value, str) else list(value), origin)
-    else:
-        reading.claim(origin, Always("no module is named"))
+def _is_undecayed(group: Mapping[str, Any]) -> bool:
+    return group.get("wd_mult") == 0 and "norm" in str(group.get("pattern")) and group.get("lr_mult", 1) == 1
 
 
-def _overrides(reading: Reading, value: Any, origin: str) -> None:
-    """Groups by names: here norms and biases never decay, and every rate is the same."""
-    for group in value:
-        undecayed = group.get("wd_mult") == 0 and "norm" in str(group.get("pattern"))
-        if undecayed and group.get("lr_mult", 1) == 1:
-            reading.fact("undecayed", True, origin)
-            reading.claim(origin, Always("norms and biases never decay"))
-        else:
-            reason = "weight decay never applies to norms and biases, and all parameters have one learning rate"
-            reading.drop(f"{origin.split('=')[0]}: {group}", reason)
-
-
+ADAMW = sets({"training.optimizer.name": "adamw"})
 NO_EFFECT: Mapping[NoEffect, Mapping[str, str]] = {
     NoEffect.LAUNCH: {"dist_env": "backend"},
     NoEffect.NAMES: {"ci": "*"},
@@ -200,7 +128,11 @@ RULES: Mapping[str, Rule] = {
     "model._target_": _model,
     "model.pretrained_model_name_or_path": "model.name",
     "model.config": "model.name",
-    "model.config._target_": _config,
+    "model.config._target_": cases(
+        {"AutoConfig.from_pretrained": HasNot("model.name", None)},
+        "give --model, or a Hugging Face directory with this config.json",
+        lambda value: ".".join(str(value).split(".")[-2:]),
+    ),
     "model.config.pretrained_model_name_or_path": "model.name",
     "model.torch_dtype": _dtype("storage"),
     "recipe": _known(RECIPES, "a recipe predicts the next token"),
@@ -218,29 +150,37 @@ RULES: Mapping[str, Rule] = {
     "compile.mode": "training.compile_mode",
     "clip_grad_norm.max_norm": positive("training.clip"),
     "distributed.strategy": choice(fact("strategy"), {"fsdp2": "fsdp2", "ddp": "ddp"}),
-    "distributed.dp_size": _degree("replicas"),
-    "distributed.dp_replicate_size": _degree("replicate"),
-    "distributed.tp_size": _degree("layout.tp"),
-    "distributed.pp_size": _degree("layout.pp"),
-    "distributed.cp_size": _degree("layout.cp"),
-    "distributed.ep_size": _degree("layout.ep"),
+    "distributed.dp_size": _degree(fact("replicas")),
+    "distributed.dp_replicate_size": _degree(fact("replicate")),
+    "distributed.tp_size": _degree(degree("layout.tp")),
+    "distributed.pp_size": _degree(degree("layout.pp")),
+    "distributed.cp_size": _degree(degree("layout.cp")),
+    "distributed.ep_size": _degree(degree("layout.ep")),
     "distributed.activation_checkpointing": choice("training.recompute", RECOMPUTES, "full, selective, false"),
     "distributed.reshard_after_forward": fact("reshards"),
     "distributed.mp_policy.param_dtype": _dtype("compute"),
     "distributed.mp_policy.reduce_dtype": _dtype("reduced"),
     "distributed.autocast_dtype": _dtype("autocast"),
-    "distributed.pipeline.pp_schedule": _pipeline,
+    "distributed.pipeline.pp_schedule": cases(
+        {theirs: fact("schedule", ours) for theirs, ours in PIPELINES.read.items()},
+        f"only {', '.join(PIPELINES.read)} are read; set layout.schedule",
+        lower,
+    ),
     "distributed.pipeline.pp_microbatch_size": fact("microbatch"),
     "distributed.mp_policy.output_dtype": _dtype("output"),
     "distributed.pipeline.dtype": _dtype("pipeline"),
     "distributed.pipeline.scale_grads_in_schedule": unsupported("the loss is a mean over all trained tokens"),
     "distributed.pipeline.layers_per_stage": without("set layout.stage_layers or layout.stages_per_rank"),
-    "optimizer._target_": _optimizer,
+    "optimizer._target_": cases(
+        {("AdamW", "FusedAdam"): ADAMW, "Adam": in_turn(fact("coupled", True), ADAMW)},
+        "supported: AdamW, FusedAdam, Adam",
+        last_name,
+    ),
     "optimizer.lr": "training.optimizer.lr",
     "optimizer.betas": listed("training.optimizer.betas"),
     "optimizer.eps": "training.optimizer.eps",
     "optimizer.weight_decay": "training.optimizer.weight_decay",
-    "optimizer.param_group_overrides": _overrides,
+    "optimizer.param_group_overrides": groups(_is_undecayed),
     "optimizer.master_weights": fact("masters"),
     "optimizer.adam_w_mode": only(True, "weight decay is always decoupled (AdamW)"),
     "optimizer.bias_correction": only(True, "moments are always corrected for their bias"),
@@ -263,8 +203,11 @@ RULES: Mapping[str, Rule] = {
     ),
     "packed_sequence.split_across_pack": unsupported("only documents longer than a sample are cut"),
     "peft.lora_A_init": without("A starts as peft starts it (kaiming), B at zero"),
-    "packed_sequence.packed_sequence_size": _packed,
-    "peft.target_modules": _targets,
+    "packed_sequence.packed_sequence_size": by_sign(
+        in_turn(sets({"data.packing": "best_fit", "data.separate_documents": True}), "data.sequence_length"),
+        HasNot("data.packing", "best_fit"),
+    ),
+    "peft.target_modules": if_so(targets(), Always("no module is named")),
     "peft.match_all_linear": when("finetune.targets", "all-linear"),
     "peft.dim": "finetune.rank",
     "peft.alpha": whole("finetune.alpha"),
@@ -279,6 +222,6 @@ RULES: Mapping[str, Rule] = {
         without("evaluation data is a fraction of the training data; set data.held_out"),
     ),
     "wandb.enable": when(tracker("wandb"), True, no_tracker("wandb")),
-    "wandb.mode": no_effect(NoEffect.LOGS),
+    "wandb.mode": NoEffect.LOGS,
     **no_effects(NO_EFFECT),
 }

@@ -18,44 +18,24 @@ from meshwright.imports.hf_arguments import RULES as HF_RULES
 from meshwright.imports.reading import Reading, Rule, check_count, check_number
 from meshwright.imports.rules import (
     apply,
+    cases,
     choice,
-    claims,
     fact,
+    held_out,
     if_any,
+    if_so,
+    in_turn,
     no_effects,
     no_tracker,
     only,
+    peft,
+    sets,
     tracker,
     unsupported,
     when,
-    whole,
     without,
     words,
 )
-
-
-def _packing(reading: Reading, value: Any, origin: str) -> None:
-    reading.set("data.packing", "best_fit" if value else "padded", origin)
-    if value:
-        reading.set("data.separate_documents", True, origin)
-
-
-def _bf16(reading: Reading, value: Any, origin: str) -> None:
-    if value == "full":
-        reading.drop(origin, "set training.precision=bf16 and training.master_dtype=bf16")
-    elif value is True:
-        reading.set("training.precision", "bf16", origin)
-    else:
-        reading.claim(origin, HasNot("training.precision", "bf16"))
-
-
-def _evaluation(reading: Reading, value: Any, origin: str) -> None:
-    if isinstance(value, float) and value < 1:
-        reading.set("data.held_out", value, origin)
-    elif value:
-        reading.drop(origin, "data.held_out is a fraction, not a count")
-    else:
-        reading.set("data.held_out", 0, origin)
 
 
 def _warmup(reading: Reading, value: Any, origin: str) -> None:
@@ -107,14 +87,6 @@ def _tracked(reading: Reading, value: Any, origin: str) -> None:
         reading.track("wandb", origin)
     else:
         reading.claim(origin, no_tracker("wandb"))
-
-
-def _mode(reading: Reading, value: Any, origin: str) -> None:
-    if value == "disabled":
-        reading.fact("wandb is off", True, origin)
-        reading.claim(origin, no_tracker("wandb"))
-    else:
-        reading.no_effect.append((origin, NoEffect.LOGS))
 
 
 def _settle_sharding(reading: Reading, values: Mapping[str, Any], file: str) -> None:
@@ -191,18 +163,16 @@ RULES: Mapping[str, Rule] = {
     "chat_template": chat_template,
     "train_on_inputs": when("data.chat.train_on", "all"),
     "sequence_len": "data.sequence_length",
-    "sample_packing": _packing,
+    "sample_packing": if_so(
+        sets({"data.packing": "best_fit", "data.separate_documents": True}), sets({"data.packing": "padded"})
+    ),
     "adapter": choice("finetune.method", {"lora": "lora", "qlora": "qlora"}),
     "load_in_4bit": when("finetune.base", "nf4"),
     "load_in_8bit": if_any("finetune.base", "int8"),
-    "lora_r": "finetune.rank",
-    "lora_alpha": whole("finetune.alpha"),
-    "lora_dropout": "finetune.dropout",
+    **peft("lora_", "r", "lora_alpha", "lora_dropout", "modules_to_save"),
+    **peft("peft_", "use_dora", "use_rslora"),
     "lora_target_modules": _targets,
     "lora_target_linear": when("finetune.targets", "all-linear"),
-    "lora_modules_to_save": "finetune.train",
-    "peft_use_dora": when("finetune.dora", True),
-    "peft_use_rslora": when("finetune.rslora", True),
     "micro_batch_size": "training.micro_batch",
     "num_epochs": fact("epochs"),
     **{name: HF_RULES[name] for name in SHARED},
@@ -211,8 +181,16 @@ RULES: Mapping[str, Rule] = {
     "save_total_limit": _kept,
     "excess_length_strategy": words("data.chat.overlong", {"drop": "drop", "truncate": "truncate", "raise": "error"}),
     "unfrozen_parameters": unsupported("set finetune.train to the modules that train"),
-    "bf16": _bf16,
-    "bfloat16": _bf16,
+    **dict.fromkeys(
+        ("bf16", "bfloat16"),
+        cases(
+            {
+                "full": without("set training.precision=bf16 and training.master_dtype=bf16"),
+                True: sets({"training.precision": "bf16"}),
+            },
+            HasNot("training.precision", "bf16"),
+        ),
+    ),
     "lora_model_dir": "finetune.start_from",
     "loraplus_lr_ratio": "finetune.b_lr_ratio",
     "loraplus_lr_embedding": without("embeddings train at the rate of A, or in full"),
@@ -228,11 +206,15 @@ RULES: Mapping[str, Rule] = {
     "lr_scheduler": HF_RULES["lr_scheduler_type"],
     "lr_scheduler_kwargs": HF_RULES["lr_scheduler_kwargs"],
     "cosine_min_lr_ratio": fact(LEAST),
-    "val_set_size": _evaluation,
+    "val_set_size": cases(
+        {float: held_out},
+        if_so(without("data.held_out is a fraction, not a count"), sets({"data.held_out": 0})),
+        type,
+    ),
     **{key: rule for section in CONFIGS for key, rule in override_rules(section).items()},
     "wandb_project": _tracked,
-    "wandb_mode": _mode,
-    "use_wandb": when(claims(Has("trackers", ["wandb"])), True, no_tracker("wandb")),
+    "wandb_mode": cases({"disabled": in_turn(fact("wandb is off", True), no_tracker("wandb"))}, NoEffect.LOGS),
+    "use_wandb": when(Has("trackers", ["wandb"]), True, no_tracker("wandb")),
     "use_tensorboard": when(tracker("tensorboard"), True, no_tracker("tensorboard")),
     "special_tokens": unsupported("the tokenizer's special tokens are used"),
     "early_stopping_patience": unsupported("use the callback early_stopping (docs/callbacks.md)"),
@@ -306,6 +288,5 @@ def _least_rate(reading: Reading, values: Mapping[str, Any]) -> None:
 
 def _without_adapter(reading: Reading, file: str) -> None:
     """All parameters train; the settings of an adapter have no effect."""
-    for path in [path for path in reading.settings if path.startswith("finetune.")]:
-        reading.drop(reading.settings.pop(path)[1], "it has no effect without adapter")
+    reading.take_back("it has no effect without adapter", "finetune.")
     reading.set("finetune.method", "full", f"{file} (no adapter)")

@@ -6,6 +6,7 @@ from typing import Any
 
 from meshwright.imports.axolotl_entry import LEFT, PREPARE, Entry, keep
 from meshwright.imports.claims import Always, Has, NoEffect
+from meshwright.imports.names import READERS, reader_of
 from meshwright.imports.reading import SHOWN, Reading
 from meshwright.imports.rules import apply, without
 from meshwright.spec.data import HUB, ROLES, THOUGHTS
@@ -24,8 +25,6 @@ VERBATIM = {"format": "{instruction}", "no_input_format": "{instruction}"}
 """Of a type that is a mapping: the prompt is the instruction as it is."""
 VERBATIM_PAIR = {"prompt_format": "{prompt}", "chosen_format": "{chosen}", "rejected_format": "{rejected}"}
 """The same of preference pairs."""
-ENDINGS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet", ".arrow": "arrow", ".txt": "text"}
-"""A file's ending -> axolotl's word for its kind."""
 PROMPT_COLUMNS = {
     "default": "prompt",
     "intel": "question",
@@ -112,7 +111,7 @@ def _place(entry: Entry) -> None:
     files, files_origin = entry.pop("data_files", [])
     files = [files] if isinstance(files, str) else files
     kind, which = entry.pop("ds_type")
-    if path in ENDINGS.values() and files:  # the name of a reader of `datasets`, which reads files here
+    if path in (*READERS.values(), "text") and files:  # the name of a reader of `datasets`, which reads files here
         kind, which = kind or path, origin
         _files(entry, files, f"{origin}; {files_origin}")
     elif _is_here(path):
@@ -140,8 +139,7 @@ def _place(entry: Entry) -> None:
 
 def _kind(path: str) -> str:
     """axolotl's word for a file's kind, by its ending."""
-    bare = path.lower().removesuffix(".gz").removesuffix(".zst")
-    return next((kind for ending, kind in ENDINGS.items() if bare.endswith(ending)), "")
+    return reader_of(path) or ("text" if path.lower().endswith((".txt", ".txt.gz", ".txt.zst")) else "")
 
 
 def _is_here(path: str) -> bool:

@@ -6,7 +6,7 @@ from typing import Any
 
 from meshwright.imports.claims import Always, NoEffect
 from meshwright.imports.reading import Reading, Rule
-from meshwright.imports.rules import no_effect, only, unsupported, without
+from meshwright.imports.rules import only, unsupported, without
 from meshwright.spec.errors import UserError
 
 READ_ALL = "all records are read; write the ones to train on to a file of their own"
@@ -75,11 +75,11 @@ KINDS: Mapping[str, tuple[type, ...]] = {
 }
 """Key of a data set -> the types of its value; other keys take text."""
 LEFT: Mapping[str, Rule] = {
-    "trust_remote_code": no_effect(NoEffect.CODE),
+    "trust_remote_code": NoEffect.CODE,
     "revision": without("the newest version of the data set is read"),
     "shards": only(1, READ_ALL),
     "shards_idx": without(READ_ALL),
-    "preprocess_shards": no_effect(NoEffect.READS),
+    "preprocess_shards": NoEffect.READS,
     "skip": unsupported(READ_ALL),
     "train_on_eot": without("data.chat.train_on_eos is about the tokens that end a turn"),
     "drop_system_message": unsupported(PREPARE),

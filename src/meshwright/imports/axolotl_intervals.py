@@ -14,6 +14,7 @@ from meshwright.imports.hf_schedules import (
     strategy,
 )
 from meshwright.imports.reading import Reading, Rule, check_number
+from meshwright.imports.rules import number
 from meshwright.spec.errors import UserError
 
 IN_STEPS = "intervals are in steps"
@@ -24,19 +25,9 @@ KEYS = (
 """Setting -> the keys for its steps, for its number in an epoch, and for its strategy."""
 
 
-def _per_epoch(key: str) -> Rule:
-    """Keeps how often something happens in an epoch."""
-
-    def rule(reading: Reading, value: Any, origin: str) -> None:
-        check_number(value, origin)
-        reading.fact(key, value, origin)
-
-    return rule
-
-
 RULES: Mapping[str, Rule] = {
     **{steps: every(path) for path, steps, _, _ in KEYS},
-    **{often: _per_epoch(often) for _, _, often, _ in KEYS},
+    **{often: number(often) for _, _, often, _ in KEYS},
     **{name: strategy(path) for path, _, _, names in KEYS for name in names},
 }
 

@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from meshwright.imports.claims import Always, Has, NoEffect
-from meshwright.imports.reading import Reading, Rule, check_count
-from meshwright.imports.rules import degree, fact, no_effect, only, unsupported, without
+from meshwright.imports.reading import Reading, Rule, check_count, joined
+from meshwright.imports.rules import degree, fact, only, unsupported, without
 from meshwright.spec.errors import UserError
 
 BETA = "training.preference.beta"
@@ -39,7 +39,7 @@ RULES: Mapping[str, Rule] = {
     "dp_shard_size": fact("dp_shard_size"),
     "dp_replicate_size": fact("dp_replicate_size"),
     "expert_parallel_size": only(1, "set layout.ep, a regrouping of dp_shard x cp x tp ranks"),
-    **dict.fromkeys(("ring_attn_func", "heads_k_stride"), no_effect(NoEffect.OVERLAP)),
+    **dict.fromkeys(("ring_attn_func", "heads_k_stride"), NoEffect.OVERLAP),
     "rl": _objective,
     **dict.fromkeys(OBJECTIVES, _other_objective),
     "rl_beta": fact("rl_beta"),
@@ -49,9 +49,9 @@ RULES: Mapping[str, Rule] = {
     "dpo_loss_type": _loss,
     "dpo_loss_weights": unsupported("there is one loss"),
     "dpo_use_weighting": unsupported("pairs are never weighted by their probability"),
-    "precompute_ref_log_probs": no_effect(NoEffect.MEMORY),
-    "dpo_padding_free": no_effect(NoEffect.MEMORY),
-    "dpo_use_liger_kernel": no_effect(NoEffect.KERNEL),
+    "precompute_ref_log_probs": NoEffect.MEMORY,
+    "dpo_padding_free": NoEffect.MEMORY,
+    "dpo_use_liger_kernel": NoEffect.KERNEL,
     "batch_size": fact("batch_size"),
 }
 
@@ -118,7 +118,7 @@ def settle_ranks(reading: Reading) -> None:
         elif sharded:
             reading.fact("shard", shard, where)
         return
-    left, names = ranks // split, "; ".join(part for part in (where, replicate_origin) if part)
+    left, names = ranks // split, joined(where, replicate_origin)
     fits = shard * replicate == left if shard > 1 and replicate > 1 else left % (shard * replicate) == 0
     if ranks % split or not fits or (not sharded and replicate != left):
         raise UserError(f"{names}: do not fit the {left} data-parallel ranks of {origin}; give another --ranks")

@@ -37,16 +37,30 @@ class NoEffect(StrEnum):
     ALONE = "one rank has nothing to share with others"
     OVERRULED = "another key counts instead"
 
+    def __call__(self, reading: Any, value: Any, origin: str) -> None:
+        """As a rule: whatever the value, even `auto`."""
+        reading.no_effect.append((origin, self))
+
+
+class Claim:
+    """What a key says about the recipe. As a rule: the key says it, whatever its value."""
+
+    def problem(self, run: Run) -> str:
+        """How the recipe differs; empty if it does not."""
+        return ""
+
+    def __call__(self, reading: Any, value: Any, origin: str) -> None:
+        reading.claim(origin, self)
+
 
 @dataclass(frozen=True)
-class Has:
+class Has(Claim):
     """The recipe has this value."""
 
     path: str
     value: Any
 
     def problem(self, run: Run) -> str:
-        """How the recipe differs; empty if it does not."""
         actual = value_at(run, self.path)
         return "" if actual == plain(self.value) else f"the recipe has {self.path}={shown(actual)}"
 
@@ -55,14 +69,13 @@ class Has:
 
 
 @dataclass(frozen=True)
-class HasNot:
+class HasNot(Claim):
     """The recipe has another value than this; of several, not this one among them."""
 
     path: str
     value: Any
 
     def problem(self, run: Run) -> str:
-        """How the recipe differs; empty if it does not."""
         actual = value_at(run, self.path)
         same = self.value in actual if isinstance(actual, list) else actual == plain(self.value)
         return f"the recipe has {self.path}={shown(actual)}" if same else ""
@@ -72,20 +85,13 @@ class HasNot:
 
 
 @dataclass(frozen=True)
-class Always:
+class Always(Claim):
     """Every recipe is so, whatever its settings."""
 
     reason: str
 
-    def problem(self, run: Run) -> str:
-        """Nothing."""
-        return ""
-
     def __str__(self) -> str:
         return self.reason
-
-
-Claim = Has | HasNot | Always
 
 
 def value_at(run: Spec, path: str) -> Any:

@@ -22,16 +22,19 @@ from meshwright.imports.deepspeed_schedules import (
     settle_optimizer,
     settle_schedule,
 )
-from meshwright.imports.reading import Form, Reading, Rule, check_count, check_number, flat
+from meshwright.imports.reading import Form, Reading, Rule, check_number, flat, joined
 from meshwright.imports.rules import (
+    by_sign,
+    cases,
     fact,
+    in_turn,
     listed,
-    no_effect,
     no_effects,
     no_tracker,
     only,
     positive,
     sections,
+    sets,
     tracker,
     unsupported,
     when,
@@ -40,6 +43,8 @@ from meshwright.imports.rules import (
 )
 from meshwright.imports.schedules import schedule_words
 
+SWITCHES = {"cpu_offload": "optimizer", "cpu_offload_param": "parameters", "cpu_offload_params": "parameters"}
+"""Older keys -> what they move to the host."""
 PLACES = {"cpu": "host", "nvme": "disk"}
 PARTS = {"offload_optimizer": "optimizer", "offload_param": "parameters"}
 """Sections of a configuration -> what of a rank's state they move."""
@@ -69,16 +74,8 @@ LOSS_SCALE = "loss_scale_window initial_scale_power hysteresis min_loss_scale co
 
 def offload(part: str) -> Rule:
     """Keeps where a part of the state is, and on disk its folder, for `settle_offload`."""
-
-    def rule(reading: Reading, value: Any, origin: str) -> None:
-        if value in PLACES:
-            reading.fact(f"offloaded {part}", PLACES[value], origin)
-        elif value == "none":
-            reading.claim(origin, Has(f"layout.offload.{part}", "device"))
-        else:
-            reading.drop(origin, f"supported: {', '.join(PLACES)}, none")
-
-    return rule
+    places: dict[str, Rule] = {theirs: fact(f"offloaded {part}", ours) for theirs, ours in PLACES.items()}
+    return cases({**places, "none": Has(f"layout.offload.{part}", "device")})
 
 
 def folder(reading: Reading, value: Any, origin: str) -> None:
@@ -100,10 +97,8 @@ def settle_offload(reading: Reading) -> None:
     tiers: dict[str, Any] = {part: place for part, (place, _) in kept.items()}
     if tiers.get("parameters") == "disk" and tiers.get("optimizer") != "disk":
         _, place = reading.facts.pop("offload folder", ("", ""))
-        reading.drop(
-            "; ".join(filter(None, (kept["parameters"][1], place))),
-            "parameters can be on disk only if the optimizer state is too; see layout.offload",
-        )
+        reason = "parameters can be on disk only if the optimizer state is too; see layout.offload"
+        reading.drop(joined(kept["parameters"][1], place), reason)
         tiers["parameters"] = "host"
     if "parameters" in tiers and "optimizer" not in tiers:
         reading.notes.append(
@@ -127,17 +122,9 @@ def settle_offload(reading: Reading) -> None:
     reading.set("layout.offload", "cpu" if whole else tiers, origin)
 
 
-def _secondary(reading: Reading, value: Any, origin: str) -> None:
-    """hpZ: ranks that have all weights among them; 1 switches it off."""
-    check_count(value, origin)
-    if value == 1:
-        reading.claim(origin, Has("layout.dp_replicate", 1))
-        return
-    reading.fact("shard", value, origin)
-    reading.notes.append(
-        f"{origin}: imported as hybrid sharding, which shards optimizer state over dp_shard ranks; hpZ shards "
-        "it over all ranks"
-    )
+HYBRID = "imported as hybrid sharding, which shards optimizer state over dp_shard ranks; hpZ shards it over all ranks"
+WHOLE = Always("the whole state of the optimizer is in one place")
+ONE_COPY = Has("layout.dp_replicate", 1)
 
 
 def _settle_quantized(reading: Reading) -> None:
@@ -166,12 +153,8 @@ def _settle_quantized(reading: Reading) -> None:
             reading.drop(origin, "without zero_quantized_gradients, no gradient is rounded")
 
 
-def _loco(reading: Reading, value: Any, origin: str) -> None:
-    """LoCo's two constants: error feedback for quantized gradients."""
-    check_number(value, origin)
-    reading.fact("error feedback", True, origin)
-
-
+LOCO = fact("error feedback", True, check_number)
+"""LoCo's two constants: error feedback for quantized gradients."""
 MUON_RULES: Mapping[str, Rule] = {
     "optimizer.params.muon_lr": MUON_LR,
     "optimizer.params.momentum": "training.optimizer.muon_momentum",
@@ -207,34 +190,21 @@ KEYS: Mapping[str, Rule] = {
     "zero_optimization.stage": fact("zero"),
     **{f"zero_optimization.{section}.device": offload(part) for section, part in PARTS.items()},
     **{f"zero_optimization.{section}.nvme_path": folder for section in PARTS},
-    "zero_optimization.offload_optimizer.ratio": lambda reading, value, origin: (
-        reading.fact("offloaded share", value, origin)
-        if value != 1
-        else reading.claim(origin, Always("the whole state of the optimizer is in one place"))
-    ),
-    "zero_optimization.cpu_offload": when(
-        fact("offloaded optimizer"), "host", Has("layout.offload.optimizer", "device")
-    ),
-    "zero_optimization.cpu_offload_param": when(
-        fact("offloaded parameters"), "host", Has("layout.offload.parameters", "device")
-    ),
-    "zero_optimization.cpu_offload_params": when(
-        fact("offloaded parameters"), "host", Has("layout.offload.parameters", "device")
-    ),
-    "zero_optimization.zero_hpz_partition_size": _secondary,
-    "zero_optimization.mics_shard_size": lambda reading, value, origin: (
-        reading.fact("shard", value, origin)
-        if value and value > 0
-        else reading.claim(origin, Has("layout.dp_replicate", 1))
-    ),
+    "zero_optimization.offload_optimizer.ratio": cases({(1, 1.0): WHOLE}, fact("offloaded share")),
+    **{
+        f"zero_optimization.{key}": when(fact(f"offloaded {part}"), "host", Has(f"layout.offload.{part}", "device"))
+        for key, part in SWITCHES.items()
+    },
+    "zero_optimization.zero_hpz_partition_size": cases({1: ONE_COPY}, in_turn(fact("shard"), sets({}, HYBRID))),
+    "zero_optimization.mics_shard_size": by_sign(fact("shard"), ONE_COPY),
     "zero_optimization.zero_quantized_weights": when(
         fact("quantized weights"), True, Has("layout.quantized_weights", "none")
     ),
     "zero_optimization.zero_quantized_gradients": when(
         fact("quantized gradients"), True, Has("layout.quantized_gradients", "none")
     ),
-    "zero_optimization.zeropp_loco_param.err_beta": _loco,
-    "zero_optimization.zeropp_loco_param.reset_T": _loco,
+    "zero_optimization.zeropp_loco_param.err_beta": LOCO,
+    "zero_optimization.zeropp_loco_param.reset_T": LOCO,
     "zero_optimization.zero_quantized_nontrainable_weights": unsupported("set finetune.base=int8 or nf4"),
     "activation_checkpointing.cpu_checkpointing": unsupported("set layout.offload={activations: host}"),
     "tensorboard.enabled": when(tracker("tensorboard"), True, no_tracker("tensorboard")),
@@ -268,7 +238,7 @@ def read_deepspeed(reading: Reading, values: Mapping[str, Any], file: str) -> No
     is_muon = str(keys.get("optimizer.type")).lower() == "muon"
     rules = {**RULES, **cycle_rules(name_of(values)), **(MUON_RULES if is_muon else {})}
     if keys.get("fp16.enabled") in (None, False):
-        rules |= {f"fp16.{key}": no_effect(NoEffect.OFF) for key in f"auto_cast loss_scale {LOSS_SCALE}".split()}
+        rules |= {f"fp16.{key}": NoEffect.OFF for key in f"auto_cast loss_scale {LOSS_SCALE}".split()}
     reading.take(keys, rules, file)
     settle_offload(reading)
     _settle_quantized(reading)

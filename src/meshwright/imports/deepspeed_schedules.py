@@ -10,8 +10,8 @@ from pathlib import PurePath
 from typing import Any
 
 from meshwright.imports.claims import Always, NoEffect
-from meshwright.imports.reading import Reading, Rule, check_count, check_number, flat
-from meshwright.imports.rules import fact, no_effect, unsupported, without
+from meshwright.imports.reading import Reading, Rule, check_count, check_number, flat, joined
+from meshwright.imports.rules import fact, number, unsupported, without
 from meshwright.imports.schedules import NAME, lose_schedule
 from meshwright.spec.errors import UserError
 
@@ -24,18 +24,10 @@ CONSTANT = "the betas of a recipe are constant"
 SMOOTH = "the rate changes at every step"
 
 
-def _kept(name: str) -> Rule:
-    def rule(reading: Reading, value: Any, origin: str) -> None:
-        check_number(value, origin)
-        reading.fact(name, value, origin)
-
-    return rule
-
-
 CYCLE_RULES: Mapping[str, Mapping[str, Rule]] = {
     "onecycle": {
-        "cycle_min_lr": _kept("cycle's least rate"),
-        "cycle_max_lr": _kept("cycle's peak"),
+        "cycle_min_lr": number("cycle's least rate"),
+        "cycle_max_lr": number("cycle's peak"),
         "cycle_first_step_size": fact("cycle's rise"),
         "cycle_second_step_size": fact("cycle's fall"),
         "cycle_first_stair_count": unsupported(SMOOTH),
@@ -45,11 +37,11 @@ CYCLE_RULES: Mapping[str, Mapping[str, Rule]] = {
         "cycle_momentum": unsupported(CONSTANT),
         **dict.fromkeys(("cycle_min_mom", "cycle_max_mom", "decay_mom_rate"), without(CONSTANT)),
     },
-    "cosineannealinglr": {"T_max": fact("T_max"), "eta_min": _kept("min_lr")},
-    "polynomiallr": {"total_iters": fact("total_iters"), "power": _kept("power")},
+    "cosineannealinglr": {"T_max": fact("T_max"), "eta_min": number("min_lr")},
+    "polynomiallr": {"total_iters": fact("total_iters"), "power": number("power")},
     "linearlr": {
-        "start_factor": _kept("start_factor"),
-        "end_factor": _kept("end_factor"),
+        "start_factor": number("start_factor"),
+        "end_factor": number("end_factor"),
         "total_iters": fact("total_iters"),
     },
 }
@@ -59,7 +51,7 @@ CYCLE_RULES: Mapping[str, Mapping[str, Rule]] = {
 def cycle_rules(kind: str) -> dict[str, Rule]:
     """The rules for the parameters of a schedule."""
     rules = {f"{PARAMS}{key}": rule for key, rule in CYCLE_RULES.get(kind, {}).items()}
-    return rules | {f"{PARAMS}verbose": no_effect(NoEffect.LOGS)} if rules else {}
+    return rules | {f"{PARAMS}verbose": NoEffect.LOGS} if rules else {}
 
 
 def settle_cycle(reading: Reading, kind: str, file: str) -> tuple[float, str] | None:
@@ -109,7 +101,7 @@ def _line(reading: Reading, kind: str, default: str) -> None:
         return
     start, where = reading.facts.get("start_factor", (1 / 3, default))
     end, end_origin = reading.facts.get("end_factor", (1.0, default))
-    origin = "; ".join(dict.fromkeys((where, end_origin)))
+    origin = joined(where, end_origin)
     if start == 1 and 0 <= end < 1:
         reading.set("training.lr_schedule.final", end, origin)
     else:

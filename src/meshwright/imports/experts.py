@@ -11,7 +11,7 @@ from typing import Any
 from meshwright.families.registry import FAMILIES, PRESETS
 from meshwright.families.resolve import pretrained_directory
 from meshwright.imports.claims import Has, HasNot
-from meshwright.imports.reading import Reading, Rule
+from meshwright.imports.reading import Reading, Rule, joined
 from meshwright.imports.rules import fact, without
 from meshwright.spec.errors import UserError
 from meshwright.spec.files import regular
@@ -64,7 +64,7 @@ def settle_balance(reading: Reading, base_dir: Path) -> None:
         return
     adds = logits if logits is not None else experts.config.get(LOGITS, False)
     if adds and coefficient is not None:
-        reading.set(LOSS, coefficient, f"{where}; {origin}" if origin else where)
+        reading.set(LOSS, coefficient, joined(where, origin))
     elif experts.balanced and not adds and LOSS not in reading.settings:
         reading.set(LOSS, 0.0, origin or default)
     elif origin:

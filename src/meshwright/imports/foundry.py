@@ -7,23 +7,27 @@ from typing import Any
 from meshwright.imports.claims import Always, Has, HasNot, NoEffect
 from meshwright.imports.experts import COMPUTES, override_rules
 from meshwright.imports.names import Names
-from meshwright.imports.reading import Reading, Rule, check_number, flat
+from meshwright.imports.reading import NARROW, Reading, Rule, check_number, flat, joined
 from meshwright.imports.rules import (
     above_zero,
     always,
     apply,
-    both,
+    cases,
     choice,
     claims_value,
+    either,
     fact,
+    groups,
+    in_turn,
     listed,
-    no_effect,
     no_effects,
     only,
+    peft,
+    place,
+    sets,
     tracker,
     unsupported,
     when,
-    whole,
     without,
     words,
 )
@@ -52,22 +56,18 @@ DEEPEST = 8
 """References to references."""
 
 
+GELU = "imported as gpt2, whose GELU is approximate and whose norms are not in low precision"
 HELD_OUT = "evaluation data is a fraction of the training data; set data.held_out"
 
 
-def _steps(value: Any, origin: str, reading: Reading) -> int | None:
-    """A time in batches (`100ba`), or None if it is in another unit."""
-    if match := re.fullmatch(r"(\d{1,12})ba", str(value)):
-        return int(match[1])
-    reading.drop(origin, "only batches are read (`100ba`)")
-    return None
-
-
 def _time(path: str) -> Rule:
+    """A time in batches (`100ba`)."""
+
     def rule(reading: Reading, value: Any, origin: str) -> None:
-        steps = _steps(value, origin, reading)
-        if steps is not None:
-            reading.set(path, steps, origin)
+        if match := re.fullmatch(r"(\d{1,12})ba", str(value)):
+            reading.set(path, int(match[1]), origin)
+        else:
+            reading.drop(origin, "only batches are read (`100ba`)")
 
     return rule
 
@@ -86,60 +86,18 @@ def _warmup(reading: Reading, value: Any, origin: str) -> None:
         apply(_time("training.lr_schedule.warmup"), reading, value, origin)
 
 
-def _model(reading: Reading, value: Any, origin: str) -> None:
-    if value == "mpt_causal_lm":
-        reading.set("model.family", "gpt2", origin)
-        reading.notes.append(
-            f"{origin}: imported as gpt2, whose GELU is approximate and whose norms are not in low precision"
-        )
-    elif value == "hf_causal_lm":
-        reading.claim(origin, HasNot("model.name", None))
-        reading.fact(COMPUTES, origin.partition(":")[0], origin)
-    else:
-        reading.drop(origin, "supported: mpt_causal_lm, hf_causal_lm")
+def _of_transformers(reading: Reading, value: Any, origin: str) -> None:
+    reading.claim(origin, HasNot("model.name", None))
+    reading.fact(COMPUTES, origin.partition(":")[0], origin)
 
 
 def _degree(name: str) -> Rule:
-    return lambda reading, value, origin: (
-        reading.fact(name, value, origin) if value != -1 else reading.claim(origin, Always("as FSDP finds it"))
-    )
+    return cases({-1: Always("as FSDP finds it")}, fact(name))
 
 
-def _mixed(reading: Reading, value: Any, origin: str) -> None:
-    if value == "PURE":
-        reading.set("training.reduce_dtype", "bf16", origin)
-    elif value == "DEFAULT":
-        reading.claim(origin, Has("training.reduce_dtype", "fp32"))
-    else:
-        reading.drop(origin, "supported: PURE, DEFAULT")
-
-
-def _compiled(reading: Reading, value: Any, origin: str) -> None:
-    reading.set_all({"training.compile": True, "training.compile_mode": value}, origin)
-
-
-def _masters(reading: Reading, value: str, origin: str) -> None:
-    if value == "bf16":
-        reading.in_bf16(origin)
-    else:
-        reading.claim(origin, Has("training.master_dtype", "fp32"))
-
-
-def _targets(reading: Reading, value: Any, origin: str) -> None:
-    every = value == "all-linear"
-    reading.set("finetune.targets", value if every else [value] if isinstance(value, str) else list(value), origin)
-
-
-def _groups(reading: Reading, value: Any, origin: str) -> None:
-    """Groups by names: here norms and biases never decay, and every rate is the same."""
-    for group in value:
-        named = set(group) == {"param_str_match", "weight_decay"} and "norm" in group["param_str_match"]
-        if named and group["weight_decay"] == 0:
-            reading.fact("undecayed", True, origin)
-            reading.claim(origin, Always("norms and biases never decay"))
-        else:
-            reason = "weight decay never applies to norms and biases, and all parameters have one learning rate"
-            reading.drop(f"{origin.split('=')[0]}: {group}", reason)
+def _is_undecayed(group: Mapping[str, Any]) -> bool:
+    named = set(group) == {"param_str_match", "weight_decay"} and "norm" in group["param_str_match"]
+    return named and group["weight_decay"] == 0
 
 
 def _save_folder(reading: Reading, value: Any, origin: str) -> None:
@@ -182,23 +140,20 @@ RULES: Mapping[str, Rule] = {
     "global_seed": "training.seed",
     "seed": "training.seed",
     "accumulate_train_batch_on_tokens": only(True, "microbatches are always weighted by their trained tokens"),
-    "model.name": _model,
+    "model.name": cases({
+        "mpt_causal_lm": sets({"model.family": "gpt2"}, GELU),
+        "hf_causal_lm": _of_transformers,
+    }),
     "model.pretrained_model_name_or_path": "model.name",
-    "model.pretrained": lambda reading, value, origin: reading.set(
-        "model.weights", "pretrained" if value else "random", origin
+    "model.pretrained": either("model.weights", "pretrained", "random"),
+    "model.master_weights_dtype": choice(
+        cases({"bf16": sets(NARROW)}, Has("training.master_dtype", "fp32")), MASTERS, "fp32, bf16"
     ),
-    "model.master_weights_dtype": choice(_masters, MASTERS, "fp32, bf16"),
     "model.pretrained_lora_id_or_path": "finetune.start_from",
     "model.peft_config.peft_type": lambda reading, value, origin: apply(
         choice("finetune.method", {"LORA": "lora"}), reading, str(value).upper(), origin
     ),
-    "model.peft_config.r": "finetune.rank",
-    "model.peft_config.lora_alpha": whole("finetune.alpha"),
-    "model.peft_config.lora_dropout": "finetune.dropout",
-    "model.peft_config.target_modules": both(_targets, lambda get: get("finetune.targets")),
-    "model.peft_config.modules_to_save": listed("finetune.train"),
-    "model.peft_config.use_dora": when("finetune.dora", True),
-    "model.peft_config.use_rslora": when("finetune.rslora", True),
+    **peft("model.peft_config."),
     "model.d_model": "model.hidden",
     "model.n_heads": "model.num_heads",
     "model.n_layers": "model.num_layers",
@@ -214,7 +169,7 @@ RULES: Mapping[str, Rule] = {
     **override_rules("model.config_overrides"),
     "tokenizer.name": "data.tokenizer",
     "tokenizer.kwargs.model_max_length": claims_value("data.sequence_length"),
-    "tokenizer.kwargs.padding_side": no_effect(NoEffect.MEMORY),
+    "tokenizer.kwargs.padding_side": NoEffect.MEMORY,
     "train_loader.name": fact("loader"),
     "train_loader.drop_last": only(True, "batches are always whole"),
     "train_loader.dataset.shuffle_seed": without("training.seed also shuffles the data"),
@@ -229,9 +184,7 @@ RULES: Mapping[str, Rule] = {
     "train_loader.dataset.split": fact("split"),
     "train_loader.dataset.target_responses": fact("responses"),
     "train_loader.dataset.target_prompts": fact("prompts"),
-    "train_loader.dataset.shuffle": lambda reading, value, origin: reading.set(
-        "data.order", "shuffled" if value else "given", origin
-    ),
+    "train_loader.dataset.shuffle": either("data.order", "shuffled", "given"),
     "scheduler.name": schedule_words(SCHEDULES.read),
     "scheduler.t_warmup": _warmup,
     "scheduler.t_max": only("1dur", "schedules always end at the last step"),
@@ -241,7 +194,7 @@ RULES: Mapping[str, Rule] = {
     "optimizer.betas": listed("training.optimizer.betas"),
     "optimizer.eps": "training.optimizer.eps",
     "optimizer.weight_decay": fact("weight decay"),
-    "optimizer.param_groups": _groups,
+    "optimizer.param_groups": groups(_is_undecayed),
     "algorithms.gradient_clipping.clipping_type": only("norm", "gradients are always clipped by norm"),
     "algorithms.gradient_clipping.clipping_threshold": "training.clip",
     "max_duration": _duration,
@@ -251,24 +204,27 @@ RULES: Mapping[str, Rule] = {
     "device_train_microbatch_size": "training.micro_batch",
     "precision": words("training.precision", PRECISIONS.read),
     "fsdp_config.sharding_strategy": choice(fact("zero"), SHARDING),
-    "fsdp_config.mixed_precision": _mixed,
+    "fsdp_config.mixed_precision": cases({
+        "PURE": sets({"training.reduce_dtype": "bf16"}),
+        "DEFAULT": Has("training.reduce_dtype", "fp32"),
+    }),
     "fsdp_config.activation_checkpointing": when("training.recompute", "full", Has("training.recompute", "none")),
     "fsdp_config.activation_cpu_offload": unsupported("set layout.offload={activations: host}"),
     "fsdp_config.cpu_offload": unsupported("set layout.offload"),
     "fsdp_config.data_parallel_shard_degree": _degree("shard degree"),
     "fsdp_config.data_parallel_replicate_degree": _degree("replicate"),
-    "compile_config.mode": _compiled,
+    "compile_config.mode": in_turn(sets({"training.compile": True}), "training.compile_mode"),
     "save_interval": _time("checkpoint.every"),
     "save_num_checkpoints_to_keep": above_zero("checkpoint.keep_last", Has("checkpoint.keep_last", None)),
     "save_folder": _save_folder,
     "load_path": unsupported("`meshwright train --resume` continues from the newest checkpoint"),
     **{f"loggers.{name}": tracker(name) for name in ("wandb", "tensorboard")},
-    **{f"loggers.{name}.*": no_effect(NoEffect.LOGS) for name in ("wandb", "tensorboard")},
+    **{f"loggers.{name}.*": NoEffect.LOGS for name in ("wandb", "tensorboard")},
     **dict.fromkeys(("eval_loader", "eval_loader.*", "eval_loaders"), without(HELD_OUT)),
     **dict.fromkeys(("callbacks", "callbacks.*"), without("set callbacks (docs/callbacks.md)")),
-    **dict.fromkeys(("variables", "variables.*"), no_effect(NoEffect.NAMED)),
+    **dict.fromkeys(("variables", "variables.*"), NoEffect.NAMED),
     **no_effects(NO_EFFECT),
-}
+}  # fmt: skip
 
 
 def is_foundry(values: Mapping[str, Any]) -> bool:
@@ -343,15 +299,14 @@ def _sources(reading: Reading, values: Mapping[str, Any], file: str) -> None:
         paths = [files] if isinstance(files, str) else list(files)
         reading.set("data.sources", [{"path": str(path), **more} for path in paths], f"{origin}; {where}; {parts}")
     elif name:
-        local = str(name).startswith((".", "/"))
-        reading.set("data.sources", [{"path": str(name) if local else f"hub:{name}", **more}], f"{origin}; {parts}")
+        reading.set("data.sources", [{"path": place(name), **more}], f"{origin}; {parts}")
     responses, where = reading.facts.get("responses", ("last", default))
     prompts, also = reading.facts.get("prompts", ("none", default))
     trained = TRAINED.read.get((responses, prompts))
     if trained is None:
         reading.drop(f"{where}; {also}", "set data.chat.train_on to assistant, last or all")
     else:
-        reading.set("data.chat.train_on", trained, where if where == also else f"{where}; {also}")
+        reading.set("data.chat.train_on", trained, joined(where, also))
 
 
 def _optimizer(reading: Reading, file: str) -> None:

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from meshwright.imports.accelerate_yaml import PRECISION, compile_in_mode, compile_with
+from meshwright.imports.accelerate_yaml import BACKEND, MODE, PRECISION, SHARDING
 from meshwright.imports.accelerate_yaml import RULES as ACCELERATE_RULES
 from meshwright.imports.claims import Always, Has, HasNot, NoEffect
 from meshwright.imports.deepspeed import read_named
@@ -11,9 +11,10 @@ from meshwright.imports.experts import COMPUTES
 from meshwright.imports.hf_schedules import (
     EVALUATES,
     SAVES,
+    TYPE,
+    check_schedule,
     every,
     keep_options,
-    keep_type,
     settle_intervals,
     settle_schedule,
     strategy,
@@ -23,9 +24,11 @@ from meshwright.imports.rules import (
     above_zero,
     both,
     fact,
+    in_turn,
     no_effects,
     only,
     positive,
+    sets,
     unsupported,
     when,
     without,
@@ -62,10 +65,9 @@ def _sharding(reading: Reading, value: Any, origin: str) -> None:
         reading.fact("fsdp", value, origin)
         return
     words = value.split() if isinstance(value, str) else [str(word) for word in value or []]
-    stages = {"full_shard": 3, "shard_grad_op": 2, "hybrid_shard": 3, "hybrid_shard_zero2": 2, "no_shard": 0}
     for word in words:
-        if word in stages:
-            reading.fact("zero", stages[word], origin)
+        if word in SHARDING:
+            reading.fact("zero", SHARDING[word], origin)
             if word.startswith("hybrid_shard"):
                 reading.notes.append(f"{origin}: {HYBRID}")
         elif word == "offload":
@@ -82,12 +84,6 @@ def _warmup(reading: Reading, value: Any, origin: str) -> None:
         reading.fact("warmup_ratio", value, origin)
     else:
         reading.set("training.lr_schedule.warmup", int(value), origin)
-
-
-def _compiled_mode(reading: Reading, value: Any, origin: str) -> None:
-    """The mode of compilation, which switches it on."""
-    reading.set("training.compile", True, origin)
-    compile_in_mode(reading, value, origin)
 
 
 def _precision(name: str) -> Rule:
@@ -166,7 +162,7 @@ RULES: Mapping[str, Rule] = {
     "adam_epsilon": "training.optimizer.eps",
     "max_grad_norm": positive("training.clip"),
     "optim": words("training.optimizer.name", OPTIMIZERS),
-    "lr_scheduler_type": keep_type,
+    "lr_scheduler_type": fact(TYPE, check=check_schedule),
     "lr_scheduler_kwargs": keep_options,
     "warmup_steps": both(_warmup, lambda get: get("training.lr_schedule.warmup")),
     "warmup_ratio": fact("warmup_ratio"),
@@ -178,8 +174,8 @@ RULES: Mapping[str, Rule] = {
     "fp16": _precision("fp16"),
     "gradient_checkpointing": when("training.recompute", "full", Has("training.recompute", "none")),
     "torch_compile": when("training.compile", True),
-    "torch_compile_backend": compile_with,  # these two switch it on
-    "torch_compile_mode": _compiled_mode,
+    "torch_compile_backend": BACKEND,  # these two switch it on
+    "torch_compile_mode": in_turn(sets({"training.compile": True}), MODE),
     "seed": "training.seed",
     "data_seed": without("training.seed also shuffles the data"),
     "full_determinism": when("training.deterministic", True),
@@ -233,8 +229,7 @@ def deepspeed_first(values: Mapping[str, Any]) -> dict[str, Any]:
 
 def take_length(reading: Reading, values: Mapping[str, Any], origin: str) -> None:
     """The Trainer's batch of 8 and its 3 epochs, where neither these nor other files give another."""
-    if "training.micro_batch" not in reading.settings:
-        reading.set("training.micro_batch", 8, origin)
+    reading.otherwise("training.micro_batch", 8, origin)
     if "num_train_epochs" not in values:
         reading.fact("epochs", 3, f"{origin}: num_train_epochs=3")
 

@@ -11,6 +11,7 @@ from typing import Any
 from meshwright.imports.claims import Always, Has
 from meshwright.imports.deepspeed_schedules import SCHEDULE
 from meshwright.imports.reading import Reading, Rule
+from meshwright.imports.rules import cases
 from meshwright.imports.schedules import lose_schedule
 from meshwright.spec.errors import UserError
 from meshwright.storage.jsonl import parse_json
@@ -85,11 +86,10 @@ WARMUP = "training.lr_schedule.warmup"
 FINAL = "training.lr_schedule.final"
 
 
-def keep_type(reading: Reading, value: Any, origin: str) -> None:
-    """Keep the schedule's name for `settle_schedule`."""
+def check_schedule(value: Any, origin: str) -> None:
+    """Raise `UserError` if a value is no schedule's name."""
     if not isinstance(value, str):
         raise UserError(f"{origin}: must be a schedule's name, as in cosine")
-    reading.fact(TYPE, value, origin)
 
 
 def keep_options(reading: Reading, value: Any, origin: str) -> None:
@@ -109,8 +109,7 @@ def settle_schedule(reading: Reading, default: str, origin: str) -> None:
             _give_up_schedule(reading)
         else:
             lose_schedule(reading, where, f"supported: {', '.join(SCHEDULES)}")
-            if OPTIONS in reading.facts:
-                reading.drop(reading.facts[OPTIONS][1], f"{where} has no counterpart")
+            reading.ignore(OPTIONS, reason=f"{where} has no counterpart")
         return
     options, given = reading.facts.get(OPTIONS, ({}, where))
     kind, known, settle = SCHEDULES[name]
@@ -131,9 +130,7 @@ def settle_schedule(reading: Reading, default: str, origin: str) -> None:
 
 def _give_up_schedule(reading: Reading) -> None:
     """Report the schedule that was kept: with a scheduler in DeepSpeed's file, that one is used."""
-    for kept in (TYPE, OPTIONS):
-        if kept in reading.facts:
-            reading.drop(reading.facts[kept][1], f"DeepSpeed's schedule is used: {reading.facts[SCHEDULE][1]}")
+    reading.ignore(TYPE, OPTIONS, reason=f"DeepSpeed's schedule is used: {reading.facts[SCHEDULE][1]}")
 
 
 def _nothing(reading: Reading, options: Mapping[str, Any], origin: str) -> None:
@@ -196,12 +193,7 @@ what else is set."""
 def strategy(path: str) -> Rule:
     """What an interval counts. YAML reads the strategy `no` as false; then only the last step is meant."""
 
-    def rule(reading: Reading, value: Any, origin: str) -> None:
-        if value == "steps":
-            reading.claim(origin, Always("intervals are in steps"))
-        elif value in ("no", False):
-            reading.claim(origin, Has(path, 0))
-        else:
-            reading.drop(origin, "intervals are in steps")
+    return cases({"steps": IN_STEPS, ("no", False): Has(path, 0)}, IN_STEPS.reason)
 
-    return rule
+
+IN_STEPS = Always("intervals are in steps")

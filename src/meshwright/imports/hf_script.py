@@ -44,6 +44,4 @@ def read_hf_script(reading: Reading, text: str, file: str) -> None:
     own = {name: value for name, value in values.items() if name in RULES}
     reading.take(own, RULES, file)
     read_hf_arguments(reading, {name: value for name, value in values.items() if name not in own}, file)
-    if ranks := reading.known("ranks of a node"):
-        nodes, where = reading.facts.get("nodes", (1, "one node"))
-        reading.fact("ranks", ranks * nodes, f"{reading.facts['ranks of a node'][1]}; {where}")
+    reading.count_nodes()

@@ -4,17 +4,35 @@ from collections.abc import Mapping
 from typing import Any
 
 from meshwright.imports.accelerate_fp8 import FP8_RULES, settle_fp8
+from meshwright.imports.axolotl_data import TEMPLATES
 from meshwright.imports.claims import Always, Has, HasNot, NoEffect
 from meshwright.imports.experts import COMPUTES
 from meshwright.imports.hf_arguments import RULES as HF_RULES
 from meshwright.imports.hf_arguments import deepspeed_first, take_defaults, take_length
 from meshwright.imports.hf_schedules import settle_intervals
-from meshwright.imports.reading import Reading, Rule, check_count, check_number
-from meshwright.imports.rules import choice, dotted, fact, no_effects, one_of, only, unsupported, when, whole, without
+from meshwright.imports.reading import NARROW, Reading, Rule, check_count, check_number, joined
+from meshwright.imports.rules import (
+    by_sign,
+    cases,
+    choice,
+    dotted,
+    fact,
+    held_out,
+    in_turn,
+    no_effects,
+    one_of,
+    only,
+    peft,
+    sets,
+    split_words,
+    targets,
+    unsupported,
+    when,
+    without,
+)
 from meshwright.spec.errors import UserError
 
 MARKS = ("finetuning_type", "cutoff_len", "dataset_dir", "stage")
-TEMPLATES = {"llama3": "llama3", "qwen": "qwen", "mistral": "mistral", "chatml": "chatml"}
 TABLE = "dataset_info.json"
 SPOKEN = {f"{name}_tag": name for name in ("role", "content", "user", "assistant", "system")}
 RECORDS: Mapping[str, Mapping[str, Any]] = {
@@ -30,93 +48,29 @@ RECORDS: Mapping[str, Mapping[str, Any]] = {
     "text": {"formatting": "alpaca", "columns": {"prompt": "text"}},
 }
 """A source's format -> its description in dataset_info.json."""
+METHOD = "finetune.method"
+FIRST = "finetune.last_layers trains the last layers; list the first ones in finetune.train"
 OF_ADAPTERS = dotted(
     {"finetune": "rank alpha dropout targets train dora rslora b_lr_ratio base double_quantization start_from"}
 )
 """Settings of adapters, which full fine-tuning does not have."""
 
 
-def _method(reading: Reading, value: Any, origin: str) -> None:
-    if value in ("lora", "full"):
-        reading.set("finetune.method", value, origin)
-    elif value == "freeze":
-        reading.set("finetune.method", "full", origin)
-        reading.fact("freeze", True, origin)
-    else:
-        reading.drop(origin, "supported: full, freeze, lora")
-
-
-def _frozen(reading: Reading, value: Any, origin: str) -> None:
-    if value > 0:
-        reading.fact("freeze layers", value, origin)
-    else:
-        reading.fact("freeze layers", None, origin)
-        reading.drop(origin, "finetune.last_layers trains the last layers; list the first ones in finetune.train")
-
-
-def _listed(value: Any) -> list[str]:
-    return [str(part).strip() for part in (value.split(",") if isinstance(value, str) else value)]
-
-
-def _targets(reading: Reading, value: Any, origin: str) -> None:
-    reading.set("finetune.targets", "all-linear" if value == "all" else _listed(value), origin)
-
-
 def _chances(reading: Reading, value: Any, origin: str) -> None:
     """A chance of an example for each data set, as words or numbers."""
-    chances = [float(part) for part in _listed(value)] if isinstance(value, str) else list(value)
+    chances = [float(part) for part in split_words(value)] if isinstance(value, str) else list(value)
     for chance in chances:
         check_number(chance, origin)
     reading.fact("chances", chances, origin)
 
 
-def _mixed(reading: Reading, value: Any, origin: str) -> None:
-    """How data sets are mixed: one after the other, then shuffled (as a recipe does without weights), or in turns."""
-    if str(value).startswith("interleave"):
-        reading.fact("in turns", value, origin)
-    elif value == "concat":
-        reading.claim(origin, Always("without weights, all data sets are joined"))
-    else:
-        reading.drop(origin, "supported: concat, interleave_under, interleave_over, interleave_once")
-
-
-def _adapter(reading: Reading, value: Any, origin: str) -> None:
-    if "," in value:
+def adapter(reading: Reading, value: Any, origin: str) -> None:
+    """The adapter to start from, alone or as a list of one."""
+    first, *others = split_words(value)
+    if others:
         reading.drop(origin, "only one adapter; merge the others into the model first")
     else:
-        reading.set("finetune.start_from", value, origin)
-
-
-def _stage(reading: Reading, value: Any, origin: str) -> None:
-    if value == "dpo":
-        reading.fact("preferences", True, origin)
-    elif value in ("sft", "pt"):
-        reading.fact("stage", value, origin)
-    else:
-        reading.drop(origin, "supported: pt, sft, dpo")
-
-
-def _all_bf16(reading: Reading, value: Any, origin: str) -> None:
-    """Weights, gradients and moments in bf16, rounded to the nearest."""
-    if value is True:
-        reading.set_all({"training.precision": "bf16", "training.reduce_dtype": "bf16"}, origin)
-        reading.in_bf16(origin)
-    else:
-        reading.claim(origin, Has("training.master_dtype", "fp32"))
-
-
-def _neat(reading: Reading, value: Any, origin: str) -> None:
-    if value is True:
-        reading.set_all({"data.packing": "best_fit", "data.separate_documents": True}, origin)
-    else:
-        reading.claim(origin, Has("data.separate_documents", False))
-
-
-def _template(reading: Reading, value: Any, origin: str) -> None:
-    if value in TEMPLATES:
-        reading.set("data.chat.template", TEMPLATES[value], origin)
-    else:
-        reading.drop(origin, "the tokenizer's template is used")
+        reading.set("finetune.start_from", first, origin)
 
 
 def _settle_fp8(reading: Reading) -> None:
@@ -126,17 +80,10 @@ def _settle_fp8(reading: Reading) -> None:
     path, origin = "training.precision", reading.facts["fp8"][1]
     before, where = reading.settings.get(path, ("bf16", ""))
     if before == "bf16":
-        reading.settings[path] = ("fp8", f"{origin}; {where}" if where else origin)
+        reading.settings[path] = ("fp8", joined(origin, where))
     else:
         reading.set(path, "fp8", origin)
     settle_fp8(reading, origin)
-
-
-def _share(reading: Reading, value: Any, origin: str) -> None:
-    if value < 1:
-        reading.set("data.held_out", value, origin)
-    else:
-        reading.drop(origin, "data.held_out is a fraction, not a count")
 
 
 NO_EFFECT: Mapping[NoEffect, Mapping[str, str]] = {
@@ -155,8 +102,11 @@ NO_EFFECT: Mapping[NoEffect, Mapping[str, str]] = {
 RULES: Mapping[str, Rule] = {
     **HF_RULES,
     "model_name_or_path": "model.name",
-    "adapter_name_or_path": _adapter,
-    "pure_bf16": _all_bf16,
+    "adapter_name_or_path": adapter,
+    "pure_bf16": cases(
+        {True: sets({"training.precision": "bf16", "training.reduce_dtype": "bf16", **NARROW})},
+        Has("training.master_dtype", "fp32"),
+    ),
     "fp8": when(fact("fp8"), True, HasNot("training.precision", "fp8")),
     **{f"fp8_{key}": FP8_RULES[key] for key in ("backend", "enable_fsdp_float8_all_gather")},
     "shift_attn": unsupported(
@@ -165,20 +115,24 @@ RULES: Mapping[str, Rule] = {
     "resize_vocab": unsupported("the model keeps its vocabulary"),
     "quantization_method": one_of(("bnb", "bitsandbytes"), "quantized bases are as in bitsandbytes: nf4, int8"),
     "interleave_probs": _chances,
-    "mix_strategy": _mixed,
-    "stage": _stage,
-    "finetuning_type": _method,
-    "freeze_trainable_layers": _frozen,
+    "mix_strategy": cases(  # one after the other, then shuffled (as a recipe does without weights), or in turns
+        {"interleave": fact("in turns"), "concat": Always("without weights, all data sets are joined")},
+        "supported: concat, interleave_under, interleave_over, interleave_once",
+        lambda value: str(value).partition("_")[0],
+    ),
+    "stage": cases({"dpo": fact("preferences", True), ("sft", "pt"): fact("stage")}, "supported: pt, sft, dpo"),
+    "finetuning_type": cases(
+        {("lora", "full"): METHOD, "freeze": in_turn(sets({METHOD: "full"}), fact("freeze", True))},
+        "supported: full, freeze, lora",
+    ),
+    "freeze_trainable_layers": by_sign(fact("freeze layers"), in_turn(fact("first layers", True), without(FIRST))),
     "lora_rank": "finetune.rank",
-    "lora_alpha": whole("finetune.alpha"),
-    "lora_dropout": "finetune.dropout",
-    "lora_target": _targets,
-    "additional_target": lambda reading, value, origin: reading.set("finetune.train", _listed(value), origin),
+    **peft("", "lora_alpha", "lora_dropout", "use_dora", "use_rslora"),
+    "lora_target": targets("all"),
+    "additional_target": lambda reading, value, origin: reading.set("finetune.train", split_words(value), origin),
     "upcast_layernorm": unsupported("norms compute in fp32, on weights in the dtype of the others"),
     "use_fast_tokenizer": only(True, "the tokenizer's fast form is always read"),
     "moe_aux_loss_coef": "model.balance_loss",
-    "use_dora": when("finetune.dora", True),
-    "use_rslora": when("finetune.rslora", True),
     "loraplus_lr_ratio": "finetune.b_lr_ratio",
     "quantization_bit": choice("finetune.base", {4: "nf4", 8: "int8"}, "4, 8"),
     "double_quantization": "finetune.double_quantization",
@@ -186,18 +140,21 @@ RULES: Mapping[str, Rule] = {
     "pref_loss": only("sigmoid", "the loss of preferences is DPO's (sigmoid)"),
     "dpo_label_smoothing": "training.preference.label_smoothing",
     "pref_ftx": unsupported("the loss has no supervised term"),
-    "dataset": lambda reading, value, origin: reading.fact("datasets", _listed(value), origin),
+    "dataset": lambda reading, value, origin: reading.fact("datasets", split_words(value), origin),
     "dataset_dir": fact("dataset folder"),
     "eval_dataset": without("evaluation data is a fraction of the training data; set data.held_out"),
-    "template": _template,
+    "template": cases({TEMPLATES: "data.chat.template"}, "the tokenizer's template is used"),
     "cutoff_len": "data.sequence_length",
     "max_samples": without("all data is read"),
     "packing": fact("packing"),
     "train_from_scratch": when("model.weights", "random"),
     "disable_shuffling": when("data.order", "given"),
     "disable_gradient_checkpointing": when("training.recompute", "none", Has("training.recompute", "full")),
-    "neat_packing": _neat,
-    "val_size": _share,
+    "neat_packing": cases(
+        {True: sets({"data.packing": "best_fit", "data.separate_documents": True})},
+        Has("data.separate_documents", False),
+    ),
+    "val_size": held_out,
     "train_on_prompt": when("data.chat.train_on", "all"),
     "mask_history": when("data.chat.train_on", "last"),
     "rope_scaling": unsupported("the model's config.json sets it"),
@@ -244,19 +201,22 @@ def read_llama_factory(reading: Reading, values: Mapping[str, Any], file: str) -
 
 def _settle_method(reading: Reading, file: str) -> None:
     """The layers of `freeze`, two by default; LoRA's settings have no effect on other methods."""
-    method = reading.value("finetune.method")
-    layers = reading.facts.get("freeze layers", (2, f"{file} (LLaMA-Factory's default: freeze_trainable_layers=2)"))
-    if "freeze" in reading.facts and layers[0] is not None:
-        reading.set("finetune.last_layers", *layers)
-        reading.notes.append(
-            f"{reading.facts['freeze'][1]}: the last norm and an untied head train in a recipe, too; list the layers "
-            "in finetune.train instead if they should not"
-        )
-    elif layers[0] is not None and "freeze layers" in reading.facts and "freeze" not in reading.facts:
-        reading.drop(layers[1], "it has no effect without finetuning_type=freeze")
-    if method != "lora":
-        for path in [path for path in reading.settings if path in OF_ADAPTERS]:
-            reading.drop(reading.settings.pop(path)[1], "it has no effect without finetuning_type=lora")
+    default = f"{file} (LLaMA-Factory's default: freeze_trainable_layers=2)"
+    if "freeze" not in reading.facts:
+        reading.ignore("freeze layers", reason="it has no effect without finetuning_type=freeze")
+    elif "first layers" not in reading.facts:
+        train_last_layers(reading, reading.facts["freeze"][1], default)
+    if reading.value(METHOD) != "lora":
+        reading.take_back("it has no effect without finetuning_type=lora", *OF_ADAPTERS)
+
+
+def train_last_layers(reading: Reading, origin: str, default: str) -> None:
+    """Train the last layers, two by default."""
+    reading.set("finetune.last_layers", *reading.facts.get("freeze layers", (2, default)))
+    reading.notes.append(
+        f"{origin}: the last norm and an untied head train in a recipe, too; list the layers in finetune.train "
+        "instead if they should not"
+    )
 
 
 def is_dataset_info(values: Mapping[str, Any]) -> bool:
@@ -274,8 +234,7 @@ def _packing(reading: Reading, values: Mapping[str, Any], default: str) -> None:
     """Texts (stage pt) are joined and cut, answers have a row each, unless a key says otherwise."""
     texts = values.get("stage") == "pt"
     packed, where = reading.facts.get("packing", (texts, f"{default}: packing={texts}"))
-    if "stage" in reading.facts:
-        where = f"{where}; {reading.facts['stage'][1]}"
+    where = joined(where, reading.facts.get("stage", (0, ""))[1])
     if values.get("neat_packing"):  # its rule has set it
         if values.get("packing") is not False:
             reading.set("data.packing", "best_fit", where)
@@ -298,22 +257,23 @@ def name_sources(reading: Reading) -> None:
         else {"path": f"{folder}/{name}.json", **form}
         for name in names
     ]
-    origins = [one for one in (origin, reading.facts.get("dataset folder", (0, ""))[1], where) if one]
-    origins += _weigh(reading, names, sources)
-    reading.set("data.sources", sources, "; ".join(origins))
+    weights = _weigh(reading, names, sources)
+    folder_origin = reading.facts.get("dataset folder", (0, ""))[1]
+    reading.set("data.sources", sources, joined(origin, folder_origin, where, weights))
     if missing := [name for name in names if name not in table]:
         note = f"the files and columns of {', '.join(missing)} are in {folder}/{TABLE}, which was not given"
         reading.notes.append(f"{origin}: {note}; pass that file too")
 
 
-def _weigh(reading: Reading, names: list[str], sources: list[dict[str, Any]]) -> list[str]:
-    """Give the sources the weights of data sets that are read in turns; returns the origins of the weights."""
+def _weigh(reading: Reading, names: list[str], sources: list[dict[str, Any]]) -> str:
+    """Give the sources the weights of data sets that are read in turns; returns the origin of the weights."""
     chances, where = reading.facts.get("chances", (None, ""))
     turns, mixed = reading.facts.get("in turns", ("", ""))
     if not turns:
-        if chances:
-            reading.drop(where, "it has no effect without mix_strategy=interleave_under or another interleave_*")
-        return []
+        reading.ignore(
+            "chances", reason="it has no effect without mix_strategy=interleave_under or another interleave_*"
+        )
+        return ""
     if chances and len(chances) != len(names):
         raise UserError(f"{where}: {len(chances)} chances for {len(names)} data sets; give each one")
     for source, chance in zip(sources, chances or [1.0] * len(names), strict=True):
@@ -323,7 +283,7 @@ def _weigh(reading: Reading, names: list[str], sources: list[dict[str, Any]]) ->
         "examples of one data set are longer"
     )
     reading.drop(mixed, "the run ends after training.steps, whichever data set is used up; used-up ones start again")
-    return [where] if where else []
+    return where
 
 
 def _described(reading: Reading, entry: Mapping[str, Any], folder: str, where: str) -> dict[str, Any]:

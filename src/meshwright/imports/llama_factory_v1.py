@@ -9,15 +9,21 @@ from typing import Any
 from meshwright.imports.claims import Always, Has, NoEffect
 from meshwright.imports.deepspeed import read_named
 from meshwright.imports.experts import COMPUTES
-from meshwright.imports.reading import Reading, Rule, flat
+from meshwright.imports.llama_factory import RULES as FACTORY_RULES
+from meshwright.imports.llama_factory import adapter, train_last_layers
+from meshwright.imports.names import READERS
+from meshwright.imports.reading import Reading, Rule, flat, joined
 from meshwright.imports.rules import (
-    above_zero,
+    cases,
     choice,
     fact,
-    no_effect,
+    in_turn,
     no_effects,
     only,
-    positive,
+    peft,
+    place,
+    sets,
+    targets,
     unsupported,
     when,
     without,
@@ -44,7 +50,6 @@ CONVERTERS = {"alpaca": "alpaca", "sharegpt": "sharegpt", "pair": "preference"}
 TABLE = {"path", "source", "converter", "split", "size", "weight", "streaming"}
 """Keys of a data set in the table that `train_dataset` names."""
 METHOD, TABLES, DATA, CP = "v1 method", "v1 data table", "v1 data", "cp mode"
-ENDINGS = (".json", ".jsonl", ".csv", ".parquet", ".arrow", ".txt")
 NO_EFFECT: Mapping[NoEffect, Mapping[str, str]] = {
     NoEffect.KERNEL: {"": "flash_attn kernel_config.*"},
     NoEffect.MEMORY: {"": "init_config.*", "dist_config": "pin_memory dcp_path"},
@@ -58,57 +63,29 @@ NO_EFFECT: Mapping[NoEffect, Mapping[str, str]] = {
 }
 
 
-def _method(reading: Reading, value: Any, origin: str) -> None:
-    reading.fact(METHOD, value, origin)
-    apply_method = {"lora": "lora", "freeze": "full"}
-    if value in apply_method:
-        reading.set("finetune.method", apply_method[value], origin)
-    else:
-        reading.drop(origin, f"supported: {', '.join(apply_method)}")
-
-
-def _targets(reading: Reading, value: Any, origin: str) -> None:
-    names = [value] if isinstance(value, str) else list(value)
-    reading.set("finetune.targets", "all-linear" if names == ["all"] else names, origin)
-
-
-def _adapter(reading: Reading, value: Any, origin: str) -> None:
-    names = [value] if isinstance(value, str) else list(value)
-    if len(names) > 1:
-        reading.drop(origin, "only one adapter; merge the others into the model first")
-    else:
-        reading.set("finetune.start_from", names[0], origin)
-
-
-def _sharding(reading: Reading, value: Any, origin: str) -> None:
-    if value in ("fsdp2", "fsdpturbo"):
-        reading.fact("sharded", True, origin)
-    elif value == "deepspeed":
-        reading.claim(origin, Always("its config_file tells the layout"))
-    else:
-        reading.drop(origin, "supported: fsdp2, deepspeed")
-
-
-def _batching(reading: Reading, value: Any, origin: str) -> None:
-    if value in ("normal", "padding_free"):
-        reading.set("data.packing", "padded", origin)
-    else:
-        reading.drop(origin, "microbatches have a number of samples; supported: normal, padding_free")
+SAME = (
+    "eval_dataset output_dir cutoff_len learning_rate num_train_epochs max_steps max_grad_norm seed full_determinism "
+    "resume_from_checkpoint save_total_limit pref_loss pref_ftx"
+)
+"""Keys that mean what they mean in the older configuration."""
+COUNTED = "it counts for pairs only; for dpo, set training.preference"
 
 
 RULES: Mapping[str, Rule] = {
+    **{key: FACTORY_RULES[key] for key in SAME.split()},
     "model": "model.name",
     "model_class": only("llm", "models predict the next token (llm)"),
     "custom_chat_template": without("write the template to a file and set data.chat.template to it"),
-    "peft_config.name": _method,
-    "peft_config.r": "finetune.rank",
-    "peft_config.lora_alpha": "finetune.alpha",
-    "peft_config.lora_dropout": "finetune.dropout",
-    "peft_config.target_modules": _targets,
-    "peft_config.use_rslora": when("finetune.rslora", True),
-    "peft_config.use_dora": when("finetune.dora", True),
-    "peft_config.modules_to_save": "finetune.train",
-    "peft_config.adapter_name_or_path": _adapter,
+    "peft_config.name": cases(
+        {
+            "lora": in_turn(fact(METHOD), "finetune.method"),
+            "freeze": in_turn(fact(METHOD), sets({"finetune.method": "full"})),
+        },
+        in_turn(fact(METHOD), without("supported: lora, freeze")),
+    ),
+    **peft("peft_config."),
+    "peft_config.target_modules": targets("all"),
+    "peft_config.adapter_name_or_path": adapter,
     "peft_config.freeze_trainable_layers": fact("freeze layers"),
     "peft_config.freeze_trainable_modules": only("all", "whole layers train; list modules in finetune.train instead"),
     "peft_config.freeze_extra_modules": unsupported("list all trained modules in finetune.train instead"),
@@ -119,24 +96,26 @@ RULES: Mapping[str, Rule] = {
     "quant_config.quantization_type": only("nf4", "four bits are nf4"),
     "quant_config.compute_dtype": without("training.precision decides it"),
     "train_dataset": fact(DATA),
-    "eval_dataset": without("evaluation data is a fraction of the training data; set data.held_out"),
-    "output_dir": "run_dir",
     "micro_batch_size": "training.micro_batch",
     "global_batch_size": "training.global_batch",
-    "cutoff_len": "data.sequence_length",
-    "learning_rate": "training.optimizer.lr",
-    "num_train_epochs": fact("epochs"),
-    "max_steps": above_zero("training.steps", Always("the epochs count")),
-    "max_grad_norm": positive("training.clip"),
     "bf16": choice("training.precision", {True: "bf16", False: "fp32"}, "true, false"),
-    "batching_strategy": _batching,
+    "batching_strategy": cases(
+        {("normal", "padding_free"): sets({"data.packing": "padded"})},
+        "microbatches have a number of samples; supported: normal, padding_free",
+    ),
     "enable_activation_checkpointing": choice("training.recompute", {True: "full", False: "none"}, "true, false"),
-    "dist_config.name": _sharding,
+    "dist_config.name": cases(
+        {
+            ("fsdp2", "fsdpturbo"): fact("sharded", True),
+            "deepspeed": Always("its config_file tells the layout"),
+        },
+        "supported: fsdp2, deepspeed",
+    ),
     "dist_config.config_file": read_named,
     "dist_config.reshard_after_forward": fact("reshards"),
     "dist_config.offload_params": when("layout.offload", "cpu", Has("layout.offload", "none")),
     "dist_config.ep_size": only(1, "set layout.ep, a regrouping of dp_shard x cp x tp ranks"),
-    "dist_config.ep_dispatcher": no_effect(NoEffect.OVERLAP),
+    "dist_config.ep_dispatcher": NoEffect.OVERLAP,
     "cp_size": fact("cp size"),
     "cp_mode": fact(CP),
     "mp_replicate_size": fact("replicate"),
@@ -151,17 +130,11 @@ RULES: Mapping[str, Rule] = {
     "optim_config.adamw_betas": "training.optimizer.betas",
     "optim_config.adamw_eps": "training.optimizer.eps",
     "lr_scheduler_config.*": without("set training.lr_schedule"),
-    "seed": "training.seed",
-    "full_determinism": when("training.deterministic", True),
-    "resume_from_checkpoint": unsupported("`meshwright train --resume` continues from the newest checkpoint"),
     "save_steps": "checkpoint.every",
     "save_epochs": without("intervals are in steps; set checkpoint.every"),
-    "save_total_limit": "checkpoint.keep_last",
     "pref_beta": fact("preference beta"),
     "dpo_label_smoothing": fact("preference smoothing"),
-    "pref_loss": only("sigmoid", "the loss of preferences is DPO's (sigmoid)"),
-    "pref_ftx": unsupported("the loss has no supervised term"),
-    "simpo_gamma": no_effect(NoEffect.OFF),
+    "simpo_gamma": NoEffect.OFF,
     "ld_alpha": unsupported("all tokens of an answer count alike"),
     **no_effects(NO_EFFECT),
 }
@@ -180,8 +153,7 @@ def read_llama_factory_v1(reading: Reading, values: Mapping[str, Any], file: str
     keys = {key: value for key, value in flat(values).items() if value not in ({}, [])}
     reading.facts.setdefault(COMPUTES, (file, file))
     reading.take(keys, RULES, file)
-    if "training.micro_batch" not in reading.settings:
-        reading.set("training.micro_batch", 1, default)
+    reading.otherwise("training.micro_batch", 1, default)
     if not reading.settings.keys() & {"training.steps"} and "epochs" not in reading.facts:
         reading.fact("epochs", 3, f"{default}: num_train_epochs=3")
     if "batching_strategy" not in values:
@@ -202,11 +174,7 @@ def _settle_method(reading: Reading, default: str) -> None:
         reading.default_all(LORA, default)
         reading.default("finetune.targets", "all-linear", f"{default}: target_modules=all")
     elif method == "freeze":
-        reading.set("finetune.last_layers", *reading.facts.get("freeze layers", (2, default)))
-        reading.notes.append(
-            f"{reading.facts[METHOD][1]}: the last norm and an untied head train in a recipe, too; list the layers in "
-            "finetune.train instead if they should not"
-        )
+        train_last_layers(reading, reading.facts[METHOD][1], default)
 
 
 def _settle_quantization(reading: Reading, default: str) -> None:
@@ -220,9 +188,8 @@ def _settle_quantization(reading: Reading, default: str) -> None:
     else:
         reading.claim(origin, Always("a base is quantized as bitsandbytes does: nf4, int8"))
     if "finetune.base" in reading.settings and reading.value("finetune.method") != "lora":
-        for path in ("finetune.base", "finetune.double_quantization"):
-            if path in reading.settings:
-                reading.drop(reading.settings.pop(path)[1], "only a frozen base is quantized; add a peft_config")
+        quantized = "finetune.base", "finetune.double_quantization"
+        reading.take_back("only a frozen base is quantized; add a peft_config", *quantized)
 
 
 def _settle_ranks(reading: Reading, default: str) -> None:
@@ -231,14 +198,14 @@ def _settle_ranks(reading: Reading, default: str) -> None:
     mode, where = reading.facts.get(CP, ("ulysses", default))
     if size == 1:
         reading.claim(origin, Has("layout.cp", 1))
-        reading.no_effect += [(where, NoEffect.OFF)] if CP in reading.facts else []
+        reading.ignore(CP)
     else:
         reading.set("layout.cp", size, origin)
         reading.set("layout.cp_method", mode, where)
     if "sharded" in reading.facts:
         reshards, key_origin = reading.facts.get("reshards", (True, ""))
         sharding = reading.facts["sharded"][1]
-        reading.fact("zero", 2 if reshards is False else 3, f"{sharding}; {key_origin}" if key_origin else sharding)
+        reading.fact("zero", 2 if reshards is False else 3, joined(sharding, key_origin))
         copies, key_origin = reading.facts.get("replicate", (1, ""))
         reading.replicate(copies, key_origin)
         reading.claim(key_origin, Has("layout.dp_replicate", copies))
@@ -277,12 +244,11 @@ def name_v1_sources(reading: Reading) -> None:
     table, file = reading.facts.get(TABLES, ({}, ""))
     if table:
         sources = [_source(reading, entry, f"{file}: {name}") for name, entry in table.items()]
-        reading.set("data.sources", sources, "; ".join(filter(None, (origin, file))))
+        reading.set("data.sources", sources, joined(origin, file))
     elif named and str(named).endswith((".yaml", ".yml")):
         reading.drop(origin, "a table of data sets, which was not given; pass that file too")
     elif named:
-        local = str(named).startswith((".", "/")) or str(named).endswith(ENDINGS)
-        reading.set("data.sources", [{"path": str(named) if local else f"{HUB}{named}"}], origin)
+        reading.set("data.sources", [{"path": place(named, *READERS, ".txt")}], origin)
     _settle_preference(reading, table, file)
 
 
@@ -311,9 +277,6 @@ def _settle_preference(reading: Reading, table: Mapping[str, Any], file: str) ->
         beta, origin = reading.facts.get("preference beta", (0.1, f"{file} (LLaMA-Factory's default: pref_beta=0.1)"))
         reading.set("training.preference.beta", beta, origin)
         reading.set("data.separate_documents", True, f"{file}: converter=pair")
-        if "preference smoothing" in reading.facts:
-            reading.set("training.preference.label_smoothing", *reading.facts["preference smoothing"])
-        return
-    for name in ("preference beta", "preference smoothing"):
-        if name in reading.facts and DATA in reading.facts:
-            reading.drop(reading.facts[name][1], "it counts for pairs only; for dpo, set training.preference")
+        reading.set_fact("training.preference.label_smoothing", "preference smoothing")
+    elif DATA in reading.facts:
+        reading.ignore("preference beta", "preference smoothing", reason=COUNTED)

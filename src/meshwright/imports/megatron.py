@@ -7,13 +7,13 @@ from typing import Any
 from meshwright.imports.claims import Has, HasNot, NoEffect
 from meshwright.imports.megatron_combined import LISTS, SWITCHES, MegatronForm, combine, model_defaults
 from meshwright.imports.megatron_combined import RULES as COMBINED_RULES
-from meshwright.imports.names import Names
-from meshwright.imports.reading import Get, Reading, Rule, check_count, check_number
+from meshwright.imports.names import SCHEDULES, Names
+from meshwright.imports.reading import Get, Reading, Rule, check_count, check_number, joined
 from meshwright.imports.rules import (
     always,
     both,
+    cases,
     choice,
-    claims,
     claims_value,
     fact,
     if_any,
@@ -69,9 +69,6 @@ NO_EFFECT: Mapping[NoEffect, str] = {
     NoEffect.CODE: "trust-remote-code",
 }
 """Why flags have no effect -> the flags."""
-SCHEDULES = Names(
-    "training.lr_schedule.name", {"cosine": "cosine", "linear": "linear", "constant": "constant", "wsd": "WSD"}
-)
 OPTIMIZERS = Names("training.optimizer.name", {"adamw": "adam"}, {"muon": "muon"})
 UNSET = re.compile(r"\$[\w{(@*]|`")
 """What only a shell could replace."""
@@ -86,14 +83,6 @@ STAGES = {"no_shard": 0, "optim": 1, "optim_grads": 2, "optim_grads_params": 3}
 
 
 TOKENIZER = "set data.tokenizer to the tokenizer's folder"
-
-
-def _tokenizer_type(reading: Reading, value: Any, origin: str) -> None:
-    """Hugging Face's is what data.tokenizer names."""
-    if value == "HuggingFaceTokenizer":
-        reading.claim(origin, HasNot("data.tokenizer", "auto"))
-    else:
-        reading.drop(origin, TOKENIZER)
 
 
 def _data(reading: Reading, value: Any, origin: str) -> None:
@@ -176,7 +165,7 @@ RULES: Mapping[str, Rule] = {
     "rope-scaling-factor": fact("rope factor"),
     "qk-layernorm": always(fact("qk norm"), True),
     "add-qkv-bias": always(fact("qkv bias"), True),
-    "openai-gelu": claims(Has("model.family", "gpt2")),
+    "openai-gelu": Has("model.family", "gpt2"),
     "no-bias-gelu-fusion": without("gpt2's GELU is approximated by tanh"),
     "padded-vocab-size": "model.vocab",
     "vocab-size": "model.vocab",
@@ -252,7 +241,7 @@ RULES: Mapping[str, Rule] = {
     "rotary-percent": only(1, "rope always rotates the whole head"),
     "calculate-per-token-loss": only(True, "the loss is always a mean over all tokens of a batch"),
     "attention-softmax-in-fp32": only(True, "the softmax of attention is always in fp32"),
-    "tokenizer-type": _tokenizer_type,
+    "tokenizer-type": cases({"HuggingFaceTokenizer": HasNot("data.tokenizer", "auto")}, TOKENIZER),
     **dict.fromkeys(("vocab-file", "merge-file"), without(TOKENIZER)),
     **dict.fromkeys(("exit-interval", "exit-duration-in-mins"), without("a run ends after training.steps")),
     "dataloader-type": only("single", "every sample is seen once in an epoch, in one shuffled order"),
@@ -293,8 +282,7 @@ def read_megatron(reading: Reading, values: Mapping[str, Any], file: str) -> Non
     if "Megatron-FSDP" in reading.facts:
         fsdp = reading.facts["Megatron-FSDP"][1]
         stage, where = reading.facts.get("sharding", (3, ""))
-        origins = [fsdp, where, reading.facts.get("zero", (0, ""))[1]]
-        reading.facts["zero"] = stage, "; ".join(filter(None, origins))
+        reading.facts["zero"] = stage, joined(fsdp, where, reading.facts.get("zero", (0, ""))[1])
     settle(reading, values.keys(), file, MegatronForm())
 
 
@@ -312,10 +300,8 @@ def settle(reading: Reading, given: Collection[str], file: str, form: MegatronFo
         scaled = reading.facts["rope scaled"][1]
         factor, where = reading.facts.get("rope factor", (8.0, scaled))
         check_number(factor, where)
-        reading.set("model.rope_scaling", {"factor": float(factor)}, "; ".join(dict.fromkeys((scaled, where))))
-    if ranks := reading.known("ranks of a node"):
-        nodes, where = reading.facts.get("nodes", (1, "one node"))
-        reading.fact("ranks", ranks * nodes, f"{reading.facts['ranks of a node'][1]}; {where}")
+        reading.set("model.rope_scaling", {"factor": float(factor)}, joined(scaled, where))
+    reading.count_nodes()
     reading.replicate(*reading.facts.get("instances", (1, "")))
     combine(reading, file, form)
     if form.whole:

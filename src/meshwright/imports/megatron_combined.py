@@ -8,50 +8,40 @@ from dataclasses import dataclass
 from typing import Any
 
 from meshwright.imports.claims import Always, Has, HasNot
-from meshwright.imports.reading import Reading, Rule, check_count
-from meshwright.imports.rules import fact
+from meshwright.imports.reading import Reading, Rule, check_count, joined
+from meshwright.imports.rules import dotted, fact
 from meshwright.spec.errors import UserError
 
-SWITCHES = frozenset(
-    (
-        *("accumulate-allreduce-grads-in-fp32", "add-qkv-bias", "async-save", "attention-softmax-in-fp32", "bf16"),
-        *("deterministic-mode", "disable-bias-linear", "eod-mask-loss", "first-last-layers-bf16", "fp16"),
-        *("fp8-param-gather", "grad-reduce-in-bf16", "group-query-attention", "log-throughput", "moe-grouped-gemm"),
-        *("no-bias-gelu-fusion", "no-bias-swiglu-fusion", "no-gradient-accumulation-fusion", "no-rope-fusion"),
-        *("no-masked-softmax-fusion", "openai-gelu", "overlap-grad-reduce", "overlap-param-gather", "qk-layernorm"),
-        *("recompute-activations", "reset-attention-mask", "reset-position-ids", "sequence-parallel", "swiglu"),
-        *("untie-embeddings-and-output-weights", "use-distributed-optimizer", "use-flash-attn", "use-mcore-models"),
-        *("use-megatron-fsdp", "use-rope-scaling", "use-rotary-position-embeddings", "use-torch-fsdp2"),
-        *("fp4-param-gather", "no-fp8-wgrad", "mock-data", "tp-comm-overlap", "qk-clip", "manual-gc"),
-        *(
-            "tokenizer-hf-use-fast",
-            "no-async-tensor-model-parallel-allreduce",
-            "no-create-attention-mask-in-dataloader",
-        ),
-        *("overlap-param-gather-with-optimizer-step", "moe-shared-expert-overlap", "overlap-moe-expert-parallel-comm"),
-        *("moe-permute-fusion", "no-bias-dropout-fusion", "cross-entropy-loss-fusion", "distribute-saved-activations"),
-        *("moe-layer-recompute", "log-params-norm", "log-num-zeros-in-grad", "log-memory-to-tensorboard"),
-        *("log-timers-to-tensorboard", "log-validation-ppl-to-tensorboard", "log-progress", "log-straggler"),
-        *("log-world-size-to-tensorboard", "log-energy", "no-mmap-bin-files", "exit-signal-handler"),
-        *("no-check-for-nan-in-loss-and-grad", "check-for-nan-in-loss-and-grad", "disable-straggler-on-startup"),
-        *("use-dist-ckpt", "no-save-optim", "no-save-rng", "ckpt-fully-parallel-save", "auto-detect-ckpt-format"),
-        *("ckpt-assume-constant-structure", "no-load-optim", "no-load-rng", "finetune", "exit-on-missing-checkpoint"),
-        *("use-persistent-ckpt-worker", "dist-ckpt-optim-fully-reshardable", "calculate-per-token-loss"),
-        *("trust-remote-code", "apply-layernorm-1p", "squared-relu", "apply-query-key-layer-scaling"),
-        *("ckpt-fully-parallel-load", "override-opt_param-scheduler", "use-checkpoint-opt_param-scheduler"),
-    )
-)
+SWITCHES = frozenset(dotted({"":
+    "accumulate-allreduce-grads-in-fp32 add-qkv-bias async-save attention-softmax-in-fp32 bf16 deterministic-mode "
+    "disable-bias-linear eod-mask-loss first-last-layers-bf16 fp16 fp8-param-gather grad-reduce-in-bf16 "
+    "group-query-attention log-throughput moe-grouped-gemm no-bias-gelu-fusion no-bias-swiglu-fusion "
+    "no-gradient-accumulation-fusion no-rope-fusion no-masked-softmax-fusion openai-gelu overlap-grad-reduce "
+    "overlap-param-gather qk-layernorm recompute-activations reset-attention-mask reset-position-ids "
+    "sequence-parallel swiglu untie-embeddings-and-output-weights use-distributed-optimizer use-flash-attn "
+    "use-mcore-models use-megatron-fsdp use-rope-scaling use-rotary-position-embeddings use-torch-fsdp2 "
+    "fp4-param-gather no-fp8-wgrad mock-data tp-comm-overlap qk-clip manual-gc tokenizer-hf-use-fast "
+    "no-async-tensor-model-parallel-allreduce no-create-attention-mask-in-dataloader "
+    "overlap-param-gather-with-optimizer-step moe-shared-expert-overlap overlap-moe-expert-parallel-comm "
+    "moe-permute-fusion no-bias-dropout-fusion cross-entropy-loss-fusion distribute-saved-activations "
+    "moe-layer-recompute log-params-norm log-num-zeros-in-grad log-memory-to-tensorboard log-timers-to-tensorboard "
+    "log-validation-ppl-to-tensorboard log-progress log-straggler log-world-size-to-tensorboard log-energy "
+    "no-mmap-bin-files exit-signal-handler no-check-for-nan-in-loss-and-grad check-for-nan-in-loss-and-grad "
+    "disable-straggler-on-startup use-dist-ckpt no-save-optim no-save-rng ckpt-fully-parallel-save "
+    "auto-detect-ckpt-format ckpt-assume-constant-structure no-load-optim no-load-rng finetune "
+    "exit-on-missing-checkpoint use-persistent-ckpt-worker dist-ckpt-optim-fully-reshardable calculate-per-token-loss "
+    "trust-remote-code apply-layernorm-1p squared-relu apply-query-key-layer-scaling ckpt-fully-parallel-load "
+    "override-opt_param-scheduler use-checkpoint-opt_param-scheduler"
+}))  # fmt: skip
 """Flags that have no value."""
-LISTS = frozenset(
-    (
-        *("data-path", "train-data-path", "valid-data-path", "test-data-path", "recompute-modules", "cp-comm-type"),
-        *("moe-router-load-balancing-type", "moe-aux-loss-coeff", "rampup-batch-size", "iterations-to-skip", "spec"),
-        *("cuda-graph-scope", "cuda-graph-modules", "offload-modules", "validation-set-names", "profile-ranks"),
-        *("ddp-param-name-patterns-for-fp32-local-accumulation", "tokenizer-special-tokens", "modules-to-filter"),
-        *("gtp-remat-opt-in-modules", "high-priority-stream-groups", "retriever-report-topk-accuracies"),
-        *("rl-inference-parsers", "mrope-section"),
-    )
-)
+LISTS = frozenset(dotted({"":
+    "data-path train-data-path valid-data-path test-data-path recompute-modules cp-comm-type "
+    "moe-router-load-balancing-type moe-aux-loss-coeff rampup-batch-size iterations-to-skip spec cuda-graph-scope "
+    "cuda-graph-modules offload-modules validation-set-names profile-ranks "
+    "ddp-param-name-patterns-for-fp32-local-accumulation tokenizer-special-tokens modules-to-filter "
+    "gtp-remat-opt-in-modules high-priority-stream-groups retriever-report-topk-accuracies rl-inference-parsers "
+    "mrope-section"
+}))  # fmt: skip
 """Flags that have several values."""
 COMBINED = {
     "fp8-format": "fp8 format",
@@ -193,22 +183,18 @@ def _eight_bits(
     if recipe not in FORMATS[kind]:
         grads = "in e5m2" if recipe in FORMATS["hybrid"] else "in e4m3"
         reading.drop(origin, f"products are imported, but gradients of recipe {recipe} are {grads}")
-    both = origin if origin == where else f"{origin}; {where}"
-    _narrow(reading, "mxfp8" if recipe == "mxfp8" else "fp8", both, form)
+    _narrow(reading, "mxfp8" if recipe == "mxfp8" else "fp8", joined(origin, where), form)
     if recipe != "mxfp8":
         reading.set("training.low_precision.recipe", recipe, where)
     if recipe == "delayed":
         _delayed(reading, facts, where)
     else:
-        for name in (name for name in ("fp8 history", "fp8 margin", "fp8 algorithm") if name in facts):
-            reading.drop(facts[name][1], f"recipe {recipe} takes no scales from previous steps")
+        scales = f"recipe {recipe} takes no scales from previous steps"
+        reading.ignore("fp8 history", "fp8 margin", "fp8 algorithm", reason=scales)
     _wide_layers(reading, facts, form)
-    if "fp8 weights" in facts:
-        reading.drop(facts["fp8 weights"][1], "weights stay in bf16, and are rounded to fp8 for each product")
-    if "fp8 weight gradients" in facts:
-        reading.drop(facts["fp8 weight gradients"][1], f"recipe {recipe} computes weight gradients in fp8, too")
-    if "fp4 recipe" in facts:
-        reading.drop(facts["fp4 recipe"][1], f"without {form.key('fp4-format')} it has no effect")
+    reading.ignore("fp8 weights", reason="weights stay in bf16, and are rounded to fp8 for each product")
+    reading.ignore("fp8 weight gradients", reason=f"recipe {recipe} computes weight gradients in fp8, too")
+    reading.ignore("fp4 recipe", reason=f"without {form.key('fp4-format')} it has no effect")
 
 
 def _delayed(reading: Reading, facts: dict[str, tuple[Any, str]], where: str) -> None:
@@ -219,10 +205,8 @@ def _delayed(reading: Reading, facts: dict[str, tuple[Any, str]], where: str) ->
         reading.drop(algorithm_origin, "supported: most_recent, max")
     elif algorithm == "most_recent":  # of a history, however long
         length = 1
-    origin = origin if algorithm_origin == origin else f"{algorithm_origin}; {origin}"
-    reading.set("training.low_precision.amax_history", length, origin)
-    if "fp8 margin" in facts:
-        reading.set("training.low_precision.margin", *facts["fp8 margin"])
+    reading.set("training.low_precision.amax_history", length, joined(algorithm_origin, origin))
+    reading.set_fact("training.low_precision.margin", "fp8 margin")
 
 
 def _narrow(reading: Reading, precision: str, origin: str, form: MegatronForm) -> None:
@@ -249,7 +233,7 @@ def _wide_layers(reading: Reading, facts: dict[str, tuple[Any, str]], form: Mega
         if not isinstance(number, int) or not 0 <= number <= 1000:
             raise UserError(f"{given[1] if given else origins[0]}: must be a whole number of layers")
     keep = [f"layers.{index}" for index in range(first)] + [f"layers.{-index}" for index in range(last, 0, -1)]
-    reading.set("training.low_precision.keep", keep, "; ".join(dict.fromkeys(origins)))
+    reading.set("training.low_precision.keep", keep, joined(*origins))
 
 
 def _in_samples(reading: Reading) -> None:

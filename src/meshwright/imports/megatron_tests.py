@@ -7,7 +7,7 @@ from meshwright.imports.claims import NoEffect
 from meshwright.imports.megatron import read_megatron
 from meshwright.imports.megatron_combined import SWITCHES
 from meshwright.imports.reading import Reading, Rule
-from meshwright.imports.rules import no_effect, only, without
+from meshwright.imports.rules import only, without
 from meshwright.spec.errors import UserError
 
 MODEL_ARGS = "MODEL_ARGS"
@@ -16,11 +16,11 @@ TEST_RULES: Mapping[str, Rule] = {
     "ENV_VARS": without("set the variables of the processes where they are started"),
     "MODEL_ENV_VARS": without("set the variables of the processes where they are started"),
     "MODE": only(TRAINS, "a recipe always trains"),
-    "BASE_MODEL_ARGS": no_effect(NoEffect.UNREAD),  # others merge it
+    "BASE_MODEL_ARGS": NoEffect.UNREAD,  # others merge it
     "BEFORE_SCRIPT": without("no file is executed"),
     "AFTER_SCRIPT": without("no file is executed"),
-    **dict.fromkeys(("TEST_TYPE", "TEST_EVALUATION", "METRICS", "THROUGHPUT_TEST_PARAMS"), no_effect(NoEffect.GUARDS)),
-    "LAUNCHER": no_effect(NoEffect.LAUNCH),
+    **dict.fromkeys(("TEST_TYPE", "TEST_EVALUATION", "METRICS", "THROUGHPUT_TEST_PARAMS"), NoEffect.GUARDS),
+    "LAUNCHER": NoEffect.LAUNCH,
 }
 
 

@@ -62,3 +62,25 @@ class Names:
         """The setting with the reason, if the run has a value without a name."""
         lacks = self.counts(run) and value_at(run, self.path) not in self.written
         return {self.path: self.supported} if lacks else {}
+
+
+DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
+"""PyTorch's names of dtypes -> ours."""
+PRECISIONS = Names("training.precision", {"fp32": "float32", "bf16": "bfloat16"})
+"""PyTorch's names, in systems without fp16."""
+SCHEDULES = Names(
+    "training.lr_schedule.name", {"cosine": "cosine", "linear": "linear", "constant": "constant", "wsd": "WSD"}
+)
+"""Megatron's names, which AutoModel has, too."""
+FALLS = Names(
+    "training.lr_schedule.name", {"cosine": "cosine", "linear": "linear", "wsd": "linear", "constant": "linear"}
+)
+"""Names of the fall alone, in systems where other keys say when it begins and where it ends."""
+READERS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet", ".arrow": "arrow"}
+"""The ending of a file -> the builder of `datasets` that reads it."""
+
+
+def reader_of(path: str) -> str:
+    """The builder of `datasets` that reads a file, by its ending; empty if none does."""
+    bare = path.lower().removesuffix(".gz").removesuffix(".zst")
+    return next((reader for ending, reader in READERS.items() if bare.endswith(ending)), "")

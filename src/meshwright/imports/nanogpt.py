@@ -10,10 +10,13 @@ from meshwright.imports.reading import Reading, Rule
 from meshwright.imports.rules import (
     fact,
     if_any,
+    if_so,
+    in_turn,
     no_effects,
     no_tracker,
     only,
     positive,
+    sets,
     tracker,
     unsupported,
     when,
@@ -55,6 +58,7 @@ DEFAULTS: Mapping[str, Any] = {
 COUNTED = ("training.micro_batch", "training.steps", "training.optimizer.lr")
 """Settings that others are worked out from, so that they cannot wait as defaults."""
 SEED = 1337
+BATCHES = "nanoGPT's batches of evaluation are of batch_size sequences, a recipe's global"
 VOCABULARY = {"shakespeare_char": 65}
 """Data sets whose preparation counts another vocabulary than GPT-2's."""
 GPT2_VOCABULARY = 50304
@@ -93,29 +97,6 @@ def _context(reading: Reading, value: Any, origin: str) -> None:
         reading.set("model.max_positions", value, origin)
 
 
-def _saves(reading: Reading, value: Any, origin: str) -> None:
-    """At every evaluation, over the last one; or only if it is the best so far."""
-    reading.set("checkpoint.keep_last", 1, origin)
-    if not value:
-        reading.set("checkpoint.keep_best", 1, origin)
-
-
-def _evaluations(reading: Reading, value: Any, origin: str) -> None:
-    reading.set_all({"training.evaluation.every": value, "checkpoint.every": value}, origin)
-
-
-def _batches(reading: Reading, value: Any, origin: str) -> None:
-    reading.set("training.evaluation.batches", value, origin)
-    reading.notes.append(f"{origin}: nanoGPT's batches of evaluation are of batch_size sequences, a recipe's global")
-
-
-def _decay(reading: Reading, value: Any, origin: str) -> None:
-    if value:
-        reading.set("training.lr_schedule.name", "cosine", origin)
-    else:  # then there is no warm-up either
-        reading.set_all({"training.lr_schedule.name": "constant", "training.lr_schedule.warmup": 0}, origin)
-
-
 RULES: Mapping[str, Rule] = {
     "n_layer": "model.num_layers",
     "n_head": "model.num_heads",
@@ -132,16 +113,21 @@ RULES: Mapping[str, Rule] = {
     "beta2": fact("beta2"),
     "grad_clip": positive("training.clip"),
     "max_iters": "training.steps",
-    "decay_lr": _decay,
+    "decay_lr": if_so(  # without it there is no warm-up either
+        sets({"training.lr_schedule.name": "cosine"}),
+        sets({"training.lr_schedule.name": "constant", "training.lr_schedule.warmup": 0}),
+    ),
     "warmup_iters": "training.lr_schedule.warmup",
     "lr_decay_iters": fact("decay steps"),
     "min_lr": fact("min_lr"),
     "dtype": words("training.precision", {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}),
     "compile": when("training.compile", True),
     "out_dir": "run_dir",
-    "eval_interval": _evaluations,
-    "eval_iters": _batches,
-    "always_save_checkpoint": _saves,
+    "eval_interval": in_turn("training.evaluation.every", "checkpoint.every"),
+    "eval_iters": in_turn("training.evaluation.batches", sets({}, BATCHES)),
+    "always_save_checkpoint": if_so(  # over the last one; or only if it is the best so far
+        sets({"checkpoint.keep_last": 1}), sets({"checkpoint.keep_last": 1, "checkpoint.keep_best": 1})
+    ),
     "init_from": _start,
     "dataset": _data,
     "device": words("device", {"cpu": "cpu", "cuda": "cuda"}),

@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from meshwright.imports.claims import Always, Has, HasNot, NoEffect
-from meshwright.imports.names import Names
-from meshwright.imports.reading import Reading, Rule, check_count, check_number, flat
+from meshwright.imports.names import PRECISIONS, Names
+from meshwright.imports.reading import Reading, Rule, check_count, check_number, flat, joined
 from meshwright.imports.rules import (
     above_zero,
     apply,
@@ -14,6 +14,7 @@ from meshwright.imports.rules import (
     fact,
     no_effects,
     only,
+    place,
     positive,
     unsupported,
     when,
@@ -21,7 +22,6 @@ from meshwright.imports.rules import (
 )
 from meshwright.spec.errors import UserError
 
-DTYPES = Names("training.precision", {"bf16": "bfloat16", "fp32": "float32"})
 OPTIMIZERS = Names("training.optimizer.name", {"adamw": "adamW"})
 SHAPES = {"linear": "linear", "cosine": "cosine"}
 SIZE = "model.model_config."
@@ -83,8 +83,7 @@ def _dataset(reading: Reading, value: Mapping[str, Any], where: str) -> None:
     weights = names if isinstance(names, Mapping) else dict.fromkeys([names] if isinstance(names, str) else names)
     sources = []
     for name, weight in weights.items():
-        local = str(name).startswith((".", "/"))
-        source = {"path": str(name) if local else f"hub:{name}", **common, "weight": weight}
+        source = {"path": place(name), **common, "weight": weight}
         defaults = {"split": "train", "text_key": "text"}
         sources.append({key: part for key, part in source.items() if part is not None and defaults.get(key) != part})
     reading.set("data.sources", sources, f"{where} hf_dataset_or_datasets={names}")
@@ -126,7 +125,7 @@ RULES: Mapping[str, Rule] = {
     "parallelism.expert_parallel_size": degree("layout.ep"),
     "parallelism.pp_engine": choice(fact("schedule"), {"1f1b": "1f1b", "afab": "afab"}),
     "parallelism.recompute_layer": when("training.recompute", "full", Has("training.recompute", "none")),
-    "model.dtype": choice("training.precision", DTYPES.read),
+    "model.dtype": choice("training.precision", PRECISIONS.read),
     "model.init_method.std": "model.init_std",
     "model.init_method.scaling_method": lambda reading, value, origin: apply(
         only("NUM_LAYERS", "weights are initialized as by NUM_LAYERS"), reading, str(value).upper(), origin
@@ -313,7 +312,7 @@ def _rates(reading: Reading, default: str) -> None:
         return
     reading.set("training.lr_schedule.final", float(f"{lowest / peak:.6g}"), f"{floor}, relative to the peak {peak}")
     if start + over != steps:
-        origins = "; ".join(dict.fromkeys((length, begin)))
+        origins = joined(length, begin)
         reading.drop(origins, f"the decay ends at step {start + over}; schedules always end at the last step, {steps}")
     else:
         reading.claim(f"{length}; {begin}", Has("training.steps", steps))

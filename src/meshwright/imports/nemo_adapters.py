@@ -8,7 +8,7 @@ from typing import Any
 
 from meshwright.imports.claims import Has, NoEffect
 from meshwright.imports.reading import Reading, Rule
-from meshwright.imports.rules import fact, no_effect, only, unsupported, without
+from meshwright.imports.rules import cases, fact, last_name, only, unsupported, without
 
 TARGETS: Mapping[str, tuple[str, ...]] = {
     "linear_qkv": ("q_proj", "k_proj", "v_proj"),
@@ -38,25 +38,8 @@ DEFAULT_DIM = 32
 KIND, NAMES = "class of adapters", "modules with adapters"
 
 
-def _kind(reading: Reading, value: Any, origin: str) -> None:
-    name = str(value).rpartition(".")[2]
-    if name in CLASSES:
-        reading.fact(KIND, name, origin)
-    else:
-        reading.drop(origin, f"supported: {', '.join(CLASSES)}")
-
-
-def _scheme(reading: Reading, value: Any, origin: str) -> None:
-    if value in ("lora", "dora"):
-        reading.fact(KIND, {"lora": "LoRA", "dora": "DoRA"}[value], origin)
-    elif value in ("none", None):
-        reading.claim(origin, Has("finetune.rank", None))
-    else:
-        reading.drop(origin, "supported: lora, dora, none")
-
-
 RULES: Mapping[str, Rule] = {
-    "peft._target_": _kind,
+    "peft._target_": cases({name: fact(KIND, name) for name in CLASSES}, word=last_name),
     "peft.dim": "finetune.rank",
     "peft.alpha": "finetune.alpha",
     "peft.dropout": "finetune.dropout",
@@ -65,26 +48,26 @@ RULES: Mapping[str, Rule] = {
     "peft.lora_A_init_method": without("A starts as peft starts it (kaiming), B at zero"),
     "peft.lora_B_init_method": only("zero", "B starts at zero"),
     "peft.lora_dtype": without("adapters have the dtype of trained weights"),
-    "peft.a2a_experimental": no_effect(NoEffect.OVERLAP),
-    "peft.sequence_parallel_input_regather": no_effect(NoEffect.MEMORY),
+    "peft.a2a_experimental": NoEffect.OVERLAP,
+    "peft.sequence_parallel_input_regather": NoEffect.MEMORY,
     "peft.normalize_moe_lora": unsupported("set finetune.ranks for experts"),
-    "model.peft.peft_scheme": _scheme,
+    "model.peft.peft_scheme": cases({
+        "lora": fact(KIND, "LoRA"), "dora": fact(KIND, "DoRA"), "none": Has("finetune.rank", None),
+    }),
     "model.peft.lora_tuning.adapter_dim": "finetune.rank",
     "model.peft.lora_tuning.alpha": "finetune.alpha",
     "model.peft.lora_tuning.adapter_dropout": "finetune.dropout",
     "model.peft.lora_tuning.target_modules": fact(NAMES),
     "model.peft.lora_tuning.weight_tying": unsupported("every layer has adapters of its own"),
     "model.peft.restore_from_path": without("set finetune.start_from to a peft adapter"),
-}
+}  # fmt: skip
 
 
 def settle_adapters(reading: Reading, keys: Mapping[str, Any], file: str) -> None:
     """Set LoRA where the file has a section of adapters, with the defaults of its class."""
     old = any(key.startswith("model.peft.") for key in keys)
     if not any(key.startswith("peft.") for key in keys) and not (old and KIND in reading.facts):
-        for path in ("finetune.rank", "finetune.alpha", "finetune.dropout"):
-            if path in reading.settings:
-                reading.drop(reading.settings.pop(path)[1], "it counts only with peft_scheme")
+        reading.take_back("it counts only with peft_scheme", "finetune.")
         return
     default = f"{file} (NeMo's default)" if old else f"{file} (Megatron-Bridge's default)"
     kind, origin = reading.facts.get(KIND, ("LoRA", f"{file}: peft"))

@@ -11,15 +11,20 @@ from meshwright.imports.reading import Reading, Rule
 from meshwright.imports.rules import (
     above_zero,
     apply,
+    cases,
     choice,
     claims_value,
+    either,
     fact,
+    flags_of,
     if_any,
+    in_turn,
     listed,
     no_effects,
     no_tracker,
     only,
     positive,
+    same,
     tracker,
     unsupported,
     when,
@@ -29,25 +34,6 @@ from meshwright.imports.rules import (
 from meshwright.imports.schedules import schedule_choice
 
 SCHEDULES = {"CosineAnnealing": "cosine", "WarmupAnnealing": "linear", "WarmupHoldPolicy": "constant"}
-
-
-def _activation(reading: Reading, value: Any, origin: str) -> None:
-    """NeMo's word for the activation, which says whether layers are gated."""
-    if str(value).removeprefix("fast-") in ("swiglu", "silu"):
-        reading.fact("swiglu", True, origin)
-    elif str(value) in ("gelu", "openai-gelu"):
-        reading.claim(origin, Has("model.family", "gpt2"))
-    else:
-        reading.drop(origin, "supported: swiglu, gelu")
-
-
-def _function(reading: Reading, value: Any, origin: str) -> None:
-    """The function of Megatron-Bridge; another key says whether layers are gated."""
-    word = "silu" if "silu" in str(value) else "gelu" if "gelu" in str(value) else ""
-    if word:
-        reading.fact("activation", word, origin)
-    else:
-        reading.drop(origin, "supported: silu, gelu")
 
 
 def _normalization(reading: Reading, value: Any, origin: str) -> None:
@@ -61,14 +47,6 @@ def _optimizer(reading: Reading, value: Any, origin: str) -> None:
         reading.fact("zero", 1, origin)
     known = dict.fromkeys(("adam", "adamw", "fused_adam", "distributed_fused_adam", "mcore_distributed_optim"), "adamw")
     apply(words("training.optimizer.name", known | {"muon": "muon"}), reading, value, origin)
-
-
-def _checked(reading: Reading, value: Any, origin: str) -> None:
-    """NeMo's interval of evaluations; a number with a point is a share of an epoch."""
-    if isinstance(value, float):
-        reading.drop(origin, "a share of an epoch; set training.evaluation.every, in steps")
-    else:
-        reading.set("training.evaluation.every", value, origin)
 
 
 def _prefix(reading: Reading, value: Any, origin: str) -> None:
@@ -86,39 +64,47 @@ def _blend(reading: Reading, value: Any, origin: str) -> None:
     reading.set("data.sources", sources, origin)
 
 
-SIZES = {
-    "num_layers": "num-layers",
-    "hidden_size": "hidden-size",
-    "ffn_hidden_size": "ffn-hidden-size",
-    "num_attention_heads": "num-attention-heads",
-    "num_query_groups": "num-query-groups",
-    "kv_channels": "kv-channels",
-    "max_position_embeddings": "max-position-embeddings",
-    "rotary_base": "rotary-base",
+OF_MODEL = (
+    "num_layers hidden_size ffn_hidden_size num_attention_heads num_query_groups kv_channels max_position_embeddings "
+    "rotary_base init_method_std moe_router_topk moe_aux_loss_coeff moe_ffn_hidden_size tensor_model_parallel_size "
+    "pipeline_model_parallel_size context_parallel_size expert_model_parallel_size sequence_parallel "
+    "rope_scaling_factor deterministic_mode recompute_granularity recompute_method recompute_num_layers "
+    "hidden_dropout attention_dropout"
+)
+OTHER_NAMES = {
     "layernorm_epsilon": "norm-epsilon",
-    "init_method_std": "init-method-std",
     "num_moe_experts": "num-experts",
-    "moe_router_topk": "moe-router-topk",
-    "moe_aux_loss_coeff": "moe-aux-loss-coeff",
-    "moe_ffn_hidden_size": "moe-ffn-hidden-size",
-    "tensor_model_parallel_size": "tensor-model-parallel-size",
-    "pipeline_model_parallel_size": "pipeline-model-parallel-size",
-    "context_parallel_size": "context-parallel-size",
-    "expert_model_parallel_size": "expert-model-parallel-size",
-    "sequence_parallel": "sequence-parallel",
     "virtual_pipeline_model_parallel_size": "num-virtual-stages-per-pipeline-rank",
     "rope_scaling": "use-rope-scaling",
-    "rope_scaling_factor": "rope-scaling-factor",
-    "deterministic_mode": "deterministic-mode",
-    "recompute_granularity": "recompute-granularity",
-    "recompute_method": "recompute-method",
-    "recompute_num_layers": "recompute-num-layers",
-    "activations_checkpoint_granularity": "recompute-granularity",
-    "activations_checkpoint_method": "recompute-method",
-    "activations_checkpoint_num_layers": "recompute-num-layers",
-    "hidden_dropout": "hidden-dropout",
-    "attention_dropout": "attention-dropout",
-}
+    **{f"activations_checkpoint_{name}": f"recompute-{name.replace('_', '-')}"
+       for name in ("granularity", "method", "num_layers")},
+}  # fmt: skip
+MODELS = ("model", "trainer.strategy")
+STATES = {
+    **flags_of({
+        **dict.fromkeys(MODELS, OF_MODEL),
+        "model": f"{OF_MODEL} vocab_size seq_length normalization position_embedding_type make_vocab_size_divisible_by "
+        "seed micro_batch_size global_batch_size attention_softmax_in_fp32",
+        "model.data": "seq_length reset_attention_mask reset_position_ids",
+        "train": "micro_batch_size global_batch_size train_iters train_samples rampup_batch_size eval_interval "
+        "eval_iters",
+        "validation": "eval_interval eval_iters",
+        "optimizer": "lr min_lr weight_decay adam_beta1 adam_beta2 adam_eps clip_grad bf16 fp16",
+        "scheduler": "lr_decay_style lr_warmup_iters lr_warmup_fraction lr_decay_iters lr_wsd_decay_iters "
+        "lr_warmup_samples lr_decay_samples lr_wsd_decay_samples lr_wsd_decay_style",
+        "ddp": "data_parallel_sharding_strategy num_distributed_optimizer_instances",
+        "dataset": "seq_length eod_mask_loss dataloader_type split reset_attention_mask reset_position_ids",
+        "checkpoint": "save save_interval load",
+        "tokenizer": "tokenizer_model tokenizer_type",
+        "rng": "seed",
+        "logger": "tensorboard_dir wandb_project",
+    }),
+    **{f"{part}.{key}": flag for part in MODELS for key, flag in OTHER_NAMES.items()},
+    "model.share_embeddings_and_output_weights": "untie-embeddings-and-output-weights",
+    "model.add_bias_linear": "disable-bias-linear",
+    "model.bias": "disable-bias-linear",
+}  # fmt: skip
+"""Key -> Megatron-LM's flag about the same, whose rule it has unless another is below."""
 NO_EFFECT: Mapping[NoEffect, Mapping[str, str]] = {
     NoEffect.CLASS: {
         "": "_target_ name",
@@ -155,15 +141,25 @@ NO_EFFECT: Mapping[NoEffect, Mapping[str, str]] = {
     NoEffect.SAVES: {"checkpoint": "ckpt_format fully_parallel_save async_save save_optim save_rng"},
     NoEffect.RESUMES: {"scheduler": "override_opt_param_scheduler"},
 }  # fmt: skip
+FUNCTION = cases(
+    {word: fact("activation", word) for word in ("silu", "gelu")},
+    word=lambda value: next((word for word in ("silu", "gelu") if word in str(value)), ""),
+)
+"""Of Megatron-Bridge; another key says whether layers are gated."""
 RULES: Mapping[str, Rule] = {
-    **{f"{part}.{key}": FLAGS[flag] for part in ("model", "trainer.strategy") for key, flag in SIZES.items()},
-    "model.vocab_size": "model.vocab",
-    "model.seq_length": "data.sequence_length",
+    **same(FLAGS, STATES),
     "model.encoder_seq_length": "data.sequence_length",
     "model.gated_linear_unit": when(fact("swiglu"), True, Has("model.family", "gpt2")),
-    "model.activation": _activation,
-    "model.activation_func": _function,
-    "model.activation_func._target_": _function,
+    "model.activation": cases(  # which says whether layers are gated, too
+        {
+            ("swiglu", "fast-swiglu", "silu", "fast-silu"): fact("swiglu", True),
+            ("gelu", "openai-gelu"): Has("model.family", "gpt2"),
+        },
+        "supported: swiglu, gelu",
+        str,
+    ),
+    "model.activation_func": FUNCTION,
+    "model.activation_func._target_": FUNCTION,
     "model.add_bias_linear": fact("biases"),
     "model.bias": fact("biases"),
     "model.add_qkv_bias": if_any(fact("qkv bias"), True, HasNot("model.family", "qwen2")),
@@ -172,16 +168,11 @@ RULES: Mapping[str, Rule] = {
     ),
     "model.normalization": _normalization,
     "trainer.strategy.normalization": _normalization,
-    "model.share_embeddings_and_output_weights": lambda reading, value, origin: reading.set(
-        "model.tied_embeddings", bool(value), origin
-    ),
+    "model.share_embeddings_and_output_weights": either("model.tied_embeddings", True, False),
     "model.rotary_percentage": only(1, "rope always rotates the whole head"),
     "model.rotary_percent": only(1, "rope always rotates the whole head"),
     "model.qk_layernorm": if_any(fact("qk norm"), True, HasNot("model.family", "qwen3")),
     "model.precision": named,
-    "model.seed": "training.seed",
-    "model.micro_batch_size": "training.micro_batch",
-    "model.global_batch_size": "training.global_batch",
     "model.optim.name": _optimizer,
     "model.optim.lr": "training.optimizer.lr",
     "model.optim.weight_decay": "training.optimizer.weight_decay",
@@ -194,9 +185,6 @@ RULES: Mapping[str, Rule] = {
     "model.optim.sched.min_lr": fact("min_lr"),
     "model.data.data_prefix": _prefix,
     "model.data.splits_string": FLAGS["split"],
-    "model.data.seq_length": "data.sequence_length",
-    "model.data.reset_attention_mask": FLAGS["reset-attention-mask"],
-    "model.data.reset_position_ids": FLAGS["reset-position-ids"],
     "model.tokenizer.model": "data.tokenizer",
     "model.tokenizer.type": "data.tokenizer",
     "trainer.devices": fact("ranks of a node"),
@@ -204,47 +192,24 @@ RULES: Mapping[str, Rule] = {
     "trainer.precision": named,
     "trainer.max_steps": "training.steps",
     "trainer.gradient_clip_val": positive("training.clip"),
-    "trainer.val_check_interval": _checked,
+    "trainer.val_check_interval": cases(
+        {float: without("a share of an epoch; set training.evaluation.every, in steps")},
+        in_turn("training.evaluation.every"),
+        type,
+    ),
     "trainer.limit_val_batches": "training.evaluation.batches",
     "trainer.accumulate_grad_batches": only(1, "the global batch tells the accumulation"),
     "exp_manager.explicit_log_dir": "run_dir",
     "exp_manager.create_wandb_logger": when(tracker("wandb"), True, no_tracker("wandb")),
     "exp_manager.checkpoint_callback_params.save_top_k": "checkpoint.keep_last",
-    "train.micro_batch_size": "training.micro_batch",
-    "train.global_batch_size": "training.global_batch",
-    "train.train_iters": "training.steps",
-    "train.train_samples": fact("samples"),
     "train.num_epochs": fact("epochs"),
-    "train.rampup_batch_size": FLAGS["rampup-batch-size"],
-    "train.eval_interval": FLAGS["eval-interval"],
-    "train.eval_iters": "training.evaluation.batches",
-    "validation.eval_interval": FLAGS["eval-interval"],
-    "validation.eval_iters": "training.evaluation.batches",
     "optimizer.optimizer": _optimizer,
-    "optimizer.lr": "training.optimizer.lr",
-    "optimizer.min_lr": fact("min_lr"),
-    "optimizer.weight_decay": "training.optimizer.weight_decay",
-    "optimizer.adam_beta1": fact("beta1"),
-    "optimizer.adam_beta2": fact("beta2"),
-    "optimizer.adam_eps": "training.optimizer.eps",
-    "optimizer.clip_grad": positive("training.clip"),
-    "optimizer.bf16": when("training.precision", "bf16"),
-    "optimizer.fp16": when("training.precision", "fp16"),
     "optimizer.use_distributed_optimizer": when(fact("distributed optimizer"), 1, HasNot("layout.zero", 1)),
     "optimizer.use_precision_aware_optimizer": unsupported(
         "set training.optimizer.name=adamw_8bit for one byte per moment"
     ),
     "optimizer.optimizer_cpu_offload": unsupported("set layout.offload={optimizer: host}"),
-    "scheduler.lr_decay_style": FLAGS["lr-decay-style"],
-    "scheduler.lr_warmup_iters": "training.lr_schedule.warmup",
-    "scheduler.lr_warmup_fraction": fact("warmup_ratio"),
-    "scheduler.lr_decay_iters": fact("decay steps"),
     "scheduler.max_steps": fact("decay steps"),
-    "scheduler.lr_wsd_decay_iters": "training.lr_schedule.decay",
-    "scheduler.lr_warmup_samples": FLAGS["lr-warmup-samples"],
-    "scheduler.lr_decay_samples": FLAGS["lr-decay-samples"],
-    "scheduler.lr_wsd_decay_samples": FLAGS["lr-wsd-decay-samples"],
-    "scheduler.lr_wsd_decay_style": FLAGS["lr-wsd-decay-style"],
     "scheduler.lr_warmup_init": only(0, "warm-up always starts at 0"),
     "scheduler.weight_decay_incr_style": only("constant", "weight decay is constant"),
     **{f"scheduler.{end}_weight_decay": claims_value("training.optimizer.weight_decay") for end in ("start", "end")},
@@ -252,54 +217,23 @@ RULES: Mapping[str, Rule] = {
     **dict.fromkeys(
         ("ddp.use_megatron_fsdp", "ddp.use_custom_fsdp"), when(fact("Megatron-FSDP"), True, HasNot("layout.zero", 3))
     ),
-    "ddp.data_parallel_sharding_strategy": FLAGS["data-parallel-sharding-strategy"],
     "ddp.grad_reduce_in_fp32": reduced,
-    "ddp.num_distributed_optimizer_instances": fact("instances"),
     "dataset.sequence_length": "data.sequence_length",
-    "dataset.seq_length": "data.sequence_length",
     "dataset.random_seed": claims_value("training.seed"),
-    "dataset.eod_mask_loss": FLAGS["eod-mask-loss"],
-    "dataset.dataloader_type": FLAGS["dataloader-type"],
     "dataset.blend": _blend,
     "dataset.data_path": _prefix,
-    "dataset.split": FLAGS["split"],
-    "dataset.reset_attention_mask": FLAGS["reset-attention-mask"],
-    "dataset.reset_position_ids": FLAGS["reset-position-ids"],
     "dataset.mock": unsupported("set data.sources (default: the Python standard library's text)"),
-    "checkpoint.save": "run_dir",
-    "checkpoint.save_interval": FLAGS["save-interval"],
     "checkpoint.most_recent_k": above_zero("checkpoint.keep_last", Has("checkpoint.keep_last", None)),
-    "checkpoint.load": FLAGS["load"],
     "checkpoint.pretrained_checkpoint": without(
         "export the checkpoint to Hugging Face's format, and set model.name to its folder"
     ),
-    "tokenizer.tokenizer_model": "data.tokenizer",
-    "rng.seed": "training.seed",
-    "logger.tensorboard_dir": FLAGS["tensorboard-dir"],
-    "logger.wandb_project": FLAGS["wandb-project"],
-    "model.make_vocab_size_divisible_by": FLAGS["make-vocab-size-divisible-by"],
     "model.should_pad_vocab": unsupported("set model.vocab to the padded number of rows"),
     "model.fp16_lm_head": unsupported("the head computes in training.precision"),
-    "model.attention_softmax_in_fp32": FLAGS["attention-softmax-in-fp32"],
     "model.bias_gelu_fusion": fact("fused GELU"),
     **dtypes_of("model"),
-    "tokenizer.tokenizer_type": FLAGS["tokenizer-type"],
     **ADAPTERS,
     **no_effects(NO_EFFECT),
 }
-STATES = {
-    **{f"{part}.{key}": flag for part in ("model", "trainer.strategy") for key, flag in SIZES.items()},
-    "model.normalization": "normalization",
-    "model.position_embedding_type": "position-embedding-type",
-    "model.share_embeddings_and_output_weights": "untie-embeddings-and-output-weights",
-    "model.add_bias_linear": "disable-bias-linear",
-    "model.bias": "disable-bias-linear",
-    "scheduler.lr_decay_style": "lr-decay-style",
-    "scheduler.lr_wsd_decay_style": "lr-wsd-decay-style",
-    "train.eval_interval": "eval-interval",
-    "validation.eval_interval": "eval-interval",
-}
-"""Key -> Megatron-LM's flag about the same."""
 NAMES = {
     **{flag: key for key, flag in reversed(STATES.items())},
     "swiglu": "model.gated_linear_unit",

@@ -4,8 +4,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from meshwright.imports.claims import Always, Has, NoEffect
+from meshwright.imports.names import DTYPES as TORCH
 from meshwright.imports.reading import Reading, Rule
-from meshwright.imports.rules import apply, fact, no_effect, only, unsupported, when, without
+from meshwright.imports.rules import cases, either, fact, last_name, only, unsupported, when, without
 from meshwright.spec.errors import UserError
 
 PATH, REDUCED = "training.precision", "training.reduce_dtype"
@@ -70,6 +71,8 @@ BOTH = {
 OLD_KINDS = ("e4m3", "hybrid")
 DECIDED = "training.precision decides it"
 DTYPES = ("params_dtype", "pipeline_dtype", "autocast_dtype")
+reduced = either(REDUCED, "fp32", "bf16")
+"""The rule of whether gradients are reduced in fp32."""
 LOSS_SCALE = ("loss_scale", "initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis")
 
 
@@ -99,11 +102,6 @@ def named_for_all(reading: Reading, value: Any, origin: str) -> None:
         reading.notes.append(f"{origin}: gradients are reduced in fp16; a recipe reduces them in fp32")
 
 
-def reduced(reading: Reading, value: Any, origin: str) -> None:
-    """Whether gradients are reduced in fp32."""
-    reading.set(REDUCED, "fp32" if value else "bf16", origin)
-
-
 def _stated(name: str, usual: Any) -> Rule:
     def rule(reading: Reading, value: Any, origin: str) -> None:
         if value == usual or (usual is None and value is False):
@@ -131,35 +129,20 @@ def _overruled(name: str, usual: Any) -> Rule:
     return rule
 
 
-def _weight_gradients(reading: Reading, value: Any, origin: str) -> None:
-    if value is False:
-        reading.fact("fp8 weight gradients", True, origin)
-    else:
-        reading.claim(origin, Always("fp8 layers compute weight gradients in fp8, too"))
-
-
-def _old_format(reading: Reading, value: Any, origin: str) -> None:
-    """NeMo's switch, beside which two others name the format; Megatron-Bridge names it here."""
-    if value is True:
-        reading.fact("old fp8", True, origin)
-    else:
-        apply(_stated("fp8 format", None), reading, value, origin)
-
-
-def _same_dtype(reading: Reading, value: Any, origin: str) -> None:
-    """A dtype that a recipe's precision implies."""
-    precision = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}.get(str(value).rpartition(".")[2])
-    if precision:
-        reading.claim(origin, Has(PATH, precision))
-    else:
-        reading.drop(origin, DECIDED)
+_weight_gradients = cases(
+    {False: fact("fp8 weight gradients", True)}, Always("fp8 layers compute weight gradients in fp8, too")
+)
+_old_format = cases({True: fact("old fp8", True)}, _stated("fp8 format", None))
+"""NeMo's switch, beside which two others name the format; Megatron-Bridge names it here."""
+_same_dtype = cases({theirs: Has(PATH, ours) for theirs, ours in TORCH.items()}, DECIDED, last_name)
+"""A dtype that a recipe's precision implies."""
 
 
 def dtypes_of(section: str) -> dict[str, Rule]:
     """The rules of a section's dtypes."""
     keys = [f"{section}.{dtype}" for dtype in DTYPES]
     plain: dict[str, Rule] = dict.fromkeys([*keys, *(f"{key}._target_" for key in keys)], _same_dtype)
-    calls: dict[str, Rule] = dict.fromkeys([f"{key}._call_" for key in keys], no_effect(NoEffect.CLASS))
+    calls: dict[str, Rule] = dict.fromkeys([f"{key}._call_" for key in keys], NoEffect.CLASS)
     return plain | calls | dict.fromkeys([f"{key}.*" for key in keys], without(DECIDED))
 
 
@@ -175,8 +158,8 @@ SECTION_RULES: Mapping[str, Rule] = {
     f"{SECTION}.fp8_interval": only(1, "scales are computed at every step"),
     f"{SECTION}.autocast_enabled": unsupported(DECIDED),
     **dtypes_of(SECTION),
-    f"{SECTION}._target_": no_effect(NoEffect.CLASS),
-    f"{SECTION}.reuse_grad_buf_for_mxfp8_param_ag": no_effect(NoEffect.MEMORY),
+    f"{SECTION}._target_": NoEffect.CLASS,
+    f"{SECTION}.reuse_grad_buf_for_mxfp8_param_ag": NoEffect.MEMORY,
 }
 MODEL_RULES: Mapping[str, Rule] = {
     **{f"model.{key}": _stated(name, usual) for key, (name, usual) in PRODUCTS.items()},
@@ -196,9 +179,7 @@ def precision_rules(values: Mapping[str, Any]) -> dict[str, Rule]:
     ours = without("fp16's loss scale is dynamic, with fixed constants")
     in_fp16 = any(values.get(f"{part}.fp16") is True for part in (SECTION, "optimizer", "model"))
     return rules | {
-        f"{part}.{key}": ours if in_fp16 else no_effect(NoEffect.OFF)
-        for part in (SECTION, "optimizer")
-        for key in LOSS_SCALE
+        f"{part}.{key}": ours if in_fp16 else NoEffect.OFF for part in (SECTION, "optimizer") for key in LOSS_SCALE
     }
 
 
@@ -207,7 +188,7 @@ def settle_formats(reading: Reading, values: Mapping[str, Any], file: str) -> No
     kinds = {kind: reading.facts[f"old {kind}"] for kind in OLD_KINDS if f"old {kind}" in reading.facts}
     on = next((kind for kind, (value, _) in kinds.items() if value is True), "")
     if "old fp8" not in reading.facts:
-        reading.no_effect += [(where, NoEffect.OFF) for _, where in kinds.values()]
+        reading.ignore(*(f"old {kind}" for kind in kinds))
     elif on:
         origins = "; ".join([reading.facts["old fp8"][1], *(where for _, where in kinds.values())])
         reading.fact("fp8 format", on, origins)

@@ -154,6 +154,35 @@ class Reading:
         """Keep weights and moments in bf16, rounded to the nearest."""
         self.set_all(NARROW, origin)
 
+    def ignore(self, *names: str, reason: NoEffect | str = NoEffect.OFF) -> None:
+        """Report the facts of these names that were stated: they have no effect, or no counterpart."""
+        for origin in (self.facts[name][1] for name in names if name in self.facts):
+            if isinstance(reason, NoEffect):
+                self.no_effect.append((origin, reason))
+            else:
+                self.drop(origin, reason)
+
+    def otherwise(self, path: str, value: Any, origin: str) -> None:
+        """Record a setting, if no file has given it; others are worked out from it, so it cannot wait as a default."""
+        if path not in self.settings:
+            self.set(path, value, origin)
+
+    def count_nodes(self) -> None:
+        """The ranks of all nodes, where a launcher's flags tell them."""
+        if ranks := self.known("ranks of a node"):
+            nodes, where = self.facts.get("nodes", (1, "one node"))
+            self.fact("ranks", ranks * nodes, f"{self.facts['ranks of a node'][1]}; {where}")
+
+    def take_back(self, reason: str, *paths: str) -> None:
+        """Take back settings that do not count after all, or all of a section (`finetune.`), and report them."""
+        for path in [path for path in self.settings if path in paths or path.startswith(_sections(paths))]:
+            self.drop(self.settings.pop(path)[1], reason)
+
+    def set_fact(self, path: str, name: str) -> None:
+        """Set a setting to a fact, if it was stated."""
+        if name in self.facts:
+            self.set(path, *self.facts[name])
+
     def drop(self, origin: str, reason: str) -> None:
         """Record a key without a counterpart."""
         self.without.append((origin, reason))
@@ -177,16 +206,16 @@ class Reading:
                 continue
             origin = self.read(file, key, value)
             rule = rules.get(key) or of_section(rules, key)
-            if value == "auto" and rule is not None and not (isinstance(rule, Form) and rule.even_auto):
+            if value == "auto" and rule is not None and not _knows_auto(rule):
                 self.notes.append(f"{origin}: taken from another file, or the recipe's default")
             elif rule is None:
                 self.unknown.append(origin)
                 self.drop(origin, "unknown, or without a counterpart")
-            elif isinstance(rule, str):
-                self.set(rule, value, origin)
-            else:
+            elif callable(rule):
                 with refusing(f"{origin}: this value is not allowed"):
                     rule(self, value, origin)
+            else:
+                self.set(rule, value, origin)
 
     def read(self, file: str, key: str, value: Any) -> str:
         """The origin of a key, which has been read."""
@@ -209,6 +238,19 @@ class Reading:
                 self.already_so.append(f"{origin}: {'; '.join(map(str, claims))}")
             else:
                 self.drop(origin, "nothing in the recipe comes from it")
+
+
+def joined(*origins: str) -> str:
+    """The origins of a setting, each once."""
+    return "; ".join(dict.fromkeys(filter(None, origins)))
+
+
+def _sections(paths: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(path for path in paths if path.endswith("."))
+
+
+def _knows_auto(rule: Rule) -> bool:
+    return isinstance(rule, NoEffect) or (isinstance(rule, Form) and rule.even_auto)
 
 
 def of_section(rules: Mapping[str, Rule], key: str) -> Rule | None:

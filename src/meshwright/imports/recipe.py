@@ -13,7 +13,7 @@ from meshwright.imports.experts import settle_balance
 from meshwright.imports.hf_schedules import settle_shares
 from meshwright.imports.llama_factory import name_sources
 from meshwright.imports.llama_factory_v1 import name_v1_sources
-from meshwright.imports.reading import Reading, check_count, check_number
+from meshwright.imports.reading import Reading, check_count, check_number, joined
 from meshwright.imports.schedules import settle_lost_schedule
 from meshwright.imports.systems import read_files
 from meshwright.spec.document import write_yaml
@@ -110,7 +110,7 @@ def _finish(reading: Reading) -> None:
     betas = {name: reading.facts.get(name) for name in ("beta1", "beta2")}
     if any(betas.values()):
         values = [fact[0] if fact else default for fact, default in zip(betas.values(), (0.9, 0.95), strict=True)]
-        reading.set("training.optimizer.betas", values, "; ".join(fact[1] for fact in betas.values() if fact))
+        reading.set("training.optimizer.betas", values, joined(*(fact[1] for fact in betas.values() if fact)))
     steps = settings.get("training.steps", (None, ""))[0]
     if "warmup_ratio" in reading.facts:
         ratio, origin = reading.facts["warmup_ratio"]
@@ -176,7 +176,7 @@ def _data_parallel(reading: Reading, replicas: int, stage: int, origin: str) -> 
         reading.set("layout.dp_replicate", replicas, origin)
         return
     where = reading.facts.get("shard", (0, ""))[1]
-    reading.set("layout.dp_shard", shard, f"{origin}; {where}" if where else origin)
+    reading.set("layout.dp_shard", shard, joined(origin, where))
     reading.set("layout.zero", stage, origin)
     if shard < replicas:
         reading.set("layout.dp_replicate", replicas // shard, where)

@@ -1,10 +1,9 @@
 """Learning-rate schedules that no recipe has: they are named together with the schedule that the recipe has instead."""
 
 from collections.abc import Mapping
-from typing import Any
 
 from meshwright.imports.reading import Reading, Rule
-from meshwright.imports.rules import apply, both, inverse
+from meshwright.imports.rules import choice, words
 from meshwright.spec.training import LrScheduleSpec
 
 NAME = "training.lr_schedule.name"
@@ -12,25 +11,14 @@ LOST = "a schedule without a counterpart"
 """The fact that a file has such a schedule; its value is why it is not imported."""
 
 
-def schedule_choice(known: Mapping[str, str], supported: str = "") -> Rule:
+def schedule_choice(known: Mapping[str, str]) -> Rule:
     """The schedule by a table of names."""
-
-    def rule(reading: Reading, value: Any, origin: str) -> None:
-        if value in known:
-            reading.set(NAME, known[value], origin)
-        else:
-            lose_schedule(reading, origin, f"supported: {supported or ', '.join(known)}")
-
-    return both(rule, inverse(NAME, known))
+    return choice(NAME, known, lost=lose_schedule)
 
 
 def schedule_words(known: Mapping[str, str]) -> Rule:
     """The schedule by a table of words, which may be in capitals."""
-    by_word = schedule_choice(known, ", ".join(sorted(known)))
-    return both(
-        lambda reading, value, origin: apply(by_word, reading, str(value).lower().replace("-", "_"), origin),
-        inverse(NAME, known),
-    )
+    return words(NAME, known, lose_schedule)
 
 
 def lose_schedule(reading: Reading, origin: str, reason: str) -> None:

@@ -4,12 +4,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from meshwright.imports.claims import Always, Has, HasNot, NoEffect
-from meshwright.imports.reading import Reading, check_count, flat
+from meshwright.imports.names import DTYPES
+from meshwright.imports.reading import Reading, check_count, flat, joined
 from meshwright.imports.titan_python import read_titan_python
 from meshwright.imports.torchtitan_keys import (
     ASSETS,
     DEFAULTS,
-    DTYPES,
     FLAVORS,
     IN_HF,
     MICROBATCHES,
@@ -17,7 +17,7 @@ from meshwright.imports.torchtitan_keys import (
     SCALED,
     TOKENS,
     WARMUP,
-    _data,
+    read_data_set,
 )
 from meshwright.spec.errors import UserError
 
@@ -43,7 +43,7 @@ def read_torchtitan_python(reading: Reading, text: str, file: str, package: str 
     last = ("dataset.table",)  # names are looked up in it
     _take(reading, dict(sorted(keys.items(), key=lambda pair: pair[0] in last)), file)
     if "data set" in reading.facts and "dataset.table" not in keys:
-        _data(reading, *reading.facts["data set"])
+        read_data_set(reading, *reading.facts["data set"])
     reading.default("data.separate_documents", True, f"{file} (torchtitan masks attention between documents)")
 
 
@@ -115,8 +115,7 @@ def _take(reading: Reading, keys: Mapping[str, Any], file: str) -> None:
         reading.set("checkpoint.every", every if every < steps else 0, f"{every_origin}; {where}")
     else:
         reading.claim(where, Has("checkpoint.every", 0))
-        if "save interval" in reading.facts:
-            reading.no_effect.append((reading.facts["save interval"][1], NoEffect.OFF))
+        reading.ignore("save interval")
     if "schedule" in reading.facts and "layout.pp" in reading.settings:
         reading.set("layout.schedule", *reading.facts["schedule"])
 
@@ -165,7 +164,7 @@ def _model(reading: Reading) -> None:
     name, origin = reading.facts.get("model", (None, ""))
     flavor, flavor_origin = reading.facts.get("flavor", ("", ""))
     published = FLAVORS.get((str(name).lower(), str(flavor).lower()))
-    named = "; ".join(part for part in (origin, flavor_origin) if part)
+    named = joined(origin, flavor_origin)
     if named and reading.value("model.weights") == "pretrained":
         reading.drop(named, "its sizes are in the directory's config.json")
     elif published and "model.name" not in reading.settings:
@@ -196,13 +195,13 @@ def _decay(reading: Reading) -> None:
     kind, kind_origin = reading.settings.get("training.lr_schedule.name", ("linear", ""))
     if reading.settings.get("training.lr_schedule.final", (0, ""))[0] == 1:
         _, origin = reading.settings.pop("training.lr_schedule.final")
-        reading.settings["training.lr_schedule.name"] = "constant", "; ".join(filter(None, (origin, kind_origin)))
+        reading.settings["training.lr_schedule.name"] = "constant", joined(origin, kind_origin)
         return
     if "decay_ratio" not in reading.facts:
         return
     ratio, origin = reading.facts["decay_ratio"]
     if kind == "linear":
-        reading.settings["training.lr_schedule.name"] = "wsd", "; ".join(filter(None, (origin, kind_origin)))
+        reading.settings["training.lr_schedule.name"] = "wsd", joined(origin, kind_origin)
         reading.set("training.lr_schedule.decay", max(1, round(float(ratio) * end)), origin)
     else:
         reading.drop(origin, "a cosine always decays from the end of warm-up")
@@ -215,9 +214,7 @@ def _ranks(reading: Reading, file: str) -> None:
     if shard is None:  # all that are left
         reading.replicate(replicate, origin)
     else:
-        reading.fact(
-            "ranks", replicate * shard * reading.model_ranks(), "; ".join(part for part in (origin, where) if part)
-        )
+        reading.fact("ranks", replicate * shard * reading.model_ranks(), joined(origin, where))
     if (shard is None or shard > 1) and "zero" not in reading.facts:
         stages = reading.settings.get("layout.pp", (1, ""))[0]  # in a pipeline, weights stay gathered by default
         reading.fact("zero", 2 if stages > 1 else 3, reading.facts.get("all shard", (None, where))[1])

@@ -5,20 +5,24 @@ from collections.abc import Mapping
 from typing import Any
 
 from meshwright.imports.claims import Always, Has, NoEffect
-from meshwright.imports.names import Names, pipelined
-from meshwright.imports.reading import Reading, Rule, check_count
+from meshwright.imports.names import DTYPES, Names, pipelined
+from meshwright.imports.reading import Reading, Rule, joined
 from meshwright.imports.rules import (
     above_zero,
     both,
+    cases,
     choice,
-    claims,
+    degree,
+    either,
     fact,
-    no_effect,
+    if_so,
+    lower,
     no_effects,
     no_tracker,
     one_of,
     only,
     positive,
+    sets,
     tracker,
     unsupported,
     when,
@@ -63,7 +67,6 @@ PIPELINES = Names(
     counts=pipelined,
 )
 BY_WORD = {theirs.lower(): ours for theirs, ours in PIPELINES.read.items()}
-DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 WARMUP = "training.lr_schedule.warmup"
 DEFAULTS = {
     "training.optimizer.lr": 8e-4,
@@ -83,39 +86,23 @@ FUSED = {"wkv": ("wk", "wv"), "wqkv": ("wq", "wk", "wv")}
 
 
 def _degree(name: str) -> Rule:
-    def rule(reading: Reading, value: Any, origin: str) -> None:
-        if value == -1 and name == "shard":
-            return reading.fact("all shard", True, origin)
-        check_count(value, origin)
-        if "." not in name:
-            return reading.fact(name, value, origin)
-        return reading.set(name, value, origin) if value > 1 else reading.claim(origin, Has(name, 1))
-
-    return both(rule, lambda get: get(name if "." in name else f"layout.dp_{name}"))
+    if "." in name:
+        return degree(name)
+    rule = cases({-1: fact("all shard", True)}, fact(name)) if name == "shard" else fact(name)
+    return both(rule, lambda get: get(f"layout.dp_{name}"))
 
 
-def _pipeline(reading: Reading, value: Any, origin: str) -> None:
-    word = str(value).lower()
-    if word in BY_WORD:
-        reading.fact("schedule", BY_WORD[word], origin)
-    else:
-        reading.drop(origin, f"supported: {', '.join(BY_WORD)}")
-
-
-def _data(reading: Reading, value: Any, origin: str) -> None:
-    known = {"c4": {"path": "hub:allenai/c4", "subset": "en"}}
-    if value in known:
-        reading.set("data.sources", [known[value]], origin)
-    else:
-        reading.drop(origin, "this dataset is defined in torchtitan's code; set data.sources")
+_pipeline = cases({theirs: fact("schedule", ours) for theirs, ours in BY_WORD.items()}, word=lower)
+CODE = "this dataset is defined in torchtitan's code; set data.sources"
+read_data_set = cases({"c4": sets({"data.sources": [{"path": "hub:allenai/c4", "subset": "en"}]})}, CODE)
 
 
 def _table(reading: Reading, value: Any, origin: str) -> None:
     name, where = reading.facts.get("data set", (next(iter(value)), origin))
     if name in value:
-        reading.set("data.sources", [value[name]], "; ".join(dict.fromkeys((where, origin))))
+        reading.set("data.sources", [value[name]], joined(where, origin))
     else:
-        _data(reading, name, where)
+        read_data_set(reading, name, where)
 
 
 def _stages(reading: Reading, value: Any, origin: str) -> None:
@@ -138,24 +125,6 @@ def _converters(reading: Reading, value: Any, origin: str) -> None:
             reading.drop(origin, f"supported: {', '.join(CONVERTERS)}, lora")
     if not value:
         reading.claim(origin, Always("no layer is converted"))
-
-
-def _resharded(reading: Reading, value: Any, origin: str) -> None:
-    if value == "default":
-        reading.claim(origin, Always("weights are gathered again as torchtitan does by default"))
-    else:
-        reading.fact("zero", 2 if value == "never" else 3, origin)
-
-
-def _validated(reading: Reading, value: Any, origin: str) -> None:
-    if value:
-        reading.drop(origin, "evaluation data are a share of the training data; set data.held_out")
-    else:
-        reading.claim(origin, Has("training.evaluation.every", 0))
-
-
-def _shuffled(reading: Reading, value: Any, origin: str) -> None:
-    reading.set("data.order", "shuffled" if value else "given", origin)
 
 
 def _named_data(reading: Reading, value: Any, origin: str) -> None:
@@ -210,12 +179,12 @@ PYTHON: Mapping[str, Rule] = {
     "dump_folder": "run_dir",
     "hf_assets_path": fact(ASSETS),
     "loss": one_of(("CrossEntropyLoss.Config", "cross_entropy_loss"), "the loss is always cross-entropy"),
-    "tokenizer.*": no_effect(NoEffect.TOKENIZER),
+    "tokenizer.*": NoEffect.TOKENIZER,
     "model.attn_backend": one_of(
         ("flex", "flex_flash", "varlen"), "attention is masked between documents only with flex or varlen"
     ),
     "model.scaling_factor": fact("rope factor"),
-    "optimizer.undecayed": claims(Always("norms and biases never decay")),
+    "optimizer.undecayed": Always("norms and biases never decay"),
     "dataset.dataset": _named_data,
     "dataset.dataset.()": choice(
         "data.packing", {"ConcatThenSplitPackingConfig": "concatenated", "FirstFitPackingConfig": "best_fit"}
@@ -226,7 +195,7 @@ PYTHON: Mapping[str, Rule] = {
     "dataset.table": _table,
     "dataset.infinite": only(True, "data is always repeated"),
     "dataset.repeat": only(True, "data is always repeated"),
-    "dataset.shuffle": _shuffled,
+    "dataset.shuffle": either("data.order", "shuffled", "given"),
     "dataset.seed": without("training.seed also shuffles the data"),
     "training.dtype": words("training.master_dtype", {"bfloat16": "bf16", "float32": "fp32"}),
     "training.max_context_length": "data.sequence_length",
@@ -242,7 +211,7 @@ PYTHON: Mapping[str, Rule] = {
     "debug.seed": "training.seed",
     "debug.deterministic": when("training.deterministic", True),
     "debug.moe_force_load_balance": unsupported("the router always chooses"),
-    "profiler.*": no_effect(NoEffect.LOGS),
+    "profiler.*": NoEffect.LOGS,
 }
 """Keys of the configuration in Python that others do not have."""
 RULES: Mapping[str, Rule] = {
@@ -274,7 +243,7 @@ RULES: Mapping[str, Rule] = {
     "training.warmup_steps": "training.lr_schedule.warmup",
     "training.max_norm": positive("training.clip"),
     "training.steps": "training.steps",
-    "training.dataset": _data,
+    "training.dataset": read_data_set,
     "training.dataset_path": lambda reading, value, origin: reading.set("data.sources", [{"path": value}], origin),
     "training.seed": "training.seed",
     "training.deterministic": when("training.deterministic", True),
@@ -296,7 +265,10 @@ RULES: Mapping[str, Rule] = {
         [f"parallelism.pipeline_parallel_{end}_stage_less_layers" for end in ("first", "last")],
         without("set layout.stage_layers"),
     ),
-    "parallelism.fsdp_reshard_after_forward": _resharded,
+    "parallelism.fsdp_reshard_after_forward": cases(
+        {"default": Always("weights are gathered again as torchtitan does by default"), "never": fact("zero", 2)},
+        fact("zero", 3),
+    ),
     "parallelism.expert_tensor_parallel_degree": only(1, "tensor parallelism does not split experts"),
     "parallelism.context_parallel_rotate_method": choice(
         "layout.cp_method", {"allgather": "all_gather", "alltoall": "ring"}
@@ -306,8 +278,8 @@ RULES: Mapping[str, Rule] = {
     "checkpoint.interval": fact("save interval"),
     "checkpoint.interval_type": only("steps", "intervals are in steps"),
     "checkpoint.keep_latest_k": above_zero("checkpoint.keep_last", ALL_KEPT),
-    "checkpoint.async_mode": lambda reading, value, origin: reading.set(
-        "checkpoint.asynchronous", value != "disabled", origin
+    "checkpoint.async_mode": cases(
+        {"disabled": sets({"checkpoint.asynchronous": False})}, sets({"checkpoint.asynchronous": True})
     ),
     "checkpoint.initial_load_path": "checkpoint.start_from",
     "checkpoint.model_weights_only": without("checkpoints hold the optimizer's state; the last one, too"),
@@ -326,12 +298,15 @@ RULES: Mapping[str, Rule] = {
         "training.recompute", {"none": "none", "selective": "selective", "full": "full"}
     ),
     "activation_checkpoint.selective_ac_option": only("op", "set training.recompute to {full: LAYERS} instead"),
-    "validation.enable": _validated,
+    "validation.enable": if_so(
+        without("evaluation data are a share of the training data; set data.held_out"),
+        Has("training.evaluation.every", 0),
+    ),
     "validation.freq": "training.evaluation.every",
     "validation.steps": above_zero("training.evaluation.batches", Always("the held-out data are read once")),
     **{f"metrics.enable_{name}": when(tracker(name), True, no_tracker(name)) for name in ("tensorboard", "wandb")},
     "float8.enable_float8_linear": when("training.precision", "fp8"),
-    "profiling.*": no_effect(NoEffect.LOGS),
+    "profiling.*": NoEffect.LOGS,
     "fault_tolerance.enable": unsupported("replicas that come and go are not supported"),
     "memory_estimation.enable": unsupported("it estimates instead of training; use `meshwright plan`"),
     **no_effects(NO_EFFECT),

@@ -4,18 +4,21 @@ from collections.abc import Mapping
 from typing import Any
 
 from meshwright.imports.claims import Always, Has, NoEffect
-from meshwright.imports.reading import Reading, Rule, check_count
+from meshwright.imports.reading import Reading, Rule
 from meshwright.imports.rules import (
+    cases,
     choice,
     claims_value,
+    counted,
     fact,
-    listed,
     no_effects,
     only,
+    peft,
+    place,
+    sets,
     when,
     without,
 )
-from meshwright.spec.data import HUB
 
 LORA: Mapping[str, Any] = {"finetune.rank": 16, "finetune.alpha": 32, "finetune.dropout": 0.05}
 """Defaults of `ModelConfig`."""
@@ -29,36 +32,13 @@ NO_EFFECT: Mapping[NoEffect, Mapping[str, str]] = {
 }
 
 
-def _targets(reading: Reading, value: Any, origin: str) -> None:
-    names = value.split(",") if isinstance(value, str) and "," in value else value
-    every = names in ("all-linear", ["all-linear"])
-    reading.set("finetune.targets", "all-linear" if every else [names] if isinstance(names, str) else names, origin)
-
-
-def _length(reading: Reading, value: Any, origin: str) -> None:
-    check_count(value, origin)
-    reading.set("data.sequence_length", value, origin)
-
-
-def _packing(reading: Reading, value: Any, origin: str) -> None:
-    if value is True:
-        reading.set_all({"data.packing": "best_fit", "data.separate_documents": True}, origin)
-    else:
-        reading.set("data.packing", "padded", origin)
-
-
 RULES: Mapping[str, Rule] = {
     "model_name_or_path": "model.name",
     "model_revision": without("the newest version of the model is read"),
     **dict.fromkeys(("torch_dtype", "dtype"), without("set training.master_dtype; by default weights are in fp32")),
     "use_peft": fact(PEFT),
-    "lora_r": "finetune.rank",
-    "lora_alpha": "finetune.alpha",
-    "lora_dropout": "finetune.dropout",
-    "lora_target_modules": _targets,
-    "lora_modules_to_save": listed("finetune.train"),
-    "use_rslora": when("finetune.rslora", True),
-    "use_dora": when("finetune.dora", True),
+    **peft("lora_", "r", "lora_alpha", "lora_dropout", "target_modules", "modules_to_save"),
+    **peft("", "use_dora", "use_rslora"),
     "load_in_4bit": when("finetune.base", "nf4"),
     "load_in_8bit": when("finetune.base", "int8"),
     "use_bnb_nested_quant": "finetune.double_quantization",
@@ -67,8 +47,10 @@ RULES: Mapping[str, Rule] = {
     "dataset_config": fact(SUBSET),
     "dataset_train_split": fact(SPLIT),
     "dataset_test_split": without("evaluation data is a fraction of the training data; set data.held_out"),
-    **dict.fromkeys(("max_length", "max_seq_length"), _length),
-    "packing": _packing,
+    **dict.fromkeys(("max_length", "max_seq_length"), counted("data.sequence_length")),
+    "packing": cases(
+        {True: sets({"data.packing": "best_fit", "data.separate_documents": True})}, sets({"data.packing": "padded"})
+    ),
     "packing_strategy": only("bfd", "whole records are packed into the fullest sample with room (bfd)"),
     "eval_packing": claims_value("data.separate_documents"),
     "assistant_only_loss": choice("data.chat.train_on", {True: "assistant", False: "all"}, "true, false"),
@@ -92,16 +74,14 @@ def settle_trl(reading: Reading, values: Mapping[str, Any], file: str) -> None:
         reading.default_all(LORA, default)
     else:
         reading.claim(origin, Has("finetune.rank", None))
-        for path in [path for path in reading.settings if path.startswith("finetune.") and path != "finetune.method"]:
-            reading.drop(reading.settings.pop(path)[1], "it has no effect without use_peft")
+        adapters = [path for path in reading.settings if path.startswith("finetune.") and path != "finetune.method"]
+        reading.take_back("it has no effect without use_peft", *adapters)
     if DATA in reading.facts:
         name, where = reading.facts[DATA]
         parts = {"subset": reading.facts.get(SUBSET), "split": reading.facts.get(SPLIT)}
         given = {key: part[0] for key, part in parts.items() if part and (key, part[0]) != ("split", "train")}
         origins = [where, *(part[1] for part in parts.values() if part)]
-        local = str(name).startswith((".", "/"))
-        source = {"path": str(name) if local else f"{HUB}{name}", **given}
-        reading.set("data.sources", [source], "; ".join(origins))
+        reading.set("data.sources", [{"path": place(name), **given}], "; ".join(origins))
         if "packing" not in values:
             reading.set("data.packing", "padded", f"{default}: packing=false")
     elif SPLIT in reading.facts:
