@@ -10,11 +10,11 @@ import transformers
 
 from meshwright.derive.calls import RecordedCall, UnsplitError, record
 from meshwright.derive.derive import derive_split, split_module
-from meshwright.derive.probe import derived_split, probe_blocks
+from meshwright.derive.probe import derived_cuts, derived_split, probe_blocks
 from meshwright.derive.slice_test import passes
 from meshwright.derive.whole_model import check_whole
 from meshwright.families import read_hf_directory
-from meshwright.spec.foreign import ForeignModel, ForeignSplit, SplitModule
+from meshwright.spec.foreign import ForeignCuts, ForeignModel, ForeignSplit, SplitModule
 from meshwright.spec.layout import LayoutSpec
 from meshwright.spec.model import ModelFields
 from meshwright.spec.run import ResolvedRun
@@ -46,7 +46,7 @@ EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 16, "shared_expert
 LINEAR = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8}
 LAYERS = {"layer_types": ["linear_attention", "full_attention"]}
 CONFIGS: dict[str, Any] = {
-    "smollm3": transformers.SmolLM3Config(**SIZES),  # as llama
+    "smollm3": transformers.SmolLM3Config(**SIZES | {"num_hidden_layers": 4}),  # as llama, tied
     "phi3": transformers.Phi3Config(**SIZES),  # queries, keys and values in one matrix, gate and up in another
     "gpt2": transformers.GPT2Config(vocab_size=50, n_embd=32, n_layer=2, n_head=4, n_positions=32),  # (in, out)
     "bert": transformers.BertConfig(  # its feed-forward layer is split in the block, its attention in a module inside
@@ -72,6 +72,7 @@ def directories(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 _SPLITS: dict[tuple[str, int], ForeignSplit] = {}
+_CUTS: dict[str, ForeignCuts] = {}
 
 
 def foreign_run(directory: Path, layout: LayoutSpec, **options: Any) -> ResolvedRun:
@@ -82,7 +83,13 @@ def foreign_run(directory: Path, layout: LayoutSpec, **options: Any) -> Resolved
         if key not in _SPLITS:
             _SPLITS[key] = derived_split(model.foreign, layout.tp)
         model = model.model_copy(update={"foreign": model.foreign.model_copy(update={"split": _SPLITS[key]})})
-    resolved = tiny_run(layout, **options)
+    resolved = tiny_run(layout, num_layers=model.num_layers, **options)
+    if layout.pp > 1:
+        assert model.foreign is not None
+        key = str(directory)
+        _CUTS[key] = _CUTS.get(key) or derived_cuts(model.foreign)
+        assert not _CUTS[key].problem
+        model = model.model_copy(update={"foreign": model.foreign.model_copy(update={"cuts": _CUTS[key]})})
     fields = ModelFields(name=str(directory), weights="pretrained", family="transformers")
     return resolved.model_copy(update={"run": resolved.run.model_copy(update={"model": fields}), "model": model})
 

@@ -43,7 +43,7 @@ from meshwright.spec.run import RecipeFile, ResolvedRun, Run
 from meshwright.spec.text import command, counted
 from meshwright.terminal import printable
 from meshwright.trainer.corpus import check_objective, check_tokenizer, check_vocabulary, starting_model, with_datasets
-from meshwright.trainer.derived import with_split
+from meshwright.trainer.derived import with_derived
 from meshwright.trainer.display import ProgressLine, model_size, short
 from meshwright.trainer.folder import check_writable
 from meshwright.trainer.resolve import resolve_run
@@ -229,7 +229,7 @@ def _table(recipe: Run, base_dir: Path) -> dict[str, Any]:
     is derived."""
     model = resolve_model(recipe.model, base_dir=base_dir, vocab=recipe.data.tokenizer_vocab)
     parts = max(2, recipe.layout.tp) if model.foreign is not None else recipe.layout.tp
-    model = with_split(model, recipe, parts)
+    model = with_derived(model, recipe, parts)
     return {"parts": parts, "rows": describe_table(model, recipe.finetune), "split": describe_split(model)}
 
 

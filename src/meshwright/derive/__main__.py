@@ -1,7 +1,7 @@
-"""Derives a split in a process of its own: `python -m meshwright.derive`.
+"""Derives a split or cuts in a process of its own: `python -m meshwright.derive`.
 
-Reads {"foreign": a `ForeignModel`, "parts": ranks} from standard input, and writes {"split": a `ForeignSplit`} or
-{"problem": one sentence} to standard output.
+Reads {"kind": "ForeignSplit", "foreign": a `ForeignModel`, "parts": ranks} or {"kind": "ForeignCuts", "foreign": ...}
+from standard input, and writes {"derived": of that kind} or {"problem": one sentence} to standard output.
 """
 
 import contextlib
@@ -11,7 +11,7 @@ import warnings
 
 import torch
 
-from meshwright.derive.probe import derived_split
+from meshwright.derive.probe import derived_cuts, derived_split
 from meshwright.spec.errors import UserError
 from meshwright.spec.foreign import ForeignModel
 
@@ -24,8 +24,10 @@ def main() -> None:
     answer: dict[str, object]
     with contextlib.redirect_stdout(sys.stderr):
         try:
-            split = derived_split(ForeignModel.model_validate(question["foreign"]), question["parts"])
-            answer = {"split": split.model_dump(mode="json")}
+            foreign = ForeignModel.model_validate(question["foreign"])
+            cuts = question["kind"] == "ForeignCuts"
+            derived = derived_cuts(foreign) if cuts else derived_split(foreign, question["parts"])
+            answer = {"derived": derived.model_dump(mode="json")}
         except UserError as error:
             answer = {"problem": str(error)}
     print(json.dumps(answer))

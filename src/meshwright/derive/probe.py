@@ -13,12 +13,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from meshwright.derive.cuts import derive_cuts, with_name
 from meshwright.derive.derive import Blocks, derive_split, recheck
 from meshwright.derive.whole_model import check_whole
 from meshwright.families.wrapped import parsed
 from meshwright.models.foreign import without_dropout
 from meshwright.spec.errors import UserError
-from meshwright.spec.foreign import ForeignModel, ForeignSplit, SplitParameter
+from meshwright.spec.foreign import ForeignCuts, ForeignModel, ForeignSplit, SplitParameter
 
 LARGEST = 3_000_000
 """Parameters of a model that is probed as it is."""
@@ -75,6 +76,18 @@ def derived_split(foreign: ForeignModel, parts: int) -> ForeignSplit:
     whole = [(f"{foreign.blocks}.*.{name}", reason) for name, reason in lost.items()]
     scaled = scaled_up(kept, small, dict(foreign.tensors))
     return scaled.model_copy(update={"whole": tuple(sorted({*split.whole, *whole}))})
+
+
+def derived_cuts(foreign: ForeignModel) -> ForeignCuts:
+    """Where pipeline stages can cut a model; with a `problem` if nowhere. A large model is cut as a small copy.
+
+    Raises:
+        UserError: no small copy of it can be made.
+    """
+    cuts = derive_cuts(probe_blocks(foreign, 1))
+    names = dict(foreign.tensors)
+    renamed = "embed_out.weight" in names and "lm_head.weight" not in names  # as in `models/foreign.py`
+    return with_name(cuts, "lm_head", "embed_out") if renamed else cuts
 
 
 def _checked(blocks: Blocks, split: ForeignSplit, parts: int) -> ForeignSplit:

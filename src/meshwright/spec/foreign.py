@@ -69,6 +69,31 @@ class ForeignSplit(Spec):
         )
 
 
+class ForeignCuts(Spec):
+    """How pipeline stages cut a model of transformers between blocks, and which parameters outside them each has."""
+
+    hidden: int | str = 0
+    """The argument of a block that is sent, by position or name; every stage computes the others itself."""
+    outputs: int = 0
+    """If a block returns a tuple that begins with the hidden states: its length."""
+    before: tuple[str, ...] = ()
+    """The modules outside the blocks that the first stage has."""
+    after: tuple[str, ...] = ()
+    """The modules outside the blocks that the last stage has."""
+    copied: tuple[str, ...] = ()
+    """Parameters that the first and the last stage both have, as tied embeddings."""
+    problem: str = ""
+    """The reason why the model cannot be cut; empty if it can."""
+
+    def is_before(self, name: str) -> bool:
+        """Whether a module or parameter lies before the blocks."""
+        return any(f"{name}.".startswith(f"{path}.") for path in self.before)
+
+    def is_after(self, name: str) -> bool:
+        """Whether a module or parameter lies after the blocks."""
+        return any(f"{name}.".startswith(f"{path}.") for path in self.after)
+
+
 class ForeignModel(Spec):
     """An architecture that only transformers implements."""
 
@@ -91,6 +116,8 @@ class ForeignModel(Spec):
     """Parts of names in transformers' module, and their different spelling in the files."""
     split: ForeignSplit | None = None
     """How tensor-parallel ranks split it, if the layout has any."""
+    cuts: ForeignCuts | None = None
+    """Where pipeline stages cut it, if the layout has any."""
 
 
 class Wrapper(Spec):

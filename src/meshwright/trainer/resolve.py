@@ -37,7 +37,7 @@ from meshwright.spec.recompute import Recompute, plain_recompute, recompute_misf
 from meshwright.spec.run import ResolvedRun, Run
 from meshwright.spec.text import quoted
 from meshwright.spec.training import MOST_WARMUP, TrainingSpec
-from meshwright.trainer.derived import with_split
+from meshwright.trainer.derived import with_derived
 from meshwright.trainer.length import in_steps
 
 MEMORY_SHARE = 0.8
@@ -65,7 +65,7 @@ def resolve_run(run: Run, *, base_dir: Path, machine: Machine | None = None) -> 
         return _with_layout(run, base_dir, machine)
     if run.training.optimizer.lr_base_batch is not None:
         return _with_scaled_rate(run, base_dir, machine)
-    model = with_split(resolve_model(run.model, base_dir=base_dir, vocab=run.data.tokenizer_vocab), run)
+    model = with_derived(resolve_model(run.model, base_dir=base_dir, vocab=run.data.tokenizer_vocab), run)
     global_batch, ranks = run.sequences_per_step(), run.layout.data_parallel
     _refuse_misfits(run, model, global_batch, machine)
     sizes = _micro_batches(run, global_batch // ranks, base_dir)
