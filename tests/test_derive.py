@@ -14,13 +14,13 @@ from meshwright.derive.probe import derived_cuts, derived_split, probe_blocks
 from meshwright.derive.slice_test import passes
 from meshwright.derive.whole_model import check_whole
 from meshwright.families import read_hf_directory
+from meshwright.families.derived import derive
 from meshwright.spec.foreign import ForeignCuts, ForeignModel, ForeignSplit, SplitModule
 from meshwright.spec.layout import LayoutSpec
 from meshwright.spec.model import ModelFields
 from meshwright.spec.run import ResolvedRun
 from meshwright.testing.equivalence import one_step
 from meshwright.testing.ranks import RankPool
-from meshwright.trainer.derived import derived_split as asked
 from test_equivalence import assert_equal
 from test_finetune_run import trajectory
 from tiny import tiny_run
@@ -227,13 +227,13 @@ def test_a_damaged_split_in_the_cache_is_derived_again(directories: Path, tmp_pa
     """Also if the damage leaves a split that could be read, with other rows on a rank."""
     foreign = read_hf_directory(directories / "phi3", family="transformers").foreign
     assert foreign is not None
-    split = asked(foreign, 2, tmp_path, where="layout.tp=2")
+    split = derive(foreign, [2], tmp_path)[2]
     (file,) = tmp_path.iterdir()
     whole = file.read_bytes()
     for damaged in (whole.replace(b"16", b"24", 1), whole[:-9], b"", b"\xff" + whole):
         assert damaged != whole
         file.write_bytes(damaged)
-        assert asked(foreign, 2, tmp_path, where="layout.tp=2") == split
+        assert derive(foreign, [2], tmp_path)[2] == split
         assert file.read_bytes() == whole
 
 

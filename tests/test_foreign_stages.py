@@ -11,9 +11,15 @@ from meshwright.derive.cuts import check_cuts, derive_cuts
 from meshwright.derive.derive import Blocks
 from meshwright.derive.probe import probe_blocks
 from meshwright.families import read_hf_directory
+from meshwright.families.derived import with_options
+from meshwright.families.described import describe_cuts
+from meshwright.predict.recipe import plan_recipe
+from meshwright.spec.data import DataSpec
 from meshwright.spec.fit import find_misfits
 from meshwright.spec.foreign import ForeignCuts
 from meshwright.spec.layout import LayoutSpec
+from meshwright.spec.model import ModelFields
+from meshwright.spec.run import Run
 from meshwright.testing.equivalence import one_step
 from meshwright.testing.ranks import RankPool
 from test_derive import CONFIGS, LORA, TIGHT, directories, foreign_run
@@ -145,3 +151,22 @@ def test_a_model_that_cannot_be_cut_is_refused_by_its_reason(directories: Path) 
     assert reason == f"layout.pp=2: {problem}; the nearest legal layout is pp=1"
     (_, reason) = find_misfits(LayoutSpec(pp=4), model, 16)
     assert reason == "layout.pp=4: 2 layers cannot be split into 4 pipeline stages; use at most 2"
+
+
+@pytest.mark.slow
+def test_a_plan_knows_which_degrees_run(directories: Path, tmp_path: Path) -> None:
+    """Of gpt2's 4 heads 2 and 4 ranks can have parts."""
+    data = DataSpec(sequence_length=16, cache_dir=str(tmp_path))
+    fields = ModelFields(name=str(directories / "gpt2"), weights="pretrained", family="transformers")
+    run = Run(model=fields, data=data, training={"steps": 2, "global_batch": 8})  # pyright: ignore[reportArgumentType]
+    _, facts = plan_recipe(run, base_dir=tmp_path, cluster="8xh100")
+    runs = {name: "refused" not in one["reason"] for name, one in facts["strategies"].items()}
+    assert runs["TP"]
+    assert runs["PP"]
+    assert runs["PP + TP"]
+    assert len(list((tmp_path / "splits").iterdir())) == 3, "the cuts, and splits over 2 and 4 ranks"
+    model = with_options(read_hf_directory(directories / "gpt2", family="transformers"), run, [2, 4])
+    assert not find_misfits(LayoutSpec(tp=4, pp=2), model, 16)
+    (reason,) = find_misfits(LayoutSpec(tp=8), model, 16)
+    assert reason == "layout.tp=8: the split over 8 ranks was not derived; set layout.tp in the recipe"
+    assert describe_cuts(model)[-1] == "  on both, gradients summed: transformer.wte.weight"

@@ -1,7 +1,8 @@
-"""Derives a split or cuts in a process of its own: `python -m meshwright.derive`.
+"""Derives splits and cuts in a process of its own: `python -m meshwright.derive`.
 
-Reads {"kind": "ForeignSplit", "foreign": a `ForeignModel`, "parts": ranks} or {"kind": "ForeignCuts", "foreign": ...}
-from standard input, and writes {"derived": of that kind} or {"problem": one sentence} to standard output.
+Reads {"foreign": a `ForeignModel`, "wanted": numbers} from standard input: 0 asks for the `ForeignCuts`, a larger
+number for the `ForeignSplit` over this many ranks. Writes a list with a {"derived": ...} or {"problem": one sentence}
+for each to standard output.
 """
 
 import contextlib
@@ -21,16 +22,16 @@ def main() -> None:
     question = json.load(sys.stdin)
     warnings.simplefilter("ignore")  # transformers', about a model that is not the user's
     torch.set_num_threads(1)  # the tensors are tiny
-    answer: dict[str, object]
+    foreign = ForeignModel.model_validate(question["foreign"])
+    answers: list[dict[str, object]] = []
     with contextlib.redirect_stdout(sys.stderr):
-        try:
-            foreign = ForeignModel.model_validate(question["foreign"])
-            cuts = question["kind"] == "ForeignCuts"
-            derived = derived_cuts(foreign) if cuts else derived_split(foreign, question["parts"])
-            answer = {"derived": derived.model_dump(mode="json")}
-        except UserError as error:
-            answer = {"problem": str(error)}
-    print(json.dumps(answer))
+        for number in question["wanted"]:
+            try:
+                derived = derived_split(foreign, number) if number else derived_cuts(foreign)
+                answers.append({"derived": derived.model_dump(mode="json")})
+            except UserError as error:
+                answers.append({"problem": str(error)})
+    print(json.dumps(answers))
 
 
 if __name__ == "__main__":

@@ -57,6 +57,8 @@ class ForeignSplit(Spec):
     """Matrices of blocks that stay whole, by their names with * for the block, and the reason."""
     notes: tuple[str, ...] = ()
     """Disagreements with transformers' own plan."""
+    problem: str = ""
+    """The reason why none could be derived, in a plan; empty otherwise."""
     rounds: bool = False
     """Whether transformers computes something in float32 in a model of any dtype, such as norms or routers."""
 
@@ -118,6 +120,13 @@ class ForeignModel(Spec):
     """How tensor-parallel ranks split it, if the layout has any."""
     cuts: ForeignCuts | None = None
     """Where pipeline stages cut it, if the layout has any."""
+    others: tuple[ForeignSplit, ...] = ()
+    """In a plan, the splits over other numbers of ranks."""
+
+    def split_over(self, ranks: int) -> ForeignSplit | None:
+        """The split over this many ranks, if it has been derived."""
+        known = (self.split, *self.others)
+        return next((split for split in known if split is not None and split.tp == ranks), None)
 
 
 class Wrapper(Spec):

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.families import describe_low_precision, parameter_table, resolve_model, starting_weights
+from meshwright.families.derived import with_derived
 from meshwright.machine import Machine, find_machine
 from meshwright.predict.blueprint import blueprint
 from meshwright.predict.engine import Processor, engine_job, layout_check
@@ -37,7 +38,6 @@ from meshwright.spec.recompute import Recompute, plain_recompute, recompute_misf
 from meshwright.spec.run import ResolvedRun, Run
 from meshwright.spec.text import quoted
 from meshwright.spec.training import MOST_WARMUP, TrainingSpec
-from meshwright.trainer.derived import with_derived
 from meshwright.trainer.length import in_steps
 
 MEMORY_SHARE = 0.8
