@@ -1,6 +1,7 @@
 """The derived split of models of transformers: real ranks equal one process."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -255,3 +256,53 @@ def test_a_norm_without_weight_is_no_obstacle() -> None:
     call = RecordedCall((torch.randn(4, 8, dtype=torch.float64),), {}, frozenset(), buried=False)
     with pytest.raises(UnsplitError):
         split_module(module, call, 2, (0,))
+
+
+def overruled_split(directory: Path, dims: dict[str, str]) -> ForeignSplit:
+    foreign = read_hf_directory(directory, family="transformers").foreign
+    assert foreign is not None
+    return derived_split(foreign.model_copy(update={"dims": tuple(dims.items())}), 2)
+
+
+def test_dims_of_the_recipe_overrule_derived_ones(directories: Path) -> None:
+    """The derived dims said again change nothing; a module may stay whole; what is wrong is refused by the slice test,
+    and what cannot be understood or matches nothing by name."""
+    fused, up, down = (
+        f"model.layers.*.{name}.weight" for name in ("self_attn.qkv_proj", "mlp.gate_up_proj", "mlp.down_proj")
+    )
+    derived = overruled_split(directories / "phi3", {})
+    again = overruled_split(
+        directories / "phi3", {fused: "heads, in in runs of 32, 16, 16", up: "ffn, in in runs of 48, 48"}
+    )
+    assert {(one.name, tuple(sorted(map(str, one.parameters)))) for one in again.modules} == {
+        (one.name, tuple(sorted(map(str, one.parameters)))) for one in derived.modules
+    }
+    assert [one.name for one in overruled_split(directories / "phi3", {up: "whole"}).modules] == ["self_attn"]
+    refusals = {
+        (fused, "heads, in"): "the slice test of self_attn refuses it: .*do not add up",
+        (fused, "heads, in in runs of 16, 16, 32"): "the slice test of self_attn refuses it: .*do not add up",
+        (up, "out, ffn"): "the slice test of mlp refuses it: ",
+        (down, "ffn, in"): "the slice test of mlp refuses it: ",
+        (fused, "heads, in in runs of 32, 16"): "with runs that add up to its size",
+        (fused, "experts, in"): "one of them heads, kv_heads, ffn",
+        ("model.layers.*.self_attn.q_proj.weight", "heads, in"): "matches no parameter",
+        ("model.norm.weight", "heads"): "cannot be overruled: it is in no split module",
+    }
+    for (pattern, dims), reason in refusals.items():
+        with pytest.raises(ValueError, match=rf"model\.dims: {re.escape(pattern)}: {re.escape(dims)}: .*{reason}"):
+            overruled_split(directories / "phi3", {pattern: dims})
+
+
+def test_dims_of_a_large_model_are_tested_in_the_small_copy() -> None:
+    sizes = {"hidden_size": 5120, "intermediate_size": 17920, "num_attention_heads": 40, "num_key_value_heads": 10}
+    foreign = large(transformers.Phi3Config(**sizes, num_hidden_layers=4, vocab_size=32064))
+    pattern = "model.layers.*.self_attn.qkv_proj.weight"
+
+    def split(runs: str) -> ForeignSplit:
+        return derived_split(foreign.model_copy(update={"dims": ((pattern, f"heads, in in runs of {runs}"),)}), 2)
+
+    assert any(
+        one.segments == (5120, 1280, 1280) for module in split("5120, 1280, 1280").modules for one in module.parameters
+    )
+    with pytest.raises(ValueError, match=r"refuses it: .*do not add up"):
+        split("1280, 1280, 5120")

@@ -6,13 +6,16 @@ from typing import Literal
 
 from meshwright.spec.base import Spec
 
+SplitDim = Literal["heads", "kv_heads", "ffn"]
+"""Name of a dim that ranks split."""
+
 
 class SplitParameter(Spec):
     """A parameter that tensor-parallel ranks split, or of which each needs only some rows."""
 
     name: str
     """Name within its `SplitModule`."""
-    kind: Literal["heads", "kv_heads", "ffn"]
+    kind: SplitDim
     """Name of the dim that is split."""
     dim: int
     """Its index."""
@@ -116,6 +119,8 @@ class ForeignModel(Spec):
     """Stacks of experts whose matrices the files store (in, out)."""
     renamed: tuple[tuple[str, str], ...] = ()
     """Parts of names in transformers' module, and their different spelling in the files."""
+    dims: tuple[tuple[str, str], ...] = ()
+    """The recipe's dims of parameters, by patterns of names, which overrule derived ones."""
     split: ForeignSplit | None = None
     """How tensor-parallel ranks split it, if the layout has any."""
     cuts: ForeignCuts | None = None
