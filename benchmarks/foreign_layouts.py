@@ -2,6 +2,7 @@
 
     python benchmarks/foreign_layouts.py --types llama,phi3      # measures these
     python benchmarks/foreign_layouts.py --limit 20              # measures up to 20 more architectures
+    python benchmarks/foreign_layouts.py --missing               # measures missing columns
 
 Each architecture is a model of two or four layers with random weights. transformers' loss and gradients are compared
 with one process of ours, and each layout with that one process, in float64: loss, the norm, every gradient, and every
@@ -16,6 +17,7 @@ import os
 import tempfile
 import time
 import warnings
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +25,13 @@ import torch
 import torch.nn.functional as F
 
 from meshwright.derive.derive import rounds_in_float32
-from meshwright.derive.probe import derived_split, draw
+from meshwright.derive.probe import derived_cuts, derived_split, draw
 from meshwright.families import read_hf_directory
+from meshwright.predict.stages import balanced_stages, layer_costs
 from meshwright.spec.data import DataSpec
 from meshwright.spec.errors import UserError
 from meshwright.spec.fit import find_misfits
-from meshwright.spec.foreign import ForeignModel, ForeignSplit
+from meshwright.spec.foreign import ForeignCuts, ForeignModel, ForeignSplit
 from meshwright.spec.layout import LayoutSpec
 from meshwright.spec.model import ModelFields
 from meshwright.spec.run import ResolvedRun, Run
@@ -44,6 +47,8 @@ COLUMNS: dict[str, tuple[LayoutSpec, dict[str, Any] | None]] = {
     "tp 2": (LayoutSpec(tp=2), None),
     "tp 2 x ZeRO-2": (LayoutSpec(tp=2, dp_shard=2, zero=2), None),
     "LoRA, tp 2": (LayoutSpec(tp=2), LORA),
+    "pp 2": (LayoutSpec(pp=2), None),
+    "pp 2 x tp 2": (LayoutSpec(pp=2, tp=2), None),
 }
 SIZES: dict[str, Any] = {
     **dict.fromkeys(("hidden_size", "n_embd", "d_model", "word_embed_proj_dim", "embed_dim", "emb_dim"), 32),
@@ -113,22 +118,28 @@ def resolved_run(directory: Path, layout: LayoutSpec, finetune: dict[str, Any] |
     if layout.tp > 1 and model.foreign is not None:
         split = split_over(directory, model.foreign, layout.tp)
         model = model.model_copy(update={"foreign": model.foreign.model_copy(update={"split": split})})
+    if layout.pp > 1 and model.foreign is not None:
+        if directory not in _CUTS:
+            _CUTS[directory] = derived_cuts(model.foreign)
+        model = model.model_copy(update={"foreign": model.foreign.model_copy(update={"cuts": _CUTS[directory]})})
     if misfits := find_misfits(layout, model, LENGTH):
         raise UserError(misfits[0])
-    ranks = layout.data_parallel
+    ranks, accumulation = layout.data_parallel, layout.pp
+    stages = balanced_stages(layer_costs(model, LENGTH), layout.pp) if layout.pp > 1 else ()
     return ResolvedRun(
         run=run,
         base_dir=".",
         model=model,
         global_batch=BATCH,
-        micro_batch=BATCH // ranks,
-        accumulation=1,
-        stage_layers=(),
+        micro_batch=BATCH // ranks // accumulation,
+        accumulation=accumulation,
+        stage_layers=stages,
         reasons={},
     )
 
 
 _SPLITS: dict[tuple[Path, int], ForeignSplit] = {}
+_CUTS: dict[Path, ForeignCuts] = {}
 
 
 def split_over(directory: Path, foreign: ForeignModel, ranks: int) -> ForeignSplit:
@@ -179,8 +190,8 @@ def against_transformers(directory: Path, run: ResolvedRun, tolerance: float) ->
     return ""
 
 
-def measure(kind: str, pool: RankPool) -> dict[str, str]:
-    """The cells of one architecture: `equal`, `refused: reason` or `wrong: what`."""
+def measure(kind: str, pool: RankPool, columns: Collection[str]) -> dict[str, str]:
+    """These cells of one architecture: `equal`, `refused: reason` or `wrong: what`."""
     import transformers
 
     with tempfile.TemporaryDirectory() as folder:
@@ -199,11 +210,12 @@ def measure(kind: str, pool: RankPool) -> dict[str, str]:
             tolerance = 1e-6 if rounds else 1e-11
             alone = {str(None): one_step(plain)}
             if wrong := against_transformers(directory, plain, tolerance):
-                return dict.fromkeys(COLUMNS, f"wrong: {wrong}") | {"rounds": str(rounds)}
+                return dict.fromkeys(columns, f"wrong: {wrong}") | {"rounds": str(rounds)}
         except Exception as error:
             return {"not tried": " ".join(f"{type(error).__name__}: {error}".split())[:160]}
         cells = {"rounds": str(rounds)}
-        for column, (layout, finetune) in COLUMNS.items():
+        for column in columns:
+            layout, finetune = COLUMNS[column]
             try:
                 if str(finetune) not in alone:
                     alone[str(finetune)] = one_step(resolved_run(directory, LayoutSpec(), finetune))
@@ -246,20 +258,22 @@ def candidates() -> list[str]:
 def page(results: dict[str, Any]) -> str:
     """The page, from all results."""
     cells = {kind: found for kind, found in results["cells"].items() if "not tried" not in found}
-    values = [found[column] for found in cells.values() for column in COLUMNS]
+    values = [found[column] for found in cells.values() for column in COLUMNS if column in found]
+    dates = [f"{column} {results['dates'][column]}" for column in COLUMNS]
     equal, wrong = values.count("equal"), sum(value.startswith("wrong") for value in values)
     lines = [
         "# Layouts of transformers' models, proved on real ranks",
         "",
-        f"Written by `python benchmarks/foreign_layouts.py` on {results['date']}, with transformers "
-        f"{results['transformers']} and PyTorch {results['torch']}, on CPUs (gloo).",
+        f"Written by `python benchmarks/foreign_layouts.py`, with transformers {results['transformers']} and PyTorch "
+        f"{results['torch']}, on CPUs (gloo). Measured last: {', '.join(dates)}.",
         "",
         f"{len(cells)} architectures, {len(values)} cells: **{equal} equal, {len(values) - equal - wrong} refused, "
         f"{wrong} wrong** ({100 * equal / max(1, len(values)):.0f} % equal). Each model is tiny, with random weights, "
         "in float64. One process is compared with transformers' own loss and gradients, and each layout's loss, norm, "
         "gradients and weights after a step with it: to 1e-11, or to 1e-6 (marked *) where in transformers norms, "
         "gates or routers compute in float32 in any dtype. *split* is the share of the numbers in blocks' matrices "
-        "that tensor-parallel ranks split; the rest is computed whole on every rank.",
+        "that tensor-parallel ranks split; the rest is computed whole on every rank. Pipelines (pp) run two "
+        "microbatches under 1F1B.",
         "",
         f"| architecture | split | {' | '.join(COLUMNS)} |",
         f"|---|---|{'---|' * len(COLUMNS)}",
@@ -268,7 +282,7 @@ def page(results: dict[str, Any]) -> str:
     for kind, found in sorted(cells.items()):
         shown = []
         for column in COLUMNS:
-            word, _, reason = found[column].partition(": ")
+            word, _, reason = found.get(column, "").partition(": ")
             shown.append(word if word == "equal" else f"**{word}**" if word == "wrong" else word)
             if reason:
                 reasons.setdefault(f"{word}: {reason}", []).append(f"{kind} ({column})")
@@ -287,6 +301,7 @@ def main() -> None:
     """Measure, and write the page."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--types", default="", help="architectures, separated by commas; default: those not measured")
+    parser.add_argument("--missing", action="store_true", help="measure the missing columns of measured architectures")
     parser.add_argument("--limit", type=int, default=0, help="measure at most this many; 0: only write the page")
     parser.add_argument("--seconds", type=float, default=3600.0, help="begin no other architecture after this time")
     arguments = parser.parse_args()
@@ -297,16 +312,24 @@ def main() -> None:
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     torch.set_num_threads(1)
-    results: dict[str, Any] = json.loads(RESULTS.read_text()) if RESULTS.exists() else {"cells": {}}
+    results: dict[str, Any] = json.loads(RESULTS.read_text()) if RESULTS.exists() else {"cells": {}, "dates": {}}
     asked = [kind for kind in arguments.types.split(",") if kind]
     kinds = asked or [kind for kind in candidates() if kind not in results["cells"]][: arguments.limit]
+    wanted = {kind: list(COLUMNS) for kind in kinds}
+    if arguments.missing:
+        cells = {kind: found for kind, found in results["cells"].items() if "not tried" not in found}
+        missing = {kind: [column for column in COLUMNS if column not in found] for kind, found in cells.items()}
+        wanted |= {kind: columns for kind, columns in missing.items() if columns}
     began, pool = time.monotonic(), RankPool()
-    for kind in kinds:
+    for kind, columns in wanted.items():
         if time.monotonic() - began > arguments.seconds:
             break
-        results["cells"][kind] = measure(kind, pool)
-        print(kind, results["cells"][kind], flush=True)
-        results |= {"date": str(datetime.date.today()), "transformers": transformers.__version__}
+        found = measure(kind, pool, columns)
+        known = {} if "not tried" in found else results["cells"].get(kind, {})
+        results["cells"][kind] = known | found
+        print(kind, found, flush=True)
+        results["dates"] |= dict.fromkeys(columns, str(datetime.date.today()))
+        results["transformers"] = transformers.__version__
         results["torch"] = torch.__version__.partition("+")[0]
         RESULTS.write_text(json.dumps(results, indent=1, sort_keys=True) + "\n")
     if results["cells"]:

@@ -1,6 +1,7 @@
 """The derived split of models of transformers: real ranks equal one process."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -10,17 +11,17 @@ import transformers
 
 from meshwright.derive.calls import RecordedCall, UnsplitError, record
 from meshwright.derive.derive import derive_split, split_module
-from meshwright.derive.probe import derived_split, probe_blocks
+from meshwright.derive.probe import derived_cuts, derived_split, probe_blocks
 from meshwright.derive.slice_test import passes
 from meshwright.derive.whole_model import check_whole
 from meshwright.families import read_hf_directory
-from meshwright.spec.foreign import ForeignModel, ForeignSplit, SplitModule
+from meshwright.families.derived import derive
+from meshwright.spec.foreign import ForeignCuts, ForeignModel, ForeignSplit, SplitModule
 from meshwright.spec.layout import LayoutSpec
 from meshwright.spec.model import ModelFields
 from meshwright.spec.run import ResolvedRun
 from meshwright.testing.equivalence import one_step
 from meshwright.testing.ranks import RankPool
-from meshwright.trainer.derived import derived_split as asked
 from test_equivalence import assert_equal
 from test_finetune_run import trajectory
 from tiny import tiny_run
@@ -46,7 +47,7 @@ EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 16, "shared_expert
 LINEAR = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8}
 LAYERS = {"layer_types": ["linear_attention", "full_attention"]}
 CONFIGS: dict[str, Any] = {
-    "smollm3": transformers.SmolLM3Config(**SIZES),  # as llama
+    "smollm3": transformers.SmolLM3Config(**SIZES | {"num_hidden_layers": 4}),  # as llama, tied
     "phi3": transformers.Phi3Config(**SIZES),  # queries, keys and values in one matrix, gate and up in another
     "gpt2": transformers.GPT2Config(vocab_size=50, n_embd=32, n_layer=2, n_head=4, n_positions=32),  # (in, out)
     "bert": transformers.BertConfig(  # its feed-forward layer is split in the block, its attention in a module inside
@@ -72,6 +73,7 @@ def directories(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 _SPLITS: dict[tuple[str, int], ForeignSplit] = {}
+_CUTS: dict[str, ForeignCuts] = {}
 
 
 def foreign_run(directory: Path, layout: LayoutSpec, **options: Any) -> ResolvedRun:
@@ -82,7 +84,13 @@ def foreign_run(directory: Path, layout: LayoutSpec, **options: Any) -> Resolved
         if key not in _SPLITS:
             _SPLITS[key] = derived_split(model.foreign, layout.tp)
         model = model.model_copy(update={"foreign": model.foreign.model_copy(update={"split": _SPLITS[key]})})
-    resolved = tiny_run(layout, **options)
+    resolved = tiny_run(layout, num_layers=model.num_layers, **options)
+    if layout.pp > 1:
+        assert model.foreign is not None
+        key = str(directory)
+        _CUTS[key] = _CUTS.get(key) or derived_cuts(model.foreign)
+        assert not _CUTS[key].problem
+        model = model.model_copy(update={"foreign": model.foreign.model_copy(update={"cuts": _CUTS[key]})})
     fields = ModelFields(name=str(directory), weights="pretrained", family="transformers")
     return resolved.model_copy(update={"run": resolved.run.model_copy(update={"model": fields}), "model": model})
 
@@ -220,13 +228,13 @@ def test_a_damaged_split_in_the_cache_is_derived_again(directories: Path, tmp_pa
     """Also if the damage leaves a split that could be read, with other rows on a rank."""
     foreign = read_hf_directory(directories / "phi3", family="transformers").foreign
     assert foreign is not None
-    split = asked(foreign, 2, tmp_path, where="layout.tp=2")
+    split = derive(foreign, [2], tmp_path)[2]
     (file,) = tmp_path.iterdir()
     whole = file.read_bytes()
     for damaged in (whole.replace(b"16", b"24", 1), whole[:-9], b"", b"\xff" + whole):
         assert damaged != whole
         file.write_bytes(damaged)
-        assert asked(foreign, 2, tmp_path, where="layout.tp=2") == split
+        assert derive(foreign, [2], tmp_path)[2] == split
         assert file.read_bytes() == whole
 
 
@@ -248,3 +256,53 @@ def test_a_norm_without_weight_is_no_obstacle() -> None:
     call = RecordedCall((torch.randn(4, 8, dtype=torch.float64),), {}, frozenset(), buried=False)
     with pytest.raises(UnsplitError):
         split_module(module, call, 2, (0,))
+
+
+def overruled_split(directory: Path, dims: dict[str, str]) -> ForeignSplit:
+    foreign = read_hf_directory(directory, family="transformers").foreign
+    assert foreign is not None
+    return derived_split(foreign.model_copy(update={"dims": tuple(dims.items())}), 2)
+
+
+def test_dims_of_the_recipe_overrule_derived_ones(directories: Path) -> None:
+    """The derived dims said again change nothing; a module may stay whole; what is wrong is refused by the slice test,
+    and what cannot be understood or matches nothing by name."""
+    fused, up, down = (
+        f"model.layers.*.{name}.weight" for name in ("self_attn.qkv_proj", "mlp.gate_up_proj", "mlp.down_proj")
+    )
+    derived = overruled_split(directories / "phi3", {})
+    again = overruled_split(
+        directories / "phi3", {fused: "heads, in in runs of 32, 16, 16", up: "ffn, in in runs of 48, 48"}
+    )
+    assert {(one.name, tuple(sorted(map(str, one.parameters)))) for one in again.modules} == {
+        (one.name, tuple(sorted(map(str, one.parameters)))) for one in derived.modules
+    }
+    assert [one.name for one in overruled_split(directories / "phi3", {up: "whole"}).modules] == ["self_attn"]
+    refusals = {
+        (fused, "heads, in"): "the slice test of self_attn refuses it: .*do not add up",
+        (fused, "heads, in in runs of 16, 16, 32"): "the slice test of self_attn refuses it: .*do not add up",
+        (up, "out, ffn"): "the slice test of mlp refuses it: ",
+        (down, "ffn, in"): "the slice test of mlp refuses it: ",
+        (fused, "heads, in in runs of 32, 16"): "with runs that add up to its size",
+        (fused, "experts, in"): "one of them heads, kv_heads, ffn",
+        ("model.layers.*.self_attn.q_proj.weight", "heads, in"): "matches no parameter",
+        ("model.norm.weight", "heads"): "cannot be overruled: it is in no split module",
+    }
+    for (pattern, dims), reason in refusals.items():
+        with pytest.raises(ValueError, match=rf"model\.dims: {re.escape(pattern)}: {re.escape(dims)}: .*{reason}"):
+            overruled_split(directories / "phi3", {pattern: dims})
+
+
+def test_dims_of_a_large_model_are_tested_in_the_small_copy() -> None:
+    sizes = {"hidden_size": 5120, "intermediate_size": 17920, "num_attention_heads": 40, "num_key_value_heads": 10}
+    foreign = large(transformers.Phi3Config(**sizes, num_hidden_layers=4, vocab_size=32064))
+    pattern = "model.layers.*.self_attn.qkv_proj.weight"
+
+    def split(runs: str) -> ForeignSplit:
+        return derived_split(foreign.model_copy(update={"dims": ((pattern, f"heads, in in runs of {runs}"),)}), 2)
+
+    assert any(
+        one.segments == (5120, 1280, 1280) for module in split("5120, 1280, 1280").modules for one in module.parameters
+    )
+    with pytest.raises(ValueError, match=r"refuses it: .*do not add up"):
+        split("1280, 1280, 5120")

@@ -29,7 +29,8 @@ from meshwright.data.token_file import file_in_memory
 from meshwright.data.tokenizer import train_tokenizer
 from meshwright.families import active_parameters, count_trained, parameter_table, pretrained_directory, resolve_model
 from meshwright.families.adapters import frozen_experts
-from meshwright.families.described import describe_split, describe_table
+from meshwright.families.derived import with_derived
+from meshwright.families.described import describe_cuts, describe_split, describe_table
 from meshwright.families.wrapped import describe_files
 from meshwright.machine import find_machine
 from meshwright.predict.forecast import forecast, warnings
@@ -50,7 +51,6 @@ from meshwright.trainer.corpus import (
     with_data_defaults,
     with_datasets,
 )
-from meshwright.trainer.derived import with_split
 from meshwright.trainer.display import ProgressLine, model_size, short
 from meshwright.trainer.folder import check_writable
 from meshwright.trainer.resolve import resolve_run
@@ -248,8 +248,9 @@ def _table(recipe: Run, base_dir: Path) -> dict[str, Any]:
     is derived."""
     model = resolve_model(recipe.model, base_dir=base_dir, vocab=recipe.data.tokenizer_vocab)
     parts = max(2, recipe.layout.tp) if model.foreign is not None else recipe.layout.tp
-    model = with_split(model, recipe, parts)
-    return {"parts": parts, "rows": describe_table(model, recipe.finetune), "split": describe_split(model)}
+    model = with_derived(model, recipe, parts, cut=True)
+    shared = describe_split(model) + describe_cuts(model)
+    return {"parts": parts, "rows": describe_table(model, recipe.finetune), "split": shared}
 
 
 def _traffic(resolved: ResolvedRun) -> list[dict[str, Any]] | str:

@@ -1,7 +1,8 @@
-"""Derives a split in a process of its own: `python -m meshwright.derive`.
+"""Derives splits and cuts in a process of its own: `python -m meshwright.derive`.
 
-Reads {"foreign": a `ForeignModel`, "parts": ranks} from standard input, and writes {"split": a `ForeignSplit`} or
-{"problem": one sentence} to standard output.
+Reads {"foreign": a `ForeignModel`, "wanted": numbers} from standard input: 0 asks for the `ForeignCuts`, a larger
+number for the `ForeignSplit` over this many ranks. Writes a list with a {"derived": ...} or {"problem": one sentence}
+for each to standard output.
 """
 
 import contextlib
@@ -11,7 +12,7 @@ import warnings
 
 import torch
 
-from meshwright.derive.probe import derived_split
+from meshwright.derive.probe import derived_cuts, derived_split
 from meshwright.spec.errors import UserError
 from meshwright.spec.foreign import ForeignModel
 
@@ -21,14 +22,16 @@ def main() -> None:
     question = json.load(sys.stdin)
     warnings.simplefilter("ignore")  # transformers', about a model that is not the user's
     torch.set_num_threads(1)  # the tensors are tiny
-    answer: dict[str, object]
+    foreign = ForeignModel.model_validate(question["foreign"])
+    answers: list[dict[str, object]] = []
     with contextlib.redirect_stdout(sys.stderr):
-        try:
-            split = derived_split(ForeignModel.model_validate(question["foreign"]), question["parts"])
-            answer = {"split": split.model_dump(mode="json")}
-        except UserError as error:
-            answer = {"problem": str(error)}
-    print(json.dumps(answer))
+        for number in question["wanted"]:
+            try:
+                derived = derived_split(foreign, number) if number else derived_cuts(foreign)
+                answers.append({"derived": derived.model_dump(mode="json")})
+            except UserError as error:
+                answers.append({"problem": str(error)})
+    print(json.dumps(answers))
 
 
 if __name__ == "__main__":

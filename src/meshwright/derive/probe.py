@@ -13,12 +13,14 @@ from typing import Any
 import torch
 from torch import nn
 
+from meshwright.derive.cuts import derive_cuts, with_name
 from meshwright.derive.derive import Blocks, derive_split, recheck
+from meshwright.derive.overrides import check_overruled, overruled
 from meshwright.derive.whole_model import check_whole
 from meshwright.families.wrapped import parsed
 from meshwright.models.foreign import without_dropout
 from meshwright.spec.errors import UserError
-from meshwright.spec.foreign import ForeignModel, ForeignSplit, SplitParameter
+from meshwright.spec.foreign import ForeignCuts, ForeignModel, ForeignSplit, SplitParameter
 
 LARGEST = 3_000_000
 """Parameters of a model that is probed as it is."""
@@ -65,16 +67,40 @@ def derived_split(foreign: ForeignModel, parts: int) -> ForeignSplit:
     """
     if not is_large(foreign):
         blocks = probe_blocks(foreign, parts)
-        return _checked(blocks, derive_split(blocks, parts), parts)
+        split = overruled(foreign, derive_split(blocks, parts))
+        check_overruled(blocks, split, foreign, parts)
+        return _checked(blocks, split, parts)
     small, wider = (probe_blocks(foreign, parts, scale) for scale in (1, 2))
     split = derive_split(small, parts)
-    again = scaled_up(split, small, {name: tuple(one.shape) for name, one in wider.model.named_parameters()})
+    widths, wide = (
+        {name: tuple(one.shape) for name, one in blocks.model.named_parameters()} for blocks in (small, wider)
+    )
+    again = scaled_up(split, widths, wide, foreign.blocks)
     same, lost = recheck(wider, again, parts)
     kept = split.model_copy(update={"modules": tuple(split.modules[number] for number in same)})
     _checked(small, kept, parts)
     whole = [(f"{foreign.blocks}.*.{name}", reason) for name, reason in lost.items()]
-    scaled = scaled_up(kept, small, dict(foreign.tensors))
-    return scaled.model_copy(update={"whole": tuple(sorted({*split.whole, *whole}))})
+    scaled = scaled_up(kept, widths, dict(foreign.tensors), foreign.blocks)
+    scaled = scaled.model_copy(update={"whole": tuple(sorted({*split.whole, *whole}))})
+    if not foreign.dims:
+        return scaled
+    scaled = overruled(foreign, scaled)
+    again = scaled_up(scaled, dict(foreign.tensors), widths, foreign.blocks)
+    check_overruled(small, again, foreign, parts)
+    _checked(small, again, parts)
+    return scaled
+
+
+def derived_cuts(foreign: ForeignModel) -> ForeignCuts:
+    """Where pipeline stages can cut a model; with a `problem` if nowhere. A large model is cut as a small copy.
+
+    Raises:
+        UserError: no small copy of it can be made.
+    """
+    cuts = derive_cuts(probe_blocks(foreign, 1))
+    names = dict(foreign.tensors)
+    renamed = "embed_out.weight" in names and "lm_head.weight" not in names  # as in `models/foreign.py`
+    return with_name(cuts, "lm_head", "embed_out") if renamed else cuts
 
 
 def _checked(blocks: Blocks, split: ForeignSplit, parts: int) -> ForeignSplit:
@@ -90,16 +116,17 @@ def is_large(foreign: ForeignModel) -> bool:
     return sum(map(prod, dict(foreign.tensors).values())) > LARGEST
 
 
-def scaled_up(split: ForeignSplit, blocks: Blocks, shapes: Mapping[str, tuple[int, ...]]) -> ForeignSplit:
-    """The split of a small copy with the sizes of the large model."""
+def scaled_up(
+    split: ForeignSplit, before: Mapping[str, tuple[int, ...]], after: Mapping[str, tuple[int, ...]], blocks: str
+) -> ForeignSplit:
+    """The split of a model with these shapes `before` with the sizes of the same model with others `after`."""
 
     def scaled(one: SplitParameter, layer: int, module: str) -> SplitParameter:
         name = ".".join(filter(None, (module, one.name)))
-        small = blocks.block(layer).get_parameter(name).shape[one.dim]
-        large = shapes[f"{blocks.path}.{layer}.{name}"][one.dim]
+        old, new = (shapes[f"{blocks}.{layer}.{name}"][one.dim] for shapes in (before, after))
 
         def size(count: int) -> int:
-            return count * large // small
+            return count * new // old
 
         kept = tuple((size(start), size(stop)) for start, stop in one.kept)
         return one.model_copy(update={"segments": tuple(map(size, one.segments)), "kept": kept})

@@ -33,6 +33,21 @@ def describe_split(model: ModelSpec) -> list[str]:
     return [*lines, *(f"transformers' plan differs: {note}" for note in split.notes)]
 
 
+def describe_cuts(model: ModelSpec) -> list[str]:
+    """Where pipeline stages cut the model, and what the first and the last one have besides blocks."""
+    cuts = model.foreign.cuts if model.foreign is not None else None
+    if cuts is None:
+        return []
+    if cuts.problem:
+        return [f"pipeline stages: none: {cuts.problem}"]
+    lines = [
+        "pipeline stages: cut before any block",
+        f"  the first also has: {', '.join(cuts.before)}",
+        f"  the last also has: {', '.join(cuts.after)}",
+    ]
+    return [*lines, *([f"  on both, gradients summed: {', '.join(cuts.copied)}"] if cuts.copied else ())]
+
+
 def _dims(row: Parameter) -> str:
     runs = f" in runs of {', '.join(map(str, row.segments))}" if row.segments else ""
     return ", ".join(row.dims) + runs

@@ -94,6 +94,13 @@ def split_range(size: int, ranks: int, rank: int) -> tuple[int, int]:
     return min(rank * part, size), min((rank + 1) * part, size)
 
 
+def stage_copies(model: ModelSpec) -> tuple[str, ...]:
+    """The parameters that the first and the last pipeline stage both have, as a tied embedding."""
+    if model.foreign is not None:
+        return () if model.foreign.cuts is None else model.foreign.cuts.copied
+    return ("tok_embeddings.weight",) if model.tied_embeddings else ()
+
+
 def rows_of_layers(table: Iterable[Parameter], model: ModelSpec, layers: Container[int]) -> Iterator[Parameter]:
     """The rows that a pipeline rank with these layers keeps: embeddings go with the first layer, norm and head with the
     last. A tied head is the embedding; the last layer's rank has a copy of it."""
@@ -117,12 +124,14 @@ def _foreign_rows(
     table: Iterable[Parameter], foreign: ForeignModel, count: int, layers: Container[int]
 ) -> Iterator[Parameter]:
     first, last = 0 in layers, count - 1 in layers
-    blocks = f"{foreign.blocks}."
+    blocks, cuts = f"{foreign.blocks}.", foreign.cuts
     for row in table:
         if row.name.startswith(blocks):
             if int(row.name.removeprefix(blocks).split(".")[0]) in layers:
                 yield row
-        elif first or last:
+        elif cuts is None or row.name in cuts.copied:
+            yield from [row] if first or last else []
+        elif last if cuts.is_after(row.name) else first:
             yield row
 
 

@@ -134,6 +134,11 @@ class Decoder(Wrapped):
         if not (first or (last and self.spec.tied_embeddings)):
             del self.tok_embeddings
 
+    def sent_shape(self, batch: TensorBatch, like: torch.Tensor, sequence_split: int) -> tuple[int, ...]:
+        """The shape of what pipeline stages send for a batch, in the dtype of the empty tensor `like`, if this many
+        ranks share the tokens between layers."""
+        return len(batch.tokens), batch.tokens.shape[1] // sequence_split, self.spec.hidden
+
     @property
     def like(self) -> torch.Tensor:
         """A weight whose dtype and device are those of every unquantized weight."""

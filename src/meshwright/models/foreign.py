@@ -5,7 +5,7 @@ Shapes: B batch, T sequence, V vocabulary.
 
 import inspect
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, cast
 
 import torch
@@ -17,6 +17,7 @@ from meshwright.families.wrapped import parsed
 from meshwright.models.batch import TensorBatch
 from meshwright.models.decoder import Decoder, Read
 from meshwright.models.faces import with_face
+from meshwright.models.foreign_stages import StageBlocks, keep_stages, run_stage
 from meshwright.models.head import HeadSplit, LogitsHead
 from meshwright.models.init import named_tensors
 from meshwright.models.masks import document_positions
@@ -56,14 +57,35 @@ class ForeignDecoder(Decoder):
     """
 
     takes_positions: bool
+    _sent_shapes: dict[tuple[int, ...], tuple[int, ...]]
+    """The size of a batch -> of what stages send."""
 
-    def forward(self, batch: TensorBatch, read: Read | None = None) -> Any:  # type: ignore[override]
-        """Like `Decoder.forward`, but for a whole model without a cache; returns logits instead of hidden states.
+    def forward(  # type: ignore[override]
+        self,
+        batch: TensorBatch,
+        read: Read | None = None,
+        *,
+        layers: range | None = None,
+        x_BTD: torch.Tensor | None = None,
+    ) -> Any:
+        """Like `Decoder.forward`, but without a cache; returns logits instead of the last hidden states. Stages cut
+        the model as `derive/` has derived.
 
         transformers detects documents by their positions: where a position is not the previous one plus one, it masks
         all earlier tokens.
         """
         self.tell_draws(batch)
+        stages = self.stages
+        if layers is None or stages is None:
+            logits_BTV = self._transformed(batch)
+        else:
+            ended, logits_BTV = run_stage(lambda: self._transformed(batch), stages, layers, x_BTD)
+            if ended:
+                return logits_BTV
+        return logits_BTV if read is None else read(logits_BTV, LogitsHead(self.head_split), batch)
+
+    def _transformed(self, batch: TensorBatch) -> torch.Tensor:
+        """transformers' forward pass: the logits [B, T, V]."""
         arguments = {"input_ids": batch.tokens}
         if batch.document_ids is not None:
             if not self.takes_positions:
@@ -71,51 +93,74 @@ class ForeignDecoder(Decoder):
             positions_BT = batch.position_ids
             arguments["position_ids"] = document_positions(batch.document_ids) if positions_BT is None else positions_BT
         theirs: Any = super(Wrapped, self)
-        logits_BTV = theirs.forward(**arguments).logits
-        return logits_BTV if read is None else read(logits_BTV, LogitsHead(self.head_split), batch)
+        return theirs.forward(**arguments).logits
 
     @property
     def layers(self) -> nn.ModuleDict:  # type: ignore[override]
-        """The blocks by their numbers."""
+        """This rank's blocks by their numbers."""
+        assert self.spec.foreign is not None
+        return nn.ModuleDict(dict(self.get_submodule(self.spec.foreign.blocks).named_children()))
+
+    @property
+    def stages(self) -> StageBlocks | None:
+        """The list of blocks, if this is a pipeline rank's part."""
         assert self.spec.foreign is not None
         blocks = self.get_submodule(self.spec.foreign.blocks)
-        assert isinstance(blocks, nn.ModuleList)
-        return nn.ModuleDict({str(number): block for number, block in enumerate(blocks)})
+        return blocks if isinstance(blocks, StageBlocks) else None
+
+    def keep_layers(self, parts: Iterable[range]) -> None:
+        foreign = self.spec.foreign
+        assert foreign is not None
+        assert foreign.cuts is not None
+        keep_stages(self, foreign.blocks, foreign.cuts, {i for part in parts for i in part})
+
+    def sent_shape(self, batch: TensorBatch, like: torch.Tensor, sequence_split: int) -> tuple[int, ...]:
+        """See `Decoder.sent_shape`: the shape of what the first block would get, by the model's own forward pass."""
+        stages = self.stages
+        assert stages is not None
+        if (size := tuple(batch.tokens.shape)) not in self._sent_shapes:
+            with torch.no_grad():
+                _, sent = run_stage(lambda: self._transformed(batch), stages, range(0), like)
+            self._sent_shapes[size] = tuple(sent.shape)
+        return self._sent_shapes[size]
 
     @torch.no_grad()
-    def check_causal(self) -> None:
-        """Raise `UserError` if a token's logits depend on later tokens; collective if the model is sharded.
+    def acausal(self, logits: Callable[[Batch], torch.Tensor | None]) -> str:
+        """The error if a token's logits depend on later tokens. Collective, as is `logits`, which returns those of a
+        batch, None on ranks without the head.
 
         The last token of a row is changed: the logits before it must not change.
         """
         row_BT = self._probe(0)
         changed_BT = row_BT.clone()
         changed_BT[:, -1] = (changed_BT[:, -1] + 1) % self.spec.vocab
-        before, after = (self(Batch(tokens_BT)).double()[:, :-1] for tokens_BT in (row_BT, changed_BT))
-        if not self._same(before, after, same_shapes=True):
-            raise UserError(
-                f"transformers' {self._class} is not causal with this config.json: its output for a token depends "
-                "on later tokens, so training would only learn to copy; use another model, or make it causal "
-                "(is_decoder, is_causal)"
-            )
+        before, after = (logits(Batch(tokens_BT)) for tokens_BT in (row_BT, changed_BT))
+        if before is None or after is None or self._same(before[:, :-1], after[:, :-1], same_shapes=True):
+            return ""
+        return (
+            f"transformers' {self._class} is not causal with this config.json: its output for a token depends "
+            "on later tokens, so training would only learn to copy; use another model, or make it causal "
+            "(is_decoder, is_causal)"
+        )
 
     @torch.no_grad()
-    def check_documents(self) -> None:
-        """Raise `UserError` if a document of a packed row is not read as if alone; collective if the model is sharded.
+    def mixes_documents(self, logits: Callable[[Batch], torch.Tensor | None]) -> str:
+        """The error if a document of a packed row is not read as if alone; `logits` as for `acausal`.
 
         With two documents in a row, the second must have the same logits as alone and after any other document.
         """
         first_BT, second_BT, other_BT = self._probe(1), self._probe(2), self._probe(3)
         documents_BT = torch.arange(2, device=first_BT.device).repeat_interleave(PROBE)[None]
 
-        def behind(before_BT: torch.Tensor) -> torch.Tensor:
+        def behind(before_BT: torch.Tensor) -> torch.Tensor | None:
             row = Batch(torch.cat((before_BT, second_BT), 1), document_ids=documents_BT)
-            return self(row).double()[:, PROBE:]
+            return logits(row)
 
-        behind_first, behind_other = behind(first_BT), behind(other_BT)
-        alone = self(Batch(second_BT)).double()
-        if not (self._same(behind_first, behind_other, same_shapes=True) and self._same(behind_first, alone)):
-            raise UserError(_MIXES_DOCUMENTS)
+        both_first, both_other, alone = behind(first_BT), behind(other_BT), logits(Batch(second_BT))
+        if both_first is None or both_other is None or alone is None:
+            return ""
+        first, other = both_first[:, PROBE:], both_other[:, PROBE:]
+        return "" if self._same(first, other, same_shapes=True) and self._same(first, alone) else _MIXES_DOCUMENTS
 
     @property
     def _class(self) -> str:
@@ -129,6 +174,7 @@ class ForeignDecoder(Decoder):
         """Whether logits differ only by rounding. Computations of the `same_shapes` round the same way, except where
         experts get more or fewer rows."""
         room = 1e-4 if self.like.dtype.itemsize >= 4 else 2e-2
+        left, right = left.double(), right.double()
         return bool((left - right).norm() <= (room / 10 if same_shapes else room) * left.norm())
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
@@ -183,6 +229,7 @@ def build_foreign(spec: ModelSpec) -> ForeignDecoder:
     if renamed:
         model._modules["embed_out"] = model._modules.pop("lm_head")
     model.spec, model.table, model.head_split = spec, table, HeadSplit()
+    model._sent_shapes = {}
     model.takes_positions = "position_ids" in inspect.signature(theirs.forward).parameters
     _check_parameters(model)
     blocks = model.get_submodule(spec.foreign.blocks)

@@ -22,6 +22,7 @@ from meshwright.families.split import split_dim
 from meshwright.models.adapters import Lora
 from meshwright.models.faces import Face, put_faces, with_face
 from meshwright.models.foreign import ForeignDecoder
+from meshwright.models.foreign_stages import StageView, replace_module
 from meshwright.models.linear import Linear
 from meshwright.models.slots import View, Viewed
 from meshwright.parallel.view import LocalView
@@ -47,19 +48,17 @@ def apply_foreign_tensor_parallel(model: ForeignDecoder, mesh: DeviceMesh) -> No
             path = ".".join(filter(None, (foreign.blocks, str(layer), split.name)))
             module = model.get_submodule(path)
             views = dict(_views_within(module, split, path, rows, model, sharing))
-            _replace(model, path, put_faces(module, split, sharing, views))
+            replace_module(model, path, put_faces(module, split, sharing, views))
     module: Any
     for path, module in list(model.named_modules()):
         if module._parameters and not isinstance(module, Viewed):
             module = with_face(Face, module, module._parameters)
-            _replace(model, path, module)
-        if module._parameters and type(module.view) is View:  # every rank computes it whole
-            module.view = LocalView({}, {}, f"tp {mesh.size()}", repeated=tuple(module._parameters))
-
-
-def _replace(model: nn.Module, path: str, module: nn.Module) -> None:
-    parent, _, name = path.rpartition(".")
-    model.get_submodule(parent).register_module(name, module)
+            replace_module(model, path, module)
+        whole = LocalView({}, {}, f"tp {mesh.size()}", repeated=tuple(module._parameters))
+        if module._parameters and isinstance(module.view, StageView):
+            module.view.inner = whole
+        elif module._parameters and type(module.view) is View:  # every rank computes it whole
+            module.view = whole
 
 
 def _distribute(model: ForeignDecoder, rows: dict[str, Parameter], mesh: DeviceMesh) -> None:

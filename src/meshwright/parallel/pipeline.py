@@ -23,6 +23,7 @@ from torch import nn
 
 from meshwright.comm import collectives
 from meshwright.comm.collectives import Message
+from meshwright.families.split import stage_copies
 from meshwright.models import Decoder
 from meshwright.models.batch import TensorBatch
 from meshwright.models.decoder import Read
@@ -122,16 +123,16 @@ class Pipeline(Passes):
         return with_transfers(forward_only(self.stage_plan.schedule.placement, microbatches))[self.rank]
 
     @property
-    def copied(self) -> str | None:
-        """The tied embedding's name where the first and the last stage each hold a copy on different ranks."""
-        placement = self.stage_plan.schedule.placement
-        tied = self.model.spec.tied_embeddings and placement[0] != placement[-1]
-        return "tok_embeddings.weight" if tied and self.rank in (placement[0], placement[-1]) else None
+    def copied(self) -> tuple[str, ...]:
+        """The parameters, as a tied embedding, of which the first and the last stage hold copies on different ranks, on
+        those."""
+        ends = {self.stage_plan.schedule.placement[0], self.stage_plan.schedule.placement[-1]}
+        return stage_copies(self.model.spec) if len(ends) == 2 and self.rank in ends else ()
 
     @property
     def counted_elsewhere(self) -> frozenset[str]:
         """See `Passes`: the last stage's copy of a tied embedding."""
-        return frozenset({self.copied} if self.copied and self.has_loss else ())
+        return frozenset(self.copied if self.has_loss else ())
 
     def train(self, batches: Sequence[TensorBatch], scale: Scale) -> torch.Tensor:
         """See `Passes`; takes one batch for each microbatch of the schedule."""
@@ -185,18 +186,19 @@ class Pipeline(Passes):
             notify([self.model], action == self.completes_ends)
 
     def sum_copies(self) -> None:
-        """Add the gradients of a tied embedding's two copies, so that both take the same step.
+        """Add the gradients of the two copies of a tied embedding, so that both take the same step.
 
         The sum of two numbers does not depend on their order, so the copies stay equal bit for bit.
         """
-        if self.copied is None or not self.model.tok_embeddings.weight.requires_grad:
-            return
         placement = self.stage_plan.schedule.placement
         peer = placement[-1] if self.rank == placement[0] else placement[0]
-        gradient = self.model.tok_embeddings.weight.grad
-        assert gradient is not None
-        local = local_tensor(gradient)
-        local += collectives.exchange(local.contiguous(), peer, self.link.group)
+        for name in self.copied:
+            weight = self.model.get_parameter(name)
+            if not weight.requires_grad:
+                continue
+            assert weight.grad is not None
+            local = local_tensor(weight.grad)
+            local += collectives.exchange(local.contiguous(), peer, self.link.group)
 
 
 class PipelineRun:
@@ -304,7 +306,7 @@ class PipelineRun:
         return self.results.pop(key)
 
     def _room(self, microbatch: int) -> torch.Tensor:
-        """An empty [B, T, D] to receive a microbatch's tensor."""
-        tokens_BT, link = self.microbatches[microbatch].tokens, self.pipeline.link
-        shape = len(tokens_BT), tokens_BT.shape[1] // link.sequence_split, self.pipeline.model.spec.hidden
-        return torch.empty(shape, dtype=link.dtype, device=tokens_BT.device)
+        """An empty tensor to receive a microbatch's residual stream."""
+        batch, link = self.microbatches[microbatch], self.pipeline.link
+        like = torch.empty((), dtype=link.dtype, device=batch.tokens.device)
+        return like.new_empty(self.pipeline.model.sent_shape(batch, like, link.sequence_split))

@@ -13,7 +13,7 @@ from functools import cache
 from typing import Any
 
 from meshwright.families import finetuned_table
-from meshwright.families.split import kept_shape
+from meshwright.families.split import kept_shape, stage_copies
 from meshwright.rehearse.nccl import RankEvent, RankRecord, check
 from meshwright.rehearse.world import rehearse
 from meshwright.spec.run import ResolvedRun
@@ -54,17 +54,17 @@ def classes(resolved: ResolvedRun) -> list[list[int]]:
     """The ranks of each class, in order."""
     layout, model = resolved.run.layout, resolved.model
     table = finetuned_table(model, resolved.run.finetune)
-    exchanges = model.tied_embeddings and layout.pp > 1
+    copies = stage_copies(model) if layout.pp > 1 else ()
 
     @cache
     def shapes(tp_rank: int, shard_rank: int) -> tuple[tuple[int, ...], ...]:
-        shard_of = ((row, shard_rank if row.name.startswith("tok_embeddings.") else 0) for row in table)
+        shard_of = ((row, shard_rank if row.name in copies else 0) for row in table)
         return tuple(kept_shape(row, model, layout, tp_rank=tp_rank, shard_rank=shard) for row, shard in shard_of)
 
     ranks_of: defaultdict[tuple[int, Any], list[int]] = defaultdict(list)
     for rank in range(layout.world_size):
         stage, shard_rank = rank // (layout.world_size // layout.pp), rank // layout.tp % layout.shard
-        ranks_of[stage, shapes(rank % layout.tp, shard_rank if exchanges else 0)].append(rank)
+        ranks_of[stage, shapes(rank % layout.tp, shard_rank if copies else 0)].append(rank)
     return list(ranks_of.values())
 
 

@@ -384,8 +384,8 @@ def _from_hf_directory(
         stored = HfWeights(directory, spec)
         table = parameter_table(spec) + state_table(spec)
         materialize(model, table, lambda row, start, stop: stored.read_rows(row.name, start, stop), device)
-    if isinstance(model, ForeignDecoder):
-        model.eval().check_causal()
+    if isinstance(model, ForeignDecoder) and (error := model.eval().acausal(model)):
+        raise UserError(error)
     return TrainedModel(
         source=directory,
         spec=spec,

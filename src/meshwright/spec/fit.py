@@ -29,7 +29,8 @@ def find_misfits(layout: LayoutSpec, model: ModelSpec, sequence_length: int) -> 
     """Every reason why the layout cannot train the model on sequences of this length: sentences that start with the
     setting and end with the nearest legal layout."""
     if model.foreign is not None:
-        return list(_foreign_misfits(layout, model.foreign))
+        stages = () if layout.pp == 1 else _stage_misfits(layout, model)
+        return [*_foreign_misfits(layout, model.foreign), *stages]
     reasons = _reasons(layout, model, sequence_length)
     advice = _advice(layout, model, sequence_length) if reasons else ""
     return [
@@ -84,16 +85,21 @@ def _nearest_degrees(layout: LayoutSpec, model: ModelSpec, sequence_length: int)
 
 
 def _foreign_misfits(layout: LayoutSpec, foreign: ForeignModel) -> Iterator[str]:
-    reads = "models that transformers computes support only data and tensor parallelism (dp_replicate, dp_shard, tp)"
-    for axis in ("pp", "cp", "ep"):
+    reads = "models that transformers computes support data, tensor and pipeline parallelism (dp_replicate, dp_shard, "
+    reads += "tp, pp)"
+    for axis in ("cp", "ep"):
         if getattr(layout, axis) > 1:
             yield f"layout.{axis}={getattr(layout, axis)}: {reads}; the nearest legal is layout.{axis}=1"
-    split = foreign.split
-    if layout.tp > 1 and (split is None or split.tp != layout.tp):
-        yield f"layout.tp={layout.tp}: a plan does not derive splits; to train with it, set layout.tp in the recipe"
+    split = foreign.split_over(layout.tp)
+    if layout.tp > 1 and split is None:
+        yield f"layout.tp={layout.tp}: the split over {layout.tp} ranks was not derived; set layout.tp in the recipe"
     elif layout.tp > 1 and split is not None and not split.modules:
-        reasons = "; ".join(sorted({reason for _, reason in split.whole}))
+        reasons = split.problem or "; ".join(sorted({reason for _, reason in split.whole}))
         yield f"layout.tp={layout.tp}: no module of this model can be split over ranks ({reasons}); {NEAREST} tp=1"
+    if layout.pp > 1 and foreign.cuts is None:
+        yield f"layout.pp={layout.pp}: the cuts of the model were not derived; set layout.pp in the recipe"
+    elif layout.pp > 1 and foreign.cuts is not None and foreign.cuts.problem:
+        yield f"layout.pp={layout.pp}: this model cannot be cut into stages: {foreign.cuts.problem}; {NEAREST} pp=1"
     if layout.tiers.parameters != "device":
         yield (
             f"layout.offload={layout.offload_word}: is not supported for models that transformers computes, because "

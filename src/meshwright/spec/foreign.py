@@ -6,13 +6,16 @@ from typing import Literal
 
 from meshwright.spec.base import Spec
 
+SplitDim = Literal["heads", "kv_heads", "ffn"]
+"""Name of a dim that ranks split."""
+
 
 class SplitParameter(Spec):
     """A parameter that tensor-parallel ranks split, or of which each needs only some rows."""
 
     name: str
     """Name within its `SplitModule`."""
-    kind: Literal["heads", "kv_heads", "ffn"]
+    kind: SplitDim
     """Name of the dim that is split."""
     dim: int
     """Its index."""
@@ -57,6 +60,8 @@ class ForeignSplit(Spec):
     """Matrices of blocks that stay whole, by their names with * for the block, and the reason."""
     notes: tuple[str, ...] = ()
     """Disagreements with transformers' own plan."""
+    problem: str = ""
+    """The reason why none could be derived, in a plan; empty otherwise."""
     rounds: bool = False
     """Whether transformers computes something in float32 in a model of any dtype, such as norms or routers."""
 
@@ -67,6 +72,31 @@ class ForeignSplit(Spec):
             int(layer) in module.layers and inner.startswith(f"{module.name}." if module.name else "")
             for module in self.modules
         )
+
+
+class ForeignCuts(Spec):
+    """How pipeline stages cut a model of transformers between blocks, and which parameters outside them each has."""
+
+    hidden: int | str = 0
+    """The argument of a block that is sent, by position or name; every stage computes the others itself."""
+    outputs: int = 0
+    """If a block returns a tuple that begins with the hidden states: its length."""
+    before: tuple[str, ...] = ()
+    """The modules outside the blocks that the first stage has."""
+    after: tuple[str, ...] = ()
+    """The modules outside the blocks that the last stage has."""
+    copied: tuple[str, ...] = ()
+    """Parameters that the first and the last stage both have, as tied embeddings."""
+    problem: str = ""
+    """The reason why the model cannot be cut; empty if it can."""
+
+    def is_before(self, name: str) -> bool:
+        """Whether a module or parameter lies before the blocks."""
+        return any(f"{name}.".startswith(f"{path}.") for path in self.before)
+
+    def is_after(self, name: str) -> bool:
+        """Whether a module or parameter lies after the blocks."""
+        return any(f"{name}.".startswith(f"{path}.") for path in self.after)
 
 
 class ForeignModel(Spec):
@@ -89,8 +119,19 @@ class ForeignModel(Spec):
     """Stacks of experts whose matrices the files store (in, out)."""
     renamed: tuple[tuple[str, str], ...] = ()
     """Parts of names in transformers' module, and their different spelling in the files."""
+    dims: tuple[tuple[str, str], ...] = ()
+    """The recipe's dims of parameters, by patterns of names, which overrule derived ones."""
     split: ForeignSplit | None = None
     """How tensor-parallel ranks split it, if the layout has any."""
+    cuts: ForeignCuts | None = None
+    """Where pipeline stages cut it, if the layout has any."""
+    others: tuple[ForeignSplit, ...] = ()
+    """In a plan, the splits over other numbers of ranks."""
+
+    def split_over(self, ranks: int) -> ForeignSplit | None:
+        """The split over this many ranks, if it has been derived."""
+        known = (self.split, *self.others)
+        return next((split for split in known if split is not None and split.tp == ranks), None)
 
 
 class Wrapper(Spec):

@@ -41,6 +41,10 @@ class ModelFields(Spec):
     qwen3_moe, qwen3_next, qwen3_5_moe, deepseek_v3, glm4_moe, minimax_m2 or gpt_oss; or your own model, an entry point
     of the group meshwright.models. With the name of a Hugging Face directory, transformers: that library computes the
     model."""
+    dims: dict[str, str] | None = None
+    """Of a model that transformers computes: dims of parameters in place of derived ones, by patterns of names, as
+    `check --table` prints them, or `whole`: {model.layers.*.mlp.up_proj.weight: "ffn, in"}. They must pass the slice
+    test too."""
     hidden: int | None = Field(default=None, ge=1, le=WIDEST)
     """Width of the residual stream."""
     num_layers: int | None = Field(default=None, ge=1, le=DEEPEST)

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.families import describe_low_precision, parameter_table, resolve_model, starting_weights
+from meshwright.families.derived import with_derived
 from meshwright.machine import Machine, find_machine
 from meshwright.predict.blueprint import blueprint
 from meshwright.predict.engine import Processor, engine_job, layout_check
@@ -37,7 +38,6 @@ from meshwright.spec.run import ResolvedRun, Run
 from meshwright.spec.text import quoted
 from meshwright.spec.training import MOST_WARMUP, TrainingSpec
 from meshwright.trainer.corpus import with_data_defaults
-from meshwright.trainer.derived import with_split
 from meshwright.trainer.length import in_steps
 
 MEMORY_SHARE = 0.8
@@ -74,7 +74,7 @@ def _resolved(run: Run, *, base_dir: Path, machine: Machine) -> ResolvedRun:
         return _with_layout(run, base_dir, machine)
     if run.training.optimizer.lr_base_batch is not None:
         return _with_scaled_rate(run, base_dir, machine)
-    model = with_split(resolve_model(run.model, base_dir=base_dir, vocab=run.data.tokenizer_vocab), run)
+    model = with_derived(resolve_model(run.model, base_dir=base_dir, vocab=run.data.tokenizer_vocab), run)
     global_batch, ranks = run.sequences_per_step(), run.layout.data_parallel
     _refuse_misfits(run, model, global_batch, machine)
     sizes = _micro_batches(run, global_batch // ranks, base_dir)

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from meshwright.callbacks import Callback
+from meshwright.comm.objects import gather_everywhere
 from meshwright.devices import CPU
 from meshwright.families import finetuned_table, low_precision_state, state_table
 from meshwright.families.split import Arrangement, arrangements
@@ -20,6 +21,7 @@ from meshwright.launch.memory import memory_for_files
 from meshwright.machine import Machine, find_machine
 from meshwright.models import build_model, named_tensors
 from meshwright.models.attention_kernels import AttentionNeeds, check_kernel
+from meshwright.models.batch import TensorBatch
 from meshwright.models.dtypes import torch_dtype
 from meshwright.models.foreign import ForeignDecoder
 from meshwright.models.kernel_choice import MeasuredKernels
@@ -29,8 +31,8 @@ from meshwright.parallel import Meshes, Passes, apply_parallelism, build_meshes
 from meshwright.parallel.context import sequence_places
 from meshwright.parallel.data import release_gathered
 from meshwright.parallel.materialize import RowSource, fill
-from meshwright.parallel.passes import evaluating
 from meshwright.parallel.quantized import error_feedback
+from meshwright.spec.errors import UserError
 from meshwright.spec.fit import context_method
 from meshwright.spec.layout import LayoutSpec
 from meshwright.spec.model import Parameter
@@ -182,12 +184,22 @@ def build_trainer(resolved: ResolvedRun, place: RankContext, weights: RowSource 
     passes = build_parallel_model(resolved, place.meshes)
     trainer = give_state(passes, resolved, place, weights or run_weights(resolved))
     if isinstance(passes.model, ForeignDecoder):
-        with evaluating(passes.model):
-            passes.model.check_causal()
-            if resolved.run.data.separate_documents or passes.objective.needs_pairs:
-                passes.model.check_documents()
+        _check_foreign(passes, passes.model, resolved.run.data.separate_documents or passes.objective.needs_pairs)
         release_gathered(passes.model)
     return trainer
+
+
+def _check_foreign(passes: Passes, model: ForeignDecoder, documents: bool) -> None:
+    """Raise `UserError` on every rank if a model that transformers computes cannot be trained. Collective."""
+
+    def logits(batch: TensorBatch) -> torch.Tensor | None:
+        return next(iter(list(passes.read([batch], lambda logits_BTV, *_: logits_BTV))), None)
+
+    for check in (model.acausal, model.mixes_documents) if documents else (model.acausal,):
+        error = check(logits)
+        errors = [error] if passes.stages is None else gather_everywhere(error, passes.stages)
+        if error := next(filter(None, errors), ""):
+            raise UserError(error)
 
 
 def attention_needs(resolved: ResolvedRun, device: torch.device) -> tuple[AttentionNeeds, ...]:

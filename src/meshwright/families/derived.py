@@ -1,0 +1,128 @@
+"""What is derived about a model that transformers computes: its splits over tensor-parallel ranks, and its cuts into
+pipeline stages. Derived once, in a process of its own, then read from the cache."""
+
+import hashlib
+import json
+import sys
+from collections.abc import Iterable, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+from meshwright.spec.errors import UserError
+from meshwright.spec.foreign import ForeignCuts, ForeignModel, ForeignSplit
+from meshwright.spec.model import ModelSpec
+from meshwright.spec.run import Run
+from meshwright.storage.durable import write_durably
+
+FOLDER = "splits"
+"""Folder in `data.cache_dir`."""
+
+FORMAT = 2
+"""Incremented when a change of `derive/` makes the same model give another split."""
+
+PATIENCE = 900.0
+"""Seconds that a derivation may take."""
+
+CUTS = 0
+"""Asks for the cuts; a larger number for the split over this many ranks."""
+
+Derived = ForeignSplit | ForeignCuts
+
+
+def with_derived(model: ModelSpec, run: Run, parts: int | None = None, *, cut: bool | None = None) -> ModelSpec:
+    """The model with the split over the layout's tensor-parallel ranks, or over `parts`, and with the cuts if the
+    layout has stages, or if `cut`; only if transformers computes it.
+
+    Raises `UserError` if they cannot be derived.
+    """
+    foreign, parts = model.foreign, run.layout.tp if parts is None else parts
+    wanted = [CUTS] if (run.layout.pp > 1 if cut is None else cut) else []
+    wanted += [parts] if parts > 1 else []
+    if foreign is None or not wanted:
+        return model
+    derived = derive(foreign, wanted, Path(run.data.cache_dir) / FOLDER)
+    for number, one in derived.items():
+        if isinstance(one, ForeignSplit) and one.problem:
+            raise UserError(f"layout.tp={number}: the split of the model cannot be derived: {one.problem}")
+    return _with(model, foreign, derived)
+
+
+def with_options(model: ModelSpec, run: Run, degrees: Iterable[int]) -> ModelSpec:
+    """The model with everything that layouts of these tensor-parallel degrees, with and without stages, need for a
+    plan. What cannot be derived has a `problem`."""
+    if model.foreign is None:
+        return model
+    return _with(model, model.foreign, derive(model.foreign, [CUTS, *degrees], Path(run.data.cache_dir) / FOLDER))
+
+
+def _with(model: ModelSpec, foreign: ForeignModel, derived: dict[int, Derived]) -> ModelSpec:
+    splits = tuple(one for one in derived.values() if isinstance(one, ForeignSplit))
+    cuts = next((one for one in derived.values() if isinstance(one, ForeignCuts)), None)
+    shown = next((split for split in splits if split.modules), splits[0] if splits else None)
+    changes = {"split": shown, "cuts": cuts, "others": tuple(split for split in splits if split is not shown)}
+    return model.model_copy(update={"foreign": foreign.model_copy(update=changes)})
+
+
+def derive(foreign: ForeignModel, wanted: Sequence[int], cache: Path) -> dict[int, Derived]:
+    """The answers by their numbers, from the cache if it holds them. Problems of transformers' own code are in the
+    answers, and are not cached."""
+    bare = foreign.model_copy(update={"split": None, "cuts": None, "others": ()}).model_dump(mode="json")
+    files = {number: cache / f"{_key(bare, number)}.json" for number in wanted}
+    known = {number: _read(number, file) for number, file in files.items()}
+    missing = [number for number, one in known.items() if one is None]
+    answers = _ask(bare, missing) if missing else {}
+    for number, answer in answers.items():
+        if "problem" not in answer:
+            cache.mkdir(parents=True, exist_ok=True)
+            text = json.dumps(answer["derived"], indent=1)
+            write_durably(files[number], f"{_digest(text)}\n{text}")
+    derived = {number: one for number, one in known.items() if one is not None}
+    derived |= {number: _of(number, answer) for number, answer in answers.items()}
+    return {number: derived[number] for number in wanted}
+
+
+def _ask(bare: dict[str, object], numbers: Sequence[int]) -> dict[int, dict[str, object]]:
+    """Each number's {"derived": ...} or {"problem": reason}, from a process of its own."""
+    import subprocess  # not in a browser tab
+
+    question = json.dumps({"foreign": bare, "wanted": numbers})
+    command = [sys.executable, "-P", "-m", "meshwright.derive"]
+    try:
+        ended = subprocess.run(command, input=question, capture_output=True, text=True, timeout=PATIENCE, check=True)
+    except subprocess.TimeoutExpired:
+        problem = f"not derived in {PATIENCE:.0f} seconds"
+    except subprocess.CalledProcessError as error:
+        problem = (error.stderr.strip().splitlines() or ["no message"])[-1]
+    else:
+        return dict(zip(numbers, json.loads(ended.stdout), strict=True))
+    return {number: {"problem": problem} for number in numbers}
+
+
+def _of(number: int, answer: dict[str, object]) -> Derived:
+    if number == CUTS:
+        return ForeignCuts.model_validate(answer.get("derived") or answer)
+    return ForeignSplit.model_validate(answer.get("derived") or {"tp": number, **answer})
+
+
+def _key(bare: dict[str, object], number: int) -> str:
+    text = json.dumps([FORMAT, _version("transformers"), _version("torch"), bare, number], sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _version(name: str) -> str:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return ""
+
+
+def _read(number: int, file: Path) -> Derived | None:
+    """What a file holds; None if there is none, or if it is damaged: it is then derived again."""
+    if not file.is_file():
+        return None
+    digest, _, text = file.read_bytes().decode(errors="replace").partition("\n")
+    return _of(number, {"derived": json.loads(text)}) if digest == _digest(text) else None
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
