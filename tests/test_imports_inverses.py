@@ -98,7 +98,7 @@ def test_every_setting_of_an_imported_recipe_has_its_source(tmp_path: Path, path
     other = tmp_path / path.name
     other.write_text(path.read_text())
     reading = Outcome.of(other, path.name).reading
-    for setting, (_, origin) in reading.settings.items():
+    for setting, (_, origin) in [*reading.settings.items(), *reading.defaults.items()]:
         key = any(one in origin for one in reading.seen) or origin.startswith("--")
         assert key or re.match(rf"{re.escape(path.name)}(?: \(.+\)|: .+)", origin), (setting, origin)
 
