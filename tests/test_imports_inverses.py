@@ -10,8 +10,9 @@ import pytest
 
 from configurations import CORPUS, Outcome
 from meshwright.engines.written import decided, values_of
+from meshwright.imports.claims import Has, NoEffect
 from meshwright.imports.reading import Reading, Rule
-from meshwright.imports.rules import FACTS, whole, write
+from meshwright.imports.rules import FACTS, cases, sets, whole, write
 from meshwright.imports.systems import ARGUMENT_FLAGS, FLAGS, NANOGPT, SYSTEMS
 from meshwright.spec.errors import UserError
 from meshwright.spec.recipe import parse_spec
@@ -97,7 +98,7 @@ def test_every_setting_of_an_imported_recipe_has_its_source(tmp_path: Path, path
     other = tmp_path / path.name
     other.write_text(path.read_text())
     reading = Outcome.of(other, path.name).reading
-    for setting, (_, origin) in reading.settings.items():
+    for setting, (_, origin) in [*reading.settings.items(), *reading.defaults.items()]:
         key = any(one in origin for one in reading.seen) or origin.startswith("--")
         assert key or re.match(rf"{re.escape(path.name)}(?: \(.+\)|: .+)", origin), (setting, origin)
 
@@ -106,3 +107,28 @@ def test_a_number_is_written_as_an_integer_where_it_is_one():
     assert (
         repr([write(whole("finetune.alpha"), lambda _, number=number: number) for number in (8.0, 8.5)]) == "[8, 8.5]"
     )
+
+
+@pytest.mark.parametrize(
+    ("value", "settings", "without"),
+    [
+        (True, {"training.compile": True}, []),
+        (1, {}, ["supported: True, a, b"]),  # a number is no switch
+        ("b", {"data.order": "b"}, []),
+        ("c", {}, ["supported: True, a, b"]),
+        ([], {}, ["supported: True, a, b"]),
+    ],
+)
+def test_a_key_does_what_the_rule_of_its_value_does(value, settings, without):
+    reading = Reading()
+    rule = cases({True: sets({"training.compile": True}), ("a", "b"): "data.order"})
+    reading.take({"key": value}, {"key": rule}, "file")
+    assert {path: setting for path, (setting, _) in reading.settings.items()} == settings
+    assert [reason for _, reason in reading.without] == without
+
+
+def test_a_claim_and_a_reason_without_effect_are_rules():
+    reading = Reading()
+    reading.take({"one": 3, "two": "auto"}, {"one": Has("layout.tp", 3), "two": NoEffect.LOGS}, "file")
+    assert reading.claims == [("file: one=3", Has("layout.tp", 3))]
+    assert reading.no_effect == [("file: two=auto", NoEffect.LOGS)]
