@@ -90,7 +90,7 @@ class MegatronBridgeConfig(WrittenEngine):
         run, training, layout, model = resolved.run, resolved.run.training, resolved.run.layout, resolved.model
         schedule, sharded, ways = training.lr_schedule, SHARDED.get(layout.zero_stage), layout.virtual_stages
         wsd, replicas = schedule.name == "wsd", layout.dp_replicate if layout.zero_stage else 1
-        logs = {name: name in run.trackers or None for name in ("tensorboard", "wandb")}
+        logs = {name: name in run.tracker_names or None for name in ("tensorboard", "wandb")}
         return write_yaml(nested({
             "_target_": f"{CONFIGS}.ConfigContainer",
             **{f"{part}._target_": target for part, target in TARGETS.items()},
