@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from meshwright.callbacks import Tracker
+from meshwright.spec.recipe import dump_recipe, parse_spec
 from meshwright.spec.run import Run
 from meshwright.trainer.metrics import new_record
 from meshwright.trainer.plugins import open_trackers
@@ -94,3 +95,33 @@ def test_a_full_disk_costs_a_tracker_a_record_and_no_more() -> None:
             raise OSError(28, "No space left on device")
 
     Full().on_record(SimpleNamespace(run=None), new_record("step", step=1))  # type: ignore[arg-type]
+
+
+def test_wandb_gets_project_group_and_name_and_keeps_its_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened: list[dict[str, Any]] = []
+    wandb = types.ModuleType("wandb")
+    wandb.init = lambda **options: opened.append(options)  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: wandb)
+    options = {"project": "small", "group": "rates", "name": "first"}
+    recipe = {"model": "gpt2", "run_dir": str(tmp_path), "trackers": [{"name": "wandb", "options": options}, "wandb"]}
+    run = Run.model_validate(recipe)
+    assert run.tracker_names == ("wandb", "wandb")
+    require_plugins(run)
+    for _ in range(2):
+        for tracker in open_trackers(parse_spec(dump_recipe(run), Run)):
+            tracker.open(run)  # type: ignore[attr-defined]
+    given, plain, *again = opened
+    assert {key: given[key] for key in options} == options
+    # None leaves the choice to wandb, which reads its own environment
+    assert (plain["project"], plain["group"], plain["name"]) == (None, None, tmp_path.name)
+    assert {one["id"] for one in opened} == {given["id"]}
+    assert [one["name"] for one in again] == ["first", tmp_path.name]
+
+
+def test_an_unknown_option_of_a_tracker_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: sys)
+    trackers = [{"name": "wandb", "options": {"projekt": "small"}}]
+    run = Run.model_validate({"model": "gpt2", "run_dir": str(tmp_path), "trackers": trackers})
+    with pytest.raises(ValueError, match="projekt"):
+        require_plugins(run)

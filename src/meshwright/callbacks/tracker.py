@@ -69,6 +69,12 @@ class WandB(Tracker):
     """The tracker `wandb`: every figure to Weights & Biases, with the recipe as its configuration. A continued run
     stays one run there: its id is in `wandb-id` of the run directory."""
 
+    def __init__(self, project: str | None = None, group: str | None = None, name: str | None = None) -> None:
+        """`project` and `group` default to wandb's own (WANDB_PROJECT, WANDB_RUN_GROUP), `name` to the run's folder."""
+        super().__init__()
+        self._place = {"project": project, "group": group}
+        self._name = name
+
     def open(self, run: Run) -> None:
         kept = Path(run.run_dir) / "wandb-id"
         if not kept.is_file():
@@ -76,7 +82,8 @@ class WandB(Tracker):
         self._session = importlib.import_module("wandb").init(
             dir=run.run_dir,
             config=run.model_dump(mode="json"),
-            name=Path(run.run_dir).name,
+            name=self._name or Path(run.run_dir).name,
+            **self._place,
             id=regular(kept).read_text(encoding="utf-8").strip(),
             resume="allow",
         )

@@ -15,6 +15,8 @@ from typing import Any
 
 from meshwright.cli.common import stoppable, whole_number
 from meshwright.cli.output import add_json_argument, print_result
+from meshwright.cli.sweep_array import write_array
+from meshwright.cli.sweep_tpe import DECADE, Choices, corners, require_optuna, search
 from meshwright.launch.status import TrainingStopped
 from meshwright.pages.runs import read_run
 from meshwright.pages.view import RunsPage
@@ -25,8 +27,6 @@ from meshwright.storage.journal import JOURNAL
 
 FOLDER, RECORD, PAGE = Path("runs/sweep"), "sweep.json", "sweep.html"
 RANGE = re.compile(r"([-+.\deE]+)\.\.([-+.\deE]+)")
-DECADE = 10.0
-"""A range from a positive number to at least ten times as much is drawn evenly in its logarithm."""
 LAST_PART = 0.1
 """Part of a run's steps whose mean loss counts, if it has no held-out loss."""
 EPILOG = """\
@@ -36,6 +36,8 @@ out. The same command goes on with a sweep that was interrupted.
 examples:
   meshwright sweep run.yaml training.optimizer.lr=1e-4,3e-4,1e-3 training.steps=200
   meshwright sweep run.yaml --random 12 training.optimizer.lr=1e-5..1e-2 training.global_batch=32,64
+  meshwright sweep run.yaml --tpe 20 training.optimizer.lr=1e-5..1e-2 training.optimizer.weight_decay=0.0..0.3
+  meshwright sweep run.yaml --slurm training.optimizer.lr=1e-4,3e-4 && sbatch --gpus=8 runs/sweep/array.sh
 
 exit status: 0 all runs finished, 1 some did not, 2 invalid command line, 75 stopped by a signal, 130 by Ctrl-C
 """
@@ -61,12 +63,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "overrides",
         metavar="a.b=c,d,e",
         nargs="+",
-        help="a setting with its values, separated by commas; with --random also a range, 1e-5..1e-2; a setting with "
-        "one value applies to all runs",
+        help="a setting with its values, separated by commas; with --random or --tpe also a range, 1e-5..1e-2; a "
+        "setting with one value applies to all runs",
     )
     number = whole_number("a number of runs, at least 1", least=1)
     parser.add_argument("--random", metavar="N", type=number, help="N runs with values drawn at random, not every mix")
-    parser.add_argument("--seed", type=int, default=0, help="seed of --random (default 0)")
+    parser.add_argument(
+        "--tpe", metavar="N", type=number, help="N runs with values that Optuna chooses from the results so far (TPE)"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="seed of --random and --tpe (default 0)")
+    parser.add_argument(
+        "--slurm",
+        action="store_true",
+        help="train nothing here: write an array job, and report its runs when the command is repeated",
+    )
     parser.add_argument(
         "--dir", metavar="DIR", type=Path, default=FOLDER, help=f"folder of the runs (default {FOLDER})"
     )
@@ -79,27 +89,68 @@ def run(arguments: argparse.Namespace) -> int:
     """Train every trial that is not finished, and report."""
     if arguments.write and arguments.write.exists():
         raise UserError(f"{arguments.write} already exists; give another --write, or remove it")
-    trials = plan_trials(arguments.overrides, arguments.random, arguments.seed)
-    if any(setting.startswith("run_dir=") for setting in trials[0].settings):
-        raise UserError("run_dir: a sweep names its runs' folders itself; give --dir")
-    for trial in trials:  # every mistake before the first step
-        load_recipe(arguments.recipe, trial.settings)
+    if arguments.tpe and (arguments.random or arguments.slurm):
+        other = "--random" if arguments.random else "--slurm, whose tasks start at once"
+        raise UserError(f"--tpe chooses each run after those before it; leave out --tpe or {other}")
+    trials = _checked(arguments)
     _remember(arguments)
     stopped = None
-    try:
-        with stoppable("the sweep"):
-            for trial in trials:
-                _train(arguments, trial, len(trials))
-    except TrainingStopped as stop:
-        stopped = stop.status
+    if arguments.slurm:
+        commands = {trial.name: _command(arguments, trial) for trial in trials}
+        script = write_array(arguments.dir, commands)
+        print(f"submit it with: sbatch {script}; then repeat this command to see the runs", file=sys.stderr)
+    else:
+        try:
+            with stoppable("the sweep"):
+                trials = _train_all(arguments, trials)
+        except TrainingStopped as stop:
+            stopped = stop.status
     results = [_result(arguments.dir / trial.name, trial) for trial in trials]
     ranked = sorted(results, key=lambda result: math.inf if result["value"] is None else result["value"])
-    best = ranked[0] if ranked[0]["value"] is not None else None
+    best = ranked[0] if ranked and ranked[0]["value"] is not None else None
     shown = [line for line in (_page(arguments.dir, results), _best(arguments, best)) if line]
     print_result(arguments, {"trials": ranked, "best": best}, [*_table(ranked), "", *shown])
     if stopped is not None:
         return stopped
-    return int(any(result["state"] != "finished" for result in results))
+    return int(not arguments.slurm and any(result["state"] != "finished" for result in results))
+
+
+def _checked(arguments: argparse.Namespace) -> list[Trial]:
+    """The trials, none for --tpe. Raises `UserError` for every mistake before the first step."""
+    if arguments.tpe:
+        require_optuna()
+        choices = [_choices(word) for word in arguments.overrides]
+        trials = [_trial(number, arguments.overrides, mix) for number, mix in enumerate(corners(choices), 1)]
+    else:
+        trials = plan_trials(arguments.overrides, arguments.random, arguments.seed)
+    if any(setting.startswith("run_dir=") for setting in trials[0].settings):
+        raise UserError("run_dir: a sweep names its runs' folders itself; give --dir")
+    for trial in trials:
+        load_recipe(arguments.recipe, trial.settings)
+    return [] if arguments.tpe else trials
+
+
+def _train_all(arguments: argparse.Namespace, trials: list[Trial]) -> list[Trial]:
+    """Train every trial that is not finished; returns them."""
+    if not arguments.tpe:
+        for trial in trials:
+            _train(arguments, trial, len(trials))
+        return trials
+    choices = [_choices(word) for word in arguments.overrides]
+    paths = [word.partition("=")[0] for word in arguments.overrides]
+    for number, (settings, take) in enumerate(
+        search(paths, choices, arguments.tpe, arguments.seed, arguments.dir), start=1
+    ):
+        trial = Trial(number, settings)
+        trials.append(trial)
+        _train(arguments, trial, arguments.tpe)
+        take(_result(arguments.dir / trial.name, trial)["value"])
+    return trials
+
+
+def _trial(number: int, words: Sequence[str], mix: Sequence[str]) -> Trial:
+    paths = (word.partition("=")[0] for word in words)
+    return Trial(number, tuple(f"{path}={value}" for path, value in zip(paths, mix, strict=True)))
 
 
 def plan_trials(words: Sequence[str], count: int | None, seed: int) -> list[Trial]:
@@ -110,19 +161,15 @@ def plan_trials(words: Sequence[str], count: int | None, seed: int) -> list[Tria
         if ranged := next(
             (word for word, values in zip(words, choices, strict=True) if isinstance(values, tuple)), None
         ):
-            raise UserError(f"{ranged}: a range needs --random N; or give its values, separated by commas")
+            raise UserError(f"{ranged}: a range needs --random N or --tpe N; or give its values, separated by commas")
         mixes: Iterator[tuple[str, ...]] = product(*(values for values in choices if isinstance(values, list)))
     else:
         drawn = random.Random(seed)
         mixes = (tuple(_draw(values, drawn) for values in choices) for _ in range(count))
-    paths = [word.partition("=")[0] for word in words]
-    return [
-        Trial(number, tuple(f"{path}={value}" for path, value in zip(paths, mix, strict=True)))
-        for number, mix in enumerate(mixes, 1)
-    ]
+    return [_trial(number, words, mix) for number, mix in enumerate(mixes, 1)]
 
 
-def _choices(word: str) -> list[str] | tuple[float, float]:
+def _choices(word: str) -> Choices:
     """A setting's values, or the ends of its range."""
     path, equals, text = word.partition("=")
     if not path or not equals:
@@ -150,7 +197,7 @@ def split_values(text: str) -> list[str]:
     return values
 
 
-def _draw(values: list[str] | tuple[float, float], drawn: random.Random) -> str:
+def _draw(values: Choices, drawn: random.Random) -> str:
     if isinstance(values, list):
         return drawn.choice(values)
     least, most = values
@@ -168,7 +215,8 @@ def _last_part(setting: str) -> str:
 def _remember(arguments: argparse.Namespace) -> None:
     """Write what the sweep is into its folder. Raises `UserError` if another one is there."""
     about = {"recipe": str(arguments.recipe.resolve()), "words": arguments.overrides, "random": arguments.random}
-    about["seed"] = arguments.seed if arguments.random else None
+    about["seed"] = arguments.seed if arguments.random or arguments.tpe else None
+    about |= {"tpe": arguments.tpe} if arguments.tpe else {}
     path = arguments.dir / RECORD
     if path.exists():
         if json.loads(path.read_text(encoding="utf-8")) != about:
@@ -187,10 +235,10 @@ def _train(arguments: argparse.Namespace, trial: Trial, trials: int) -> None:
         return
     print(f"{trial.number} of {trials}: {' '.join(trial.settings)}", file=sys.stderr, flush=True)
     run_dir.mkdir(parents=True, exist_ok=True)
-    command = [sys.executable, "-P", "-m", "meshwright", "train", str(arguments.recipe)]
-    command += [*trial.settings, f"run_dir={json.dumps(str(run_dir))}", "--resume", "auto"]
     with (run_dir.parent / f"{trial.name}.log").open("ab") as log:
-        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT)
+        process = subprocess.Popen(
+            _command(arguments, trial), stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT
+        )
     try:
         status = process.wait()
     except TrainingStopped:
@@ -199,6 +247,13 @@ def _train(arguments: argparse.Namespace, trial: Trial, trials: int) -> None:
         raise
     if status:
         print(f"  failed with exit status {status}; see {run_dir}.log", file=sys.stderr, flush=True)
+
+
+def _command(arguments: argparse.Namespace, trial: Trial) -> list[str]:
+    """The command that trains a trial, or goes on with it."""
+    run_dir = json.dumps(str((arguments.dir / trial.name).resolve()))
+    words = ["train", str(arguments.recipe.resolve()), *trial.settings, f"run_dir={run_dir}", "--resume", "auto"]
+    return [sys.executable, "-P", "-m", "meshwright", *words]
 
 
 def _result(run_dir: Path, trial: Trial) -> dict[str, Any]:

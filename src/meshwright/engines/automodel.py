@@ -102,7 +102,7 @@ class AutoModelConfig(YamlEngine):
             "lr_scheduler.init_lr": 0.0,
             "checkpoint.enabled": True,
             "checkpoint.model_save_format": "safetensors",
-            "wandb": {"project": "meshwright", "name": run.run_dir} if "wandb" in run.trackers else None,
+            "wandb": {"project": "meshwright", "name": run.run_dir} if "wandb" in run.tracker_names else None,
         }
 
 

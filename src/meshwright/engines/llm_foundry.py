@@ -116,7 +116,7 @@ class LlmFoundryConfig(YamlEngine):
             "compile_config": {"mode": training.compile_mode} if training.compile else None,
             "save_folder": run.run_dir,
             "save_interval": f"{run.checkpoint.every or steps}ba",
-            "loggers": {name: _logger(name, run) for name in run.trackers} or None,
+            "loggers": {name: _logger(name, run) for name in run.tracker_names} or None,
         }
 
 

@@ -191,11 +191,11 @@ def _layout(resolved: ResolvedRun) -> Flags:
 
 
 def _saving(resolved: ResolvedRun) -> Flags:
-    run, names = resolved.run, "wandb" in resolved.run.trackers
+    run, names = resolved.run, "wandb" in resolved.run.tracker_names
     return {
         **written(RULES, SAVING.split(), resolved),
         "log-interval": 1,
-        "tensorboard-dir": f"{run.run_dir}/tensorboard" if "tensorboard" in run.trackers else None,
+        "tensorboard-dir": f"{run.run_dir}/tensorboard" if "tensorboard" in run.tracker_names else None,
         "wandb-project": "meshwright" if names else None,
         "wandb-exp-name": run.run_dir if names else None,
     }

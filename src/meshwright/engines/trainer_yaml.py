@@ -120,7 +120,7 @@ class AxolotlConfig(YamlEngine):
             "gradient_checkpointing": fully(resolved),
             "save_steps": run.checkpoint.every,
             "eval_steps": training.evaluation.every,
-            "wandb_project": Path(run.run_dir).name if "wandb" in run.trackers else None,
+            "wandb_project": Path(run.run_dir).name if "wandb" in run.tracker_names else None,
             **(SHARDED if run.layout.zero_stage == 3 else {}),
         }
 
@@ -188,7 +188,7 @@ class LlamaFactoryConfig(YamlEngine):
             "disable_gradient_checkpointing": not fully(resolved),
             "save_steps": run.checkpoint.every or training.steps,
             "logging_steps": 1,
-            "report_to": list(run.trackers) or "none",
+            "report_to": list(run.tracker_names) or "none",
         }
 
 

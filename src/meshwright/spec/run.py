@@ -64,9 +64,10 @@ class Run(Spec):
     mps: Apple's, with one process and without fp64. Nobody has trained on these two yet."""
     run_dir: str = "runs/run"
     """Folder that receives everything the run writes."""
-    trackers: tuple[str, ...] = ()
+    trackers: tuple[str | PluginSpec, ...] = ()
     """Receivers of the records of metrics.jsonl: tensorboard, wandb, or an entry point of the group
-    meshwright.trackers."""
+    meshwright.trackers. With options, as in `[{name: wandb, options: {project: small, group: rates}}]`; wandb's are
+    project, group and name (default: that of the run's folder)."""
     callbacks: tuple[PluginSpec, ...] = ()
     """Callbacks of the run: shipped ones by name, or entry points of the group meshwright.callbacks."""
 
@@ -94,6 +95,11 @@ class Run(Spec):
         run = self.model_copy()
         run._file = RecipeFile(path, tuple(overrides), path.resolve().parent)
         return run
+
+    @property
+    def tracker_names(self) -> tuple[str, ...]:
+        """The names of the trackers, without their options."""
+        return tuple(one if isinstance(one, str) else one.name for one in self.trackers)
 
     def sequences_per_step(self) -> int:
         """Sequences per optimizer step over all ranks. Raises `UserError` if the tokens do not fill whole sequences."""
@@ -191,9 +197,10 @@ class Run(Spec):
 
     @field_validator("trackers")
     @classmethod
-    def _known_trackers(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+    def _known_trackers(cls, value: tuple[str | PluginSpec, ...]) -> tuple[str | PluginSpec, ...]:
         known = known_plugins("trackers")
-        for name in value:
+        for one in value:
+            name = one if isinstance(one, str) else one.name
             if name not in known:
                 raise UserError(f"unknown tracker {name!r}; there are {' and '.join(sorted(known))}")
         return value

@@ -107,7 +107,8 @@ def all_callbacks(run: Run, plugins: Plugins) -> list[Callback]:
 
 def open_trackers(run: Run) -> list[Callback]:
     """The trackers that the recipe names."""
-    return [make_plugin("trackers", PluginSpec(name=name)) for name in run.trackers]
+    plugins = [PluginSpec(name=one) if isinstance(one, str) else one for one in run.trackers]
+    return [make_plugin("trackers", plugin) for plugin in plugins]
 
 
 def write_plugins(plugins: Plugins, folder: Path) -> list[str]:

@@ -84,8 +84,10 @@ def _check_given_adapter(resolved: ResolvedRun) -> None:
 
 def require_plugins(run: Run) -> None:
     """Raise `UserError` if a plug-in that the recipe names is not installed, or a callback refuses its options."""
-    for name in run.trackers:
-        require_plugin("trackers", name)
+    for one in run.trackers:
+        require_plugin("trackers", one if isinstance(one, str) else one.name)
+        if not isinstance(one, str):
+            make_plugin("trackers", one)
     for plugin in run.callbacks:
         make_plugin("callbacks", plugin)
     for kind, plugged, ours in (
