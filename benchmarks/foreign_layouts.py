@@ -268,7 +268,7 @@ def page(results: dict[str, Any]) -> str:
         f"{results['torch']}, on CPUs (gloo). Measured last: {', '.join(dates)}.",
         "",
         f"{len(cells)} architectures, {len(values)} cells: **{equal} equal, {len(values) - equal - wrong} refused, "
-        f"{wrong} wrong** ({100 * equal / max(1, len(values)):.0f} % equal). Each model is tiny, with random weights, "
+        f"{wrong} wrong** ({100 * equal // max(1, len(values))} % equal). Each model is tiny, with random weights, "
         "in float64. One process is compared with transformers' own loss and gradients, and each layout's loss, norm, "
         "gradients and weights after a step with it: to 1e-11, or to 1e-6 (marked *) where in transformers norms, "
         "gates or routers compute in float32 in any dtype. *split* is the share of the numbers in blocks' matrices "

@@ -20,11 +20,12 @@ from meshwright.spec.foreign import ForeignCuts
 from meshwright.spec.layout import LayoutSpec
 from meshwright.spec.model import ModelFields
 from meshwright.spec.run import Run
-from meshwright.testing.equivalence import one_step
+from meshwright.testing.equivalence import largest_difference, one_step
 from meshwright.testing.ranks import RankPool
 from test_derive import CONFIGS, LORA, TIGHT, directories, foreign_run
 from test_equivalence import assert_equal
 from test_finetune_run import trajectory
+from test_pipedream import STEPS, late, layout_of, trained
 
 __all__ = ["directories"]
 
@@ -76,6 +77,17 @@ def test_stages_and_one_process_read_one_anothers_checkpoints(
     for layout in (trajectory(alone, tmp_path, 4, True), ranks.run(4, trajectory, last, tmp_path, 4, True)[0]):
         for ours, theirs in zip(layout, seen[2:], strict=True):
             assert ours == pytest.approx(theirs, rel=1e-12)
+
+
+@pytest.mark.slow
+def test_an_asynchronous_pipeline_has_the_gradients_of_the_step_before(ranks: RankPool, directories: Path) -> None:
+    """As one process that steps with the previous batch's gradient; of a tied model."""
+    run = foreign_run(directories / "smollm3", layout_of(), steps=STEPS, recompute="full")
+    losses, weights = ranks.run(2, trained, run)[0]
+    expected, expected_weights = late(foreign_run(directories / "smollm3", LayoutSpec(), steps=STEPS))
+    for ours, theirs in zip(losses, expected, strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-12)
+    assert largest_difference(weights, expected_weights)[0] < 1e-11
 
 
 def test_faults_planted_in_the_cuts_are_refused(directories: Path) -> None:

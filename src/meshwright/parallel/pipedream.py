@@ -55,10 +55,13 @@ class Pipedream(Pipeline):
             replicas: the ranks with the same stage; gradients are summed over them.
             reduce_dtype: of gradient accumulation.
         """
+        made: dict[nn.Parameter, nn.Parameter] = {}  # tied ones stay tied
         for module in model.modules():
             for name, weight in list(module.named_parameters(recurse=False)):
-                whole = DTensor.from_local(weight.detach(), replicas, [Replicate()], run_check=False)
-                module.register_parameter(name, nn.Parameter(whole, requires_grad=weight.requires_grad))
+                if weight not in made:
+                    whole = DTensor.from_local(weight.detach(), replicas, [Replicate()], run_check=False)
+                    made[weight] = nn.Parameter(whole, requires_grad=weight.requires_grad)
+                module.register_parameter(name, made[weight])
         super().__init__(model, objective, stages, link, GradientSync(model))
         self.replicas, self.reduce_dtype = replicas.get_group(), reduce_dtype
         self.stream = cut_stream(stages.schedule)
@@ -164,10 +167,12 @@ class Version:
             for module in model.modules()
             for name, parameter in module.named_parameters(recurse=False)
         ]
+        self.parameters = list(dict.fromkeys(parameter for _, _, parameter in self.places))
+        """Each once, though several modules may share it."""
         self.reduce_dtype = reduce_dtype
         self.weights = [
             nn.Parameter(torch.empty_like(local_tensor(parameter), dtype=dtype), requires_grad=parameter.requires_grad)
-            for _, _, parameter in self.places
+            for parameter in self.parameters
         ]
         self.gradients: dict[int, torch.Tensor] = {}
         for index, weight in enumerate(self.weights):
@@ -189,13 +194,14 @@ class Version:
     @torch.no_grad()
     def refresh(self) -> None:
         """Copy the optimizer's weights."""
-        copy_all_(self.weights, [local_tensor(parameter) for _, _, parameter in self.places])
+        copy_all_(self.weights, [local_tensor(parameter) for parameter in self.parameters])
 
     @contextlib.contextmanager
     def used(self) -> Iterator[None]:
         """Inside, the model computes with this version."""
-        for (module, name, _), weight in zip(self.places, self.weights, strict=True):
-            module.register_parameter(name, weight)
+        weights = dict(zip(self.parameters, self.weights, strict=True))
+        for module, name, parameter in self.places:
+            module.register_parameter(name, weights[parameter])
         try:
             yield
         finally:
@@ -206,7 +212,7 @@ class Version:
     def take_gradients(self, replicas: dist.ProcessGroup) -> None:
         """Move the gradient to the optimizer's weights, summed over `replicas`."""
         for index, gradient in self.gradients.items():
-            parameter = self.places[index][2]
+            parameter = self.parameters[index]
             assert isinstance(parameter, DTensor)
             if replicas.size() > 1:
                 collectives.all_reduce_(gradient, replicas)
