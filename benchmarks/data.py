@@ -94,7 +94,7 @@ def parse() -> argparse.Namespace:
 
 def make_corpus(folder: Path, megabytes: int) -> None:
     """`1.jsonl`: documents of the standard library's text, shuffled lines of a thousand words at most, none twice."""
-    texts = [document.text for document in read_documents(find_files([SourceSpec(path="stdlib")], Path()))]
+    texts = [document.text for document in read_documents(find_files(DataSpec(), Path()))]
     train_tokenizer(texts[::4], VOCABULARY).save(folder / "tokenizer")
     lines = [line for text in texts for line in text.splitlines(keepends=True)]
     generator, written, number = random.Random(0), 0, 0

@@ -23,7 +23,7 @@ import yaml
 from meshwright.data.readers import read_documents
 from meshwright.data.sources import find_files
 from meshwright.families import finetuned_table
-from meshwright.spec.data import SourceSpec
+from meshwright.spec.data import DataSpec
 from meshwright.spec.recipe import load_spec
 from meshwright.spec.run import ResolvedRun
 from meshwright.trainer.metrics import read_journal
@@ -110,7 +110,7 @@ def story(folder: Path, start: Start, *, base: dict[str, Any] = BASE, tuned: dic
 def talks() -> Iterator[dict[str, Any]]:
     """Conversations: the question is a function's signature, the answer the first paragraph of its docstring."""
     seen = set()
-    for document in read_documents(find_files([SourceSpec(path="stdlib")], Path())):
+    for document in read_documents(find_files(DataSpec(), Path())):
         try:
             tree = ast.parse(document.text)
         except SyntaxError:
