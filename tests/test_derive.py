@@ -14,7 +14,7 @@ from meshwright.derive.derive import derive_split, split_module
 from meshwright.derive.probe import derived_cuts, derived_split, probe_blocks
 from meshwright.derive.slice_test import passes
 from meshwright.derive.whole_model import check_whole
-from meshwright.families import read_hf_directory
+from meshwright.families import read_hf_directory, resolve_model
 from meshwright.families.derived import derive
 from meshwright.spec.foreign import ForeignCuts, ForeignModel, ForeignSplit, SplitModule
 from meshwright.spec.layout import LayoutSpec
@@ -278,6 +278,11 @@ def test_dims_of_the_recipe_overrule_derived_ones(directories: Path) -> None:
         (one.name, tuple(sorted(map(str, one.parameters)))) for one in derived.modules
     }
     assert [one.name for one in overruled_split(directories / "phi3", {up: "whole"}).modules] == ["self_attn"]
+    assert ("model.layers.*.mlp.down_proj.weight", "the recipe says so") in overruled_split(
+        directories / "phi3", {up: "whole"}
+    ).whole
+    with pytest.raises(ValueError, match=r"model\.dims: only models that transformers computes"):
+        resolve_model(ModelFields(name="llama-3.2-1b", dims={up: "whole"}), base_dir=directories)
     refusals = {
         (fused, "heads, in"): "the slice test of self_attn refuses it: .*do not add up",
         (fused, "heads, in in runs of 16, 16, 32"): "the slice test of self_attn refuses it: .*do not add up",

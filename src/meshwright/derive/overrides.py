@@ -41,6 +41,11 @@ def overruled(foreign: ForeignModel, split: ForeignSplit) -> ForeignSplit:
             if dims != WHOLE:
                 modules[number] = _changed(modules[number], own, dims, dict(foreign.tensors)[name], where)
         if dims == WHOLE:
+            left = [(modules[number].name, one.name) for number in touched for one in modules[number].parameters]
+            whole = [
+                (f"{foreign.blocks}.*.{f'{module}.{one}'.strip('.')}", "the recipe says so") for module, one in left
+            ]
+            split = split.model_copy(update={"whole": tuple(sorted({*split.whole, *whole}))})
             modules = [module for number, module in enumerate(modules) if number not in touched]
         split = split.model_copy(update={"modules": tuple(modules)})
     return split

@@ -36,6 +36,10 @@ def resolve_model(fields: ModelFields, *, base_dir: Path, vocab: int | None = No
     Raises:
         UserError: one sentence saying what is wrong and what would work.
     """
+    if fields.dims is not None:
+        return _with_dims(
+            resolve_model(fields.model_copy(update={"dims": None}), base_dir=base_dir, vocab=vocab), fields
+        )
     directory = pretrained_directory(fields, base_dir=base_dir)
     if directory is not None:
         return _from_directory(fields, directory, starting_weights(fields, base_dir=base_dir))
@@ -147,7 +151,7 @@ def _described(
 def _from_directory(fields: ModelFields, directory: Path, weights: Literal["random", "pretrained"]) -> ModelSpec:
     published = read_hf_directory(directory, family=fields.family)
     if published.foreign is not None or published.wrapper is not None:
-        return _with_dims(_checked_unchanged(published, fields, directory), fields)
+        return _checked_unchanged(published, fields, directory)
     family = FAMILIES[published.family]
     given = _given(fields, family)
     spec = _complete(family, published.model_dump() | given)
@@ -162,16 +166,14 @@ def _from_directory(fields: ModelFields, directory: Path, weights: Literal["rand
 
 def _with_dims(model: ModelSpec, fields: ModelFields) -> ModelSpec:
     """The model with the recipe's dims."""
-    if fields.dims is None:
-        return model
-    if model.foreign is None:
+    if model.foreign is None or fields.dims is None:
         raise UserError("model.dims: only models that transformers computes have derived dims; remove it")
     return model.model_copy(update={"foreign": model.foreign.model_copy(update={"dims": tuple(fields.dims.items())})})
 
 
 def _checked_unchanged(published: ModelSpec, fields: ModelFields, directory: Path) -> ModelSpec:
     """The published model; a recipe can change none of its fields."""
-    given = [f"model.{field}" for field in SIZES if field != "dims" and getattr(fields, field) is not None]
+    given = [f"model.{field}" for field in SIZES if getattr(fields, field) is not None]
     if given or fields.weights == "random":
         what = f"remove {', '.join(given)}" if given else "set model.weights=pretrained"
         kind = "is a multimodal model, whose text model is trained" if published.wrapper else "is not one of ours"
