@@ -70,7 +70,7 @@ WORDS: Mapping[str, Tiny] = {
     "benchmarks/silent/deepspeed_stages.py": Tiny(needs=("deepspeed",)),
     "benchmarks/silent/fabric_deepspeed.py": Tiny(needs=("deepspeed",)),
     "benchmarks/silent/lightning_deepspeed.py": Tiny(needs=("deepspeed", "pytorch_lightning")),
-    **{f"examples/{name}.py": Tiny(exhaustive=True) for name in ("dataset", "model", "objective", "optimizer", "tracker")},
+    **{f"examples/{name}.py": Tiny(exhaustive=True) for name in ("dataset", "model", "objective", "optimizer")},
     "solo/finetune_qlora.py": Tiny(f"--fresh --package json --rank 2 {SOLO}"),
     "solo/train.py": Tiny(SOLO),
     "solo/train_fsdp.py": Tiny(SOLO),
