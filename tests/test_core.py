@@ -33,7 +33,7 @@ API = {
     "objectives": "",
     "parallel": "data materialize tensor",
     "prove": "difference inputs pairs reference shrink text tolerance verify",
-    "trainer": "calibrate corpus derived device display evaluate folder metrics out_of_memory remedies resolve run "
+    "trainer": "calibrate corpus device display evaluate folder metrics out_of_memory remedies resolve run "
     "start weights worker",
 }
 """Room of the core -> its public modules; the package itself is public too."""

@@ -48,10 +48,10 @@ def search(
             # a sampler's random state is not kept, so each trial has a seed of its own
             study.sampler = optuna.samplers.TPESampler(seed=seed + number)
             trial = study.trials[number] if number < len(study.trials) else study.ask(spaces)
-            told = study.trials[number].state.is_finished()
+            finished = study.trials[number].state.is_finished()
             settings = tuple(f"{path}={_written(trial.params[path])}" for path in paths)
 
-            def take(value: float | None, number: int = number, known: bool = told) -> None:
+            def take(value: float | None, number: int = number, known: bool = finished) -> None:
                 if not known and value is None:
                     study.tell(number, state=optuna.trial.TrialState.FAIL)
                 elif not known:
