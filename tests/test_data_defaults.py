@@ -169,3 +169,13 @@ def test_what_is_not_utf8_is_skipped_and_counted_on_request(folder, kind, capsys
     resolved(folder, given)
     assert main(["check", "run.yaml"]) == 1
     assert "data.undecodable=skip" in capsys.readouterr().err
+
+
+def test_resolving_a_recipe_downloads_nothing(folder, monkeypatch):
+    def download(source):
+        raise AssertionError(f"{source.path} was asked for")
+
+    monkeypatch.setattr("meshwright.data.sources._hub_files", download)
+    (folder / "run.yaml").write_text("model: gpt2\ndata: {sources: [{path: hub:nobody/nothing}]}\n")
+    run = load_recipe("run.yaml")
+    assert resolve_run(run, base_dir=folder).run.data.packing == run.data.packing

@@ -12,7 +12,7 @@ from meshwright.predict.changes import Change
 from meshwright.predict.engine import Processor, engine_job, make_case
 from meshwright.predict.explain import describe_candidate, short
 from meshwright.predict.hardware import resolve_cluster
-from meshwright.predict.layouts import MOST_TENSOR, SearchLimits, divisors
+from meshwright.predict.layouts import MOST_TENSOR, SearchLimits
 from meshwright.predict.report import Plan, make_plan, plan_facts
 from meshwright.predict.search import ALIKE
 from meshwright.spec.cluster import ClusterSpec
@@ -45,8 +45,8 @@ def plan_recipe(
     if run.training.tokens is not None:
         run = run.lasting(run.known_steps() or 1)
     spec = resolve_model(run.model, base_dir=base_dir, vocab=run.data.tokenizer_vocab)
-    degrees = (tp for tp in divisors(where.devices) if 1 < tp <= min(MOST_TENSOR, where.domain))
-    spec = with_options(spec, run, [tp for tp in degrees if spec.num_heads % tp == 0])
+    degrees = range(2, min(MOST_TENSOR, where.domain) + 1)
+    spec = with_options(spec, run, [tp for tp in degrees if where.devices % tp == 0 and spec.num_heads % tp == 0])
     check_positions(run.data.sequence_length, spec)
     case = make_case(run, spec, where, limits or SearchLimits())
     given = None

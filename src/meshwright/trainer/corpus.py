@@ -13,7 +13,7 @@ from meshwright.data.readers import told_apart
 from meshwright.data.sources import find_files
 from meshwright.data.tokenizer import TextTokenizer, load_tokenizer
 from meshwright.families import pretrained_directory, resolve_model, starting_weights
-from meshwright.spec.data import SMALLEST_VOCAB
+from meshwright.spec.data import HUB, SMALLEST_VOCAB
 from meshwright.spec.errors import UserError
 from meshwright.spec.model import ModelSpec
 from meshwright.spec.plugins import said_of
@@ -57,9 +57,11 @@ def with_datasets(run: Run, base_dir: Path, *, most: int | None = None) -> Run:
 
 def with_data_defaults(run: Run, base_dir: Path) -> tuple[Run, dict[str, str]]:
     """The recipe with a packing and a chat template that suit its records, where it names none, and the reasons. Data
-    that cannot be read leave it as it is: reading them raises the error."""
+    that cannot be read leave it as it is: reading them raises the error. So do datasets on the hub, because resolving a
+    recipe downloads nothing."""
     data, reasons = run.data, dict[str, str]()
-    if "sources" not in data.model_fields_set or has_datasets(data):
+    on_hub = any(source.path.startswith(HUB) for source in data.sources)
+    if "sources" not in data.model_fields_set or has_datasets(data) or on_hub:
         return run, reasons
     with suppress(UserError, OSError):
         files = [file for file in told_apart(find_files(data, base_dir)) if file.is_records]
