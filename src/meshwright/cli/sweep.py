@@ -16,7 +16,7 @@ from typing import Any
 from meshwright.cli.common import stoppable, whole_number
 from meshwright.cli.output import add_json_argument, print_result
 from meshwright.cli.sweep_array import write_array
-from meshwright.cli.sweep_tpe import DECADE, Choices, corners, require_optuna, search
+from meshwright.cli.sweep_tpe import Choices, corners, is_wide, require_optuna, search
 from meshwright.launch.status import TrainingStopped
 from meshwright.pages.runs import read_run
 from meshwright.pages.view import RunsPage
@@ -201,7 +201,7 @@ def _draw(values: Choices, drawn: random.Random) -> str:
     if isinstance(values, list):
         return drawn.choice(values)
     least, most = values
-    if least > 0 and most >= DECADE * least:
+    if is_wide(least, most):
         return f"{math.exp(drawn.uniform(math.log(least), math.log(most))):.4g}"
     return f"{drawn.uniform(least, most):.4g}"
 

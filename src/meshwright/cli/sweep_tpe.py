@@ -12,11 +12,14 @@ from meshwright.spec.extras import install
 
 STUDY, STORAGE = "sweep", "optuna.jsonl"
 """The study's name, and its file in the sweep's folder."""
-DECADE = 10.0
-"""A range from a positive number to at least ten times as much is drawn evenly in its logarithm."""
 
 Choices = list[str] | tuple[float, float]
 """The values of a setting, or the ends of its range."""
+
+
+def is_wide(least: float, most: float) -> bool:
+    """Whether a range goes from a positive number to ten times as much or more: it is drawn evenly in its logarithm."""
+    return least > 0 and most >= 10 * least
 
 
 def require_optuna() -> None:
@@ -64,7 +67,7 @@ def _space(optuna: Any, values: Choices) -> Any:
     if isinstance(values, list):
         return optuna.distributions.CategoricalDistribution(values)
     least, most = values
-    return optuna.distributions.FloatDistribution(least, most, log=least > 0 and most >= DECADE * least)
+    return optuna.distributions.FloatDistribution(least, most, log=is_wide(least, most))
 
 
 def _written(value: str | float) -> str:
