@@ -231,7 +231,7 @@ def _blocks(tensors: Mapping[str, Any], num_layers: int, where: str) -> str:
             tensors_of[match[1]] += 1
     blocks = max(numbers, key=lambda name: tensors_of[name], default="")
     numbered = numbers.get(blocks, set())
-    if numbered != set(range(num_layers)):
+    if len(numbered) != num_layers or numbered != set(range(len(numbered))):  # `num_layers` may be any number
         raise UserError(f"{where}: has {num_layers} layers, but the tensors in the files do not")
     return blocks
 
