@@ -334,7 +334,7 @@ def test_unknown_engines_and_missing_packages_are_one_sentence(module, tmp_path)
     link = tmp_path / "python"
     link.symlink_to(sys.executable)
     there = re.escape(f"{link} -m pip install 'meshwright[compare]'")
-    with pytest.raises(MissingPackageError, match=rf"is not installed in {re.escape(str(link))}; {there}"):
+    with pytest.raises(MissingPackageError, match=rf"is not installed in {re.escape(str(link))}: {there}"):
         check_installed(missing, link)
     with pytest.raises(MissingPackageError, match=r"numpy \d.* is too old: old needs 99\.10 or later; pip install"):
         check_installed(old(), Path(sys.executable))

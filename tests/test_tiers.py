@@ -23,6 +23,7 @@ from meshwright.rehearse.rank import rehearse_rank
 from meshwright.spec.checkpoint import CheckpointSpec
 from meshwright.spec.errors import UserError
 from meshwright.spec.fit import find_misfits
+from meshwright.spec.foreign import ForeignModel
 from meshwright.spec.layout import LayoutSpec
 from meshwright.spec.offload import OffloadSpec
 from meshwright.spec.pieces import PIECES, PieceSizes
@@ -400,8 +401,9 @@ def test_one_process_on_a_gpu_and_transformers_models_keep_their_weights() -> No
     assert "use parameters=host, or several processes" in refused
     several = layout.model_copy(update={"dp_shard": 2})
     assert not layout_check(made.run, made.model, "gpu")(several)
-    foreign = made.model.model_copy(update={"foreign": "{}"})
-    assert any("constants would stay on the host" in misfit for misfit in find_misfits(several, foreign, 16))
+    foreign = ForeignModel(config="{}", blocks="layers", tensors=())
+    model = made.model.model_copy(update={"foreign": foreign})
+    assert any("constants would stay on the host" in misfit for misfit in find_misfits(several, model, 16))
 
 
 def test_the_next_blocks_are_read_and_the_past_ones_dropped() -> None:

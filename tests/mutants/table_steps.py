@@ -18,7 +18,7 @@ PIPELINE = [
     Mutant(
         "both copies of a tied embedding count in the norm",
         "parallel/pipeline.py",
-        "return frozenset({self.copied} if self.copied and self.has_loss else ())",
+        "return frozenset(self.copied if self.has_loss else ())",
         "return frozenset()",
         "pp tied",
         r"norm: gradient norm",

@@ -120,8 +120,9 @@ def check_installed(engine: Engine, python: Path, checkout: Path | None = None) 
     for name, version in versions.items():
         if _parts(version) < _parts(engine.oldest[name]):
             raise MissingPackageError(
-                f"{name} {version}{there} is too old: {engine.name} needs {engine.oldest[name]} or later; {install} "
-                f"'{name}>={engine.oldest[name]}', or, if another package holds it back, run compare with --install"
+                f"{name} {version}{there} is too old: {engine.name} needs {engine.oldest[name]} or later; "
+                f"{f'{other} -m ' if other else ''}pip install '{name}>={engine.oldest[name]}', or, if another package "
+                "holds it back, run compare with --install"
             )
 
 
