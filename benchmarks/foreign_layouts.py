@@ -25,13 +25,13 @@ import torch
 import torch.nn.functional as F
 
 from meshwright.derive.derive import rounds_in_float32
-from meshwright.derive.probe import derived_cuts, derived_split, draw
+from meshwright.derive.probe import derived_context, derived_cuts, derived_split, draw
 from meshwright.families import read_hf_directory
 from meshwright.predict.stages import balanced_stages, layer_costs
 from meshwright.spec.data import DataSpec
 from meshwright.spec.errors import UserError
 from meshwright.spec.fit import find_misfits
-from meshwright.spec.foreign import ForeignCuts, ForeignModel, ForeignSplit
+from meshwright.spec.foreign import ForeignContext, ForeignCuts, ForeignModel, ForeignSplit
 from meshwright.spec.layout import LayoutSpec
 from meshwright.spec.model import ModelFields
 from meshwright.spec.run import ResolvedRun, Run
@@ -49,6 +49,8 @@ COLUMNS: dict[str, tuple[LayoutSpec, dict[str, Any] | None]] = {
     "LoRA, tp 2": (LayoutSpec(tp=2), LORA),
     "pp 2": (LayoutSpec(pp=2), None),
     "pp 2 x tp 2": (LayoutSpec(pp=2, tp=2), None),
+    "cp 2": (LayoutSpec(cp=2), None),
+    "cp 2 x tp 2": (LayoutSpec(cp=2, tp=2), None),
 }
 SIZES: dict[str, Any] = {
     **dict.fromkeys(("hidden_size", "n_embd", "d_model", "word_embed_proj_dim", "embed_dim", "emb_dim"), 32),
@@ -122,6 +124,10 @@ def resolved_run(directory: Path, layout: LayoutSpec, finetune: dict[str, Any] |
         if directory not in _CUTS:
             _CUTS[directory] = derived_cuts(model.foreign)
         model = model.model_copy(update={"foreign": model.foreign.model_copy(update={"cuts": _CUTS[directory]})})
+    if layout.cp > 1 and model.foreign is not None:
+        if directory not in _CONTEXTS:
+            _CONTEXTS[directory] = derived_context(model.foreign)
+        model = model.model_copy(update={"foreign": model.foreign.model_copy(update={"context": _CONTEXTS[directory]})})
     if misfits := find_misfits(layout, model, LENGTH):
         raise UserError(misfits[0])
     ranks, accumulation = layout.data_parallel, layout.pp
@@ -140,6 +146,7 @@ def resolved_run(directory: Path, layout: LayoutSpec, finetune: dict[str, Any] |
 
 _SPLITS: dict[tuple[Path, int], ForeignSplit] = {}
 _CUTS: dict[Path, ForeignCuts] = {}
+_CONTEXTS: dict[Path, ForeignContext] = {}
 
 
 def split_over(directory: Path, foreign: ForeignModel, ranks: int) -> ForeignSplit:

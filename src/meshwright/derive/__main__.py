@@ -1,8 +1,8 @@
-"""Derives splits and cuts in a process of its own: `python -m meshwright.derive`.
+"""Derives splits, cuts and contexts in a process of its own: `python -m meshwright.derive`.
 
-Reads {"foreign": a `ForeignModel`, "wanted": numbers} from standard input: 0 asks for the `ForeignCuts`, a larger
-number for the `ForeignSplit` over this many ranks. Writes a list with a {"derived": ...} or {"problem": one sentence}
-for each to standard output.
+Reads {"foreign": a `ForeignModel`, "wanted": numbers} from standard input: 0 asks for the `ForeignCuts`, 1 for the
+`ForeignContext`, a larger number for the `ForeignSplit` over this many ranks. Writes a list with a {"derived": ...} or
+{"problem": one sentence} for each to standard output.
 """
 
 import contextlib
@@ -12,9 +12,12 @@ import warnings
 
 import torch
 
-from meshwright.derive.probe import derived_cuts, derived_split
+from meshwright.derive.probe import derived_context, derived_cuts, derived_split
+from meshwright.families.derived import CONTEXT, CUTS
 from meshwright.spec.errors import UserError
 from meshwright.spec.foreign import ForeignModel
+
+DERIVATIONS = {CUTS: derived_cuts, CONTEXT: derived_context}
 
 
 def main() -> None:
@@ -27,7 +30,7 @@ def main() -> None:
     with contextlib.redirect_stdout(sys.stderr):
         for number in question["wanted"]:
             try:
-                derived = derived_split(foreign, number) if number else derived_cuts(foreign)
+                derived = DERIVATIONS[number](foreign) if number in DERIVATIONS else derived_split(foreign, number)
                 answers.append({"derived": derived.model_dump(mode="json")})
             except UserError as error:
                 answers.append({"problem": str(error)})

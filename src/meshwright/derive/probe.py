@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from meshwright.derive.context import derive_context
 from meshwright.derive.cuts import derive_cuts, with_name
 from meshwright.derive.derive import Blocks, derive_split, recheck
 from meshwright.derive.overrides import check_overruled, overruled
@@ -20,7 +21,7 @@ from meshwright.derive.whole_model import check_whole
 from meshwright.families.wrapped import parsed
 from meshwright.models.foreign import without_dropout
 from meshwright.spec.errors import UserError
-from meshwright.spec.foreign import ForeignCuts, ForeignModel, ForeignSplit, SplitParameter
+from meshwright.spec.foreign import ForeignContext, ForeignCuts, ForeignModel, ForeignSplit, SplitParameter
 
 LARGEST = 3_000_000
 """Parameters of a model that is probed as it is."""
@@ -101,6 +102,16 @@ def derived_cuts(foreign: ForeignModel) -> ForeignCuts:
     names = dict(foreign.tensors)
     renamed = "embed_out.weight" in names and "lm_head.weight" not in names  # as in `models/foreign.py`
     return with_name(cuts, "lm_head", "embed_out") if renamed else cuts
+
+
+def derived_context(foreign: ForeignModel) -> ForeignContext:
+    """Whether context-parallel ranks can share a model's rows; with a `problem` if not. Of a large model, a small copy
+    is asked.
+
+    Raises:
+        UserError: no small copy of it can be made.
+    """
+    return derive_context(probe_blocks(foreign, 1))
 
 
 def _checked(blocks: Blocks, split: ForeignSplit, parts: int) -> ForeignSplit:

@@ -1,5 +1,6 @@
-"""What is derived about a model that transformers computes: its splits over tensor-parallel ranks, and its cuts into
-pipeline stages. Derived once, in a process of its own, then read from the cache."""
+"""What is derived about a model that transformers computes: its splits over tensor-parallel ranks, its cuts into
+pipeline stages, and whether context-parallel ranks can share its rows. Derived once, in a process of its own, then read
+from the cache."""
 
 import hashlib
 import json
@@ -9,7 +10,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from meshwright.spec.errors import UserError
-from meshwright.spec.foreign import ForeignCuts, ForeignModel, ForeignSplit
+from meshwright.spec.foreign import ForeignContext, ForeignCuts, ForeignModel, ForeignSplit
 from meshwright.spec.model import ModelSpec
 from meshwright.spec.run import Run
 from meshwright.storage.durable import write_durably
@@ -23,20 +24,21 @@ FORMAT = 2
 PATIENCE = 900.0
 """Seconds that a derivation may take."""
 
-CUTS = 0
-"""Asks for the cuts; a larger number for the split over this many ranks."""
+CUTS, CONTEXT = 0, 1
+"""Ask for the cuts and the context; a larger number asks for the split over this many ranks."""
 
-Derived = ForeignSplit | ForeignCuts
+Derived = ForeignSplit | ForeignCuts | ForeignContext
 
 
 def with_derived(model: ModelSpec, run: Run, parts: int | None = None, *, cut: bool | None = None) -> ModelSpec:
-    """The model with the split over the layout's tensor-parallel ranks, or over `parts`, and with the cuts if the
-    layout has stages, or if `cut`; only if transformers computes it.
+    """The model with the split over the layout's tensor-parallel ranks, or over `parts`, with the cuts if the layout
+    has stages, or if `cut`, and with the context if it has context-parallel ranks; only if transformers computes it.
 
     Raises `UserError` if they cannot be derived.
     """
     foreign, parts = model.foreign, run.layout.tp if parts is None else parts
     wanted = [CUTS] if (run.layout.pp > 1 if cut is None else cut) else []
+    wanted += [CONTEXT] if run.layout.cp > 1 else []
     wanted += [parts] if parts > 1 else []
     if foreign is None or not wanted:
         return model
@@ -48,25 +50,31 @@ def with_derived(model: ModelSpec, run: Run, parts: int | None = None, *, cut: b
 
 
 def with_options(model: ModelSpec, run: Run, degrees: Iterable[int]) -> ModelSpec:
-    """The model with everything that layouts of these tensor-parallel degrees, with and without stages, need for a
-    plan. What cannot be derived has a `problem`."""
+    """The model with everything that layouts of these tensor-parallel degrees, with and without stages and
+    context-parallel ranks, need for a plan. What cannot be derived has a `problem`."""
     if model.foreign is None:
         return model
-    return _with(model, model.foreign, derive(model.foreign, [CUTS, *degrees], Path(run.data.cache_dir) / FOLDER))
+    return _with(
+        model, model.foreign, derive(model.foreign, [CUTS, CONTEXT, *degrees], Path(run.data.cache_dir) / FOLDER)
+    )
 
 
 def _with(model: ModelSpec, foreign: ForeignModel, derived: dict[int, Derived]) -> ModelSpec:
     splits = tuple(one for one in derived.values() if isinstance(one, ForeignSplit))
     cuts = next((one for one in derived.values() if isinstance(one, ForeignCuts)), None)
+    context = next((one for one in derived.values() if isinstance(one, ForeignContext)), None)
     shown = next((split for split in splits if split.modules), splits[0] if splits else None)
-    changes = {"split": shown, "cuts": cuts, "others": tuple(split for split in splits if split is not shown)}
+    others = tuple(split for split in splits if split is not shown)
+    changes = {"split": shown, "cuts": cuts, "context": context, "others": others}
     return model.model_copy(update={"foreign": foreign.model_copy(update=changes)})
 
 
 def derive(foreign: ForeignModel, wanted: Sequence[int], cache: Path) -> dict[int, Derived]:
     """The answers by their numbers, from the cache if it holds them. Problems of transformers' own code are in the
     answers, and are not cached."""
-    bare = foreign.model_copy(update={"split": None, "cuts": None, "others": ()}).model_dump(mode="json")
+    bare = foreign.model_copy(update={"split": None, "cuts": None, "context": None, "others": ()}).model_dump(
+        mode="json"
+    )
     files = {number: cache / f"{_key(bare, number)}.json" for number in wanted}
     known = {number: _read(number, file) for number, file in files.items()}
     missing = [number for number, one in known.items() if one is None]
@@ -99,8 +107,8 @@ def _ask(bare: dict[str, object], numbers: Sequence[int]) -> dict[int, dict[str,
 
 
 def _of(number: int, answer: dict[str, object]) -> Derived:
-    if number == CUTS:
-        return ForeignCuts.model_validate(answer.get("derived") or answer)
+    if number in (CUTS, CONTEXT):
+        return (ForeignCuts if number == CUTS else ForeignContext).model_validate(answer.get("derived") or answer)
     return ForeignSplit.model_validate(answer.get("derived") or {"tp": number, **answer})
 
 

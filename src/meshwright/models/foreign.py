@@ -5,7 +5,8 @@ Shapes: B batch, T sequence, V vocabulary.
 
 import inspect
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
@@ -17,6 +18,7 @@ from meshwright.families.wrapped import parsed
 from meshwright.models.batch import TensorBatch
 from meshwright.models.decoder import Decoder, Read
 from meshwright.models.faces import with_face
+from meshwright.models.foreign_context import ContextShare, context_arguments, row_of, share_context
 from meshwright.models.foreign_stages import StageBlocks, keep_stages, run_stage
 from meshwright.models.head import HeadSplit, LogitsHead
 from meshwright.models.init import named_tensors
@@ -57,6 +59,8 @@ class ForeignDecoder(Decoder):
     """
 
     takes_positions: bool
+    context: ContextShare | None = None
+    """With context-parallel ranks, this rank's part of every row."""
     _sent_shapes: dict[tuple[int, ...], tuple[int, ...]]
     """The size of a batch -> of what stages send."""
 
@@ -87,12 +91,15 @@ class ForeignDecoder(Decoder):
     def _transformed(self, batch: TensorBatch) -> torch.Tensor:
         """transformers' forward pass: the logits [B, T, V]."""
         arguments = {"input_ids": batch.tokens}
+        theirs: Any = super(Wrapped, self)
+        if self.context is not None and self.context.splits:
+            with row_of(batch, self.context):
+                return theirs.forward(**arguments, **context_arguments(batch, self.context)).logits
         if batch.document_ids is not None:
             if not self.takes_positions:
                 raise UserError(_MIXES_DOCUMENTS)
             positions_BT = batch.position_ids
             arguments["position_ids"] = document_positions(batch.document_ids) if positions_BT is None else positions_BT
-        theirs: Any = super(Wrapped, self)
         return theirs.forward(**arguments).logits
 
     @property
@@ -107,6 +114,24 @@ class ForeignDecoder(Decoder):
         assert self.spec.foreign is not None
         blocks = self.get_submodule(self.spec.foreign.blocks)
         return blocks if isinstance(blocks, StageBlocks) else None
+
+    def share_context(self, share: ContextShare) -> None:
+        """Make batches hold parts of rows."""
+        problem = share_context(self, share)
+        assert not problem, problem  # then `derive/` says so
+        self.context = share
+
+    @contextmanager
+    def whole_rows(self) -> Iterator[None]:
+        """Inside, batches hold whole rows on every rank."""
+        if self.context is None:
+            yield
+            return
+        self.context.splits = False
+        try:
+            yield
+        finally:
+            self.context.splits = True
 
     def keep_layers(self, parts: Iterable[range]) -> None:
         foreign = self.spec.foreign

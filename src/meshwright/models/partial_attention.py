@@ -22,6 +22,12 @@ PartMask = torch.Tensor | Literal["causal", "all"]
 """The keys of a part that a query sees: all, those up to its own position (Q = S), or bool [Q, S] or [B, 1, Q, S]."""
 
 
+def own_chunks(rank: int, degree: int) -> tuple[int, int]:
+    """The chunks of a row, of 2 x `degree` in all, that a rank holds under zigzag order: an early and a late one, so
+    that all ranks have the same work under a causal mask."""
+    return rank, 2 * degree - 1 - rank
+
+
 def attend_part(
     q_BHQK: torch.Tensor, k_BGSK: torch.Tensor, v_BGSK: torch.Tensor, mask: PartMask
 ) -> tuple[torch.Tensor, torch.Tensor]:

@@ -26,9 +26,18 @@ from torch.distributed.device_mesh import DeviceMesh
 from meshwright.comm import collectives
 from meshwright.models import Decoder
 from meshwright.models.attention import Attention, Core, SinkCore
+from meshwright.models.foreign import ForeignDecoder
+from meshwright.models.foreign_context import ContextShare
 from meshwright.models.gated_delta import GatedDelta
 from meshwright.models.masks import Documents, Mask, attention_mask
-from meshwright.models.partial_attention import PartMask, Queries, add_part_, attend_part, attend_part_backward
+from meshwright.models.partial_attention import (
+    PartMask,
+    Queries,
+    add_part_,
+    attend_part,
+    attend_part_backward,
+    own_chunks,
+)
 from meshwright.models.sinks import add_sinks_, sinks_gradient
 from meshwright.parallel.context_states import RunsOfRanks
 from meshwright.spec.layout import ContextMethod
@@ -38,10 +47,13 @@ def apply_context_parallel(model: Decoder, mesh: DeviceMesh, method: ContextMeth
     """Make the attention of every block see whole sequences, while each rank of `mesh` holds `sequence_places`."""
     group = mesh.get_group()
     model.head_split.sequence = _SequenceShare(group, mesh.get_local_rank())
+    if isinstance(model, ForeignDecoder):
+        model.share_context(ContextShare(group.rank(), group.size(), lambda x: collectives.all_gather(x, group, dim=2)))
+        return
     for module in model.modules():
         if isinstance(module, GatedDelta):
             rank, degree = group.rank(), group.size()
-            module.pieces = RunsOfRanks(group, (rank,) if method == "ulysses" else _own_chunks(rank, degree))
+            module.pieces = RunsOfRanks(group, (rank,) if method == "ulysses" else own_chunks(rank, degree))
         if isinstance(module, Attention):
             match method:
                 case "ulysses":
@@ -58,7 +70,7 @@ def sequence_places(method: ContextMethod, *, degree: int, rank: int, length: in
         case "ulysses":
             return np.arange(length).reshape(degree, -1)[rank]
         case "ring" | "all_gather":
-            return np.arange(length).reshape(2 * degree, -1)[list(_own_chunks(rank, degree))].ravel()
+            return np.arange(length).reshape(2 * degree, -1)[list(own_chunks(rank, degree))].ravel()
         case _:
             assert_never(method)
 
@@ -200,19 +212,19 @@ class _Zigzag:
 
     def own(self) -> list[_Part]:
         """Parts of the keys that this rank holds."""
-        chunks = _own_chunks(self.rank, self.degree)
+        chunks = own_chunks(self.rank, self.degree)
         return self._part(slice(None), chunks, slice(None), chunks)
 
     def of_rank(self, source: int) -> list[_Part]:
         """Parts of the keys that another rank holds."""
-        ours, theirs = _own_chunks(self.rank, self.degree), _own_chunks(source, self.degree)
+        ours, theirs = own_chunks(self.rank, self.degree), own_chunks(source, self.degree)
         if source < self.rank:  # their second chunk comes after both of ours
             return self._part(slice(None), ours, slice(0, self.chunk), theirs[:1])
         return self._part(slice(self.chunk, None), ours[1:], slice(None), theirs)
 
     def of_all(self) -> list[_Part]:
         """Parts of all keys in sequence order, except this rank's own."""
-        early, late = ours = _own_chunks(self.rank, self.degree)
+        early, late = ours = own_chunks(self.rank, self.degree)
         before, between = slice(0, early * self.chunk), slice((early + 1) * self.chunk, late * self.chunk)
         return [
             *self._part(slice(None), ours, before, range(early)),
@@ -240,10 +252,6 @@ class _Zigzag:
     def _places(self, chunks: Sequence[int]) -> torch.Tensor:
         one_C = torch.arange(self.chunk, device=self.device)
         return torch.cat([one_C + chunk * self.chunk for chunk in chunks])
-
-
-def _own_chunks(rank: int, degree: int) -> tuple[int, int]:
-    return rank, 2 * degree - 1 - rank
 
 
 class _Sum:

@@ -14,7 +14,7 @@ from meshwright.predict.layouts import SearchLimits
 from meshwright.spec.cluster import ClusterSpec
 from meshwright.spec.errors import UserError
 from meshwright.spec.finetune import FinetuneSpec
-from meshwright.spec.fit import batch_misfits, find_misfits, fp8_gather_misfits, quantized_misfits
+from meshwright.spec.fit import batch_misfits, find_misfits, foreign_misfits, fp8_gather_misfits, quantized_misfits
 from meshwright.spec.layout import LayoutSpec
 from meshwright.spec.low_precision import DELAYED, KERNELS
 from meshwright.spec.model import ModelSpec
@@ -207,6 +207,7 @@ def layout_check(run: Run, model: ModelSpec, device: Literal["cpu", "gpu"]) -> L
         refusals = split(layout.tp), adapter_misfit(adapted, layout)
         misfits = [
             *find_misfits(layout, model, length),
+            *(foreign_misfits(run, layout, model.foreign) if model.foreign is not None else ()),
             *(misfit for misfit in refusals if misfit),
             *quantized_misfits(layout, run.finetune),
             *fp8_gather_misfits(layout, run.training, run.finetune),

@@ -30,7 +30,8 @@ def find_misfits(layout: LayoutSpec, model: ModelSpec, sequence_length: int) -> 
     setting and end with the nearest legal layout."""
     if model.foreign is not None:
         stages = () if layout.pp == 1 else _stage_misfits(layout, model)
-        return [*_foreign_misfits(layout, model.foreign), *stages]
+        rows = () if layout.cp == 1 else _shared_row_misfits(layout, model, model.foreign, sequence_length)
+        return [*_foreign_misfits(layout, model.foreign), *rows, *stages]
     reasons = _reasons(layout, model, sequence_length)
     advice = _advice(layout, model, sequence_length) if reasons else ""
     return [
@@ -85,11 +86,8 @@ def _nearest_degrees(layout: LayoutSpec, model: ModelSpec, sequence_length: int)
 
 
 def _foreign_misfits(layout: LayoutSpec, foreign: ForeignModel) -> Iterator[str]:
-    reads = "models that transformers computes support data, tensor and pipeline parallelism (dp_replicate, dp_shard, "
-    reads += "tp, pp)"
-    for axis in ("cp", "ep"):
-        if getattr(layout, axis) > 1:
-            yield f"layout.{axis}={getattr(layout, axis)}: {reads}; the nearest legal is layout.{axis}=1"
+    if layout.ep > 1:
+        yield f"layout.ep={layout.ep}: is not supported for models that transformers computes; {NEAREST} ep=1"
     split = foreign.split_over(layout.tp)
     if layout.tp > 1 and split is None:
         yield f"layout.tp={layout.tp}: the split over {layout.tp} ranks was not derived; set layout.tp in the recipe"
@@ -107,15 +105,38 @@ def _foreign_misfits(layout: LayoutSpec, foreign: ForeignModel) -> Iterator[str]
         )
 
 
-def foreign_misfits(training: TrainingSpec, finetune: FinetuneSpec | None, layout: LayoutSpec) -> list[str]:
-    """The reasons why a model that transformers computes cannot be trained with these settings, in sentences that start
-    with the setting."""
-    misfits = []
+def _shared_row_misfits(
+    layout: LayoutSpec, model: ModelSpec, foreign: ForeignModel, sequence_length: int
+) -> Iterator[str]:
+    """The reasons why context-parallel ranks cannot share the rows of a model that transformers computes."""
+    context, method = foreign.context, layout.cp_method
+    if context is None:
+        yield f"layout.cp={layout.cp}: whether ranks can share rows was not derived; set layout.cp in the recipe"
+    elif context.problem:
+        yield f"layout.cp={layout.cp}: ranks cannot share the rows of this model: {context.problem}; {NEAREST} cp=1"
+    elif method not in ("auto", "all_gather"):
+        yield f"layout.cp_method={method}: models that transformers computes support all_gather; use auto"
+    else:
+        for misfit in _context_misfits(layout, model, sequence_length):
+            unit = 2 * layout.cp
+            yield f"{misfit}; use data.sequence_length={max(1, round(sequence_length / unit)) * unit}, or cp=1"
+
+
+def foreign_misfits(run: Run, layout: LayoutSpec, foreign: ForeignModel) -> list[str]:
+    """The reasons why a model that transformers computes cannot be trained with a recipe's settings in a layout, in
+    sentences that start with the setting."""
+    training, finetune, misfits = run.training, run.finetune, []
     if training.compile:
         misfits.append("training.compile=true: is not supported for models that transformers computes; use false")
     if training.attention != "auto":
         misfits.append(
             f"training.attention={training.attention}: transformers computes this model's attention; use auto"
+        )
+    mixing = foreign.context is not None and not foreign.context.documents
+    if run.data.separate_documents and layout.cp > 1 and mixing:
+        misfits.append(
+            f"layout.cp={layout.cp} with data.separate_documents: ranks that share this model's rows cannot keep "
+            "documents apart; use cp=1, data.separate_documents=false, or data.packing=padded"
         )
     if finetune is not None and finetune.method == "ia3":
         misfits.append("finetune.method=ia3: is not supported for models that transformers computes; use lora")
@@ -226,6 +247,8 @@ def context_method(layout: LayoutSpec, model: ModelSpec, sequence_length: int) -
     """The method of context-parallel attention, and the reason for it."""
     if layout.cp_method != "auto":
         return layout.cp_method, "given"
+    if model.foreign is not None:
+        return "all_gather", "transformers computes the attention, to the keys and values of all ranks"
     ranks, kv_heads = layout.cp * layout.tp, model.num_kv_heads
     if kv_heads % ranks == 0:
         return "ulysses", f"{kv_heads} key/value heads divide over cp x tp = {ranks} ranks, so ulysses sends least"

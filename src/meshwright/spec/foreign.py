@@ -99,6 +99,15 @@ class ForeignCuts(Spec):
         return any(f"{name}.".startswith(f"{path}.") for path in self.after)
 
 
+class ForeignContext(Spec):
+    """Whether context-parallel ranks can share the rows of a model of transformers (`derive/context.py`)."""
+
+    documents: bool = True
+    """Whether the documents of a row stay separate."""
+    problem: str = ""
+    """The reason why they cannot; empty if they can."""
+
+
 class ForeignModel(Spec):
     """An architecture that only transformers implements."""
 
@@ -125,6 +134,8 @@ class ForeignModel(Spec):
     """How tensor-parallel ranks split it, if the layout has any."""
     cuts: ForeignCuts | None = None
     """Where pipeline stages cut it, if the layout has any."""
+    context: ForeignContext | None = None
+    """Whether ranks can share its rows, if the layout has context-parallel ones."""
     others: tuple[ForeignSplit, ...] = ()
     """In a plan, the splits over other numbers of ranks."""
 

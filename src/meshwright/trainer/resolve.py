@@ -25,7 +25,6 @@ from meshwright.spec.fit import (
     check_positions,
     context_method,
     device_misfits,
-    foreign_misfits,
     sample_misfits,
     tensor_notes,
 )
@@ -121,8 +120,6 @@ def _refuse_misfits(run: Run, model: ModelSpec, global_batch: int, machine: Mach
     check_positions(run.data.sequence_length, model)
     misfits = layout_check(run, model, machine.kind)(run.layout) or batch_misfits(run.layout, global_batch)
     misfits = [*misfits, *sample_misfits(run.training, model), *device_misfits(run)]
-    if model.foreign is not None:
-        misfits = [*misfits, *foreign_misfits(run.training, run.finetune, run.layout)]
     if misfits:
         raise RecipeError(misfits)
 

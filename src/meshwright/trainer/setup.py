@@ -193,7 +193,8 @@ def _check_foreign(passes: Passes, model: ForeignDecoder, documents: bool) -> No
     """Raise `UserError` on every rank if a model that transformers computes cannot be trained. Collective."""
 
     def logits(batch: TensorBatch) -> torch.Tensor | None:
-        return next(iter(list(passes.read([batch], lambda logits_BTV, *_: logits_BTV))), None)
+        with model.whole_rows():
+            return next(iter(list(passes.read([batch], lambda logits_BTV, *_: logits_BTV))), None)
 
     for check in (model.acausal, model.mixes_documents) if documents else (model.acausal,):
         error = check(logits)
