@@ -11,12 +11,12 @@ import transformers
 
 from meshwright.derive.calls import RecordedCall, UnsplitError, record
 from meshwright.derive.derive import derive_split, split_module
-from meshwright.derive.probe import derived_cuts, derived_split, probe_blocks
+from meshwright.derive.probe import derived_context, derived_cuts, derived_split, probe_blocks
 from meshwright.derive.slice_test import passes
 from meshwright.derive.whole_model import check_whole
 from meshwright.families import read_hf_directory, resolve_model
 from meshwright.families.derived import derive
-from meshwright.spec.foreign import ForeignCuts, ForeignModel, ForeignSplit, SplitModule
+from meshwright.spec.foreign import ForeignContext, ForeignCuts, ForeignModel, ForeignSplit, SplitModule
 from meshwright.spec.layout import LayoutSpec
 from meshwright.spec.model import ModelFields
 from meshwright.spec.run import ResolvedRun
@@ -74,6 +74,7 @@ def directories(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 _SPLITS: dict[tuple[str, int], ForeignSplit] = {}
 _CUTS: dict[str, ForeignCuts] = {}
+_CONTEXTS: dict[str, ForeignContext] = {}
 
 
 def foreign_run(directory: Path, layout: LayoutSpec, **options: Any) -> ResolvedRun:
@@ -91,6 +92,12 @@ def foreign_run(directory: Path, layout: LayoutSpec, **options: Any) -> Resolved
         _CUTS[key] = _CUTS.get(key) or derived_cuts(model.foreign)
         assert not _CUTS[key].problem
         model = model.model_copy(update={"foreign": model.foreign.model_copy(update={"cuts": _CUTS[key]})})
+    if layout.cp > 1:
+        assert model.foreign is not None
+        key = str(directory)
+        _CONTEXTS[key] = _CONTEXTS.get(key) or derived_context(model.foreign)
+        assert not _CONTEXTS[key].problem
+        model = model.model_copy(update={"foreign": model.foreign.model_copy(update={"context": _CONTEXTS[key]})})
     fields = ModelFields(name=str(directory), weights="pretrained", family="transformers")
     return resolved.model_copy(update={"run": resolved.run.model_copy(update={"model": fields}), "model": model})
 

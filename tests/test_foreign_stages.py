@@ -12,7 +12,7 @@ from meshwright.derive.derive import Blocks
 from meshwright.derive.probe import probe_blocks
 from meshwright.families import read_hf_directory
 from meshwright.families.derived import with_options
-from meshwright.families.described import describe_cuts
+from meshwright.families.described import describe_context, describe_cuts
 from meshwright.predict.recipe import plan_recipe
 from meshwright.spec.data import DataSpec
 from meshwright.spec.fit import find_misfits
@@ -176,9 +176,11 @@ def test_a_plan_knows_which_degrees_run(directories: Path, tmp_path: Path) -> No
     assert runs["TP"]
     assert runs["PP"]
     assert runs["PP + TP"]
-    assert len(list((tmp_path / "splits").iterdir())) == 3, "the cuts, and splits over 2 and 4 ranks"
+    assert len(list((tmp_path / "splits").iterdir())) == 4, "the cuts, the context, and splits over 2 and 4 ranks"
     model = with_options(read_hf_directory(directories / "gpt2", family="transformers"), run, [2, 4])
     assert not find_misfits(LayoutSpec(tp=4, pp=2), model, 16)
+    assert not find_misfits(LayoutSpec(tp=2, cp=2), model, 16)
     (reason,) = find_misfits(LayoutSpec(tp=8), model, 16)
     assert reason == "layout.tp=8: the split over 8 ranks was not derived; set layout.tp in the recipe"
+    assert describe_context(model) == ["parts of rows: attention gathers keys and values; documents stay separate"]
     assert describe_cuts(model)[-1] == "  on both, gradients summed: transformer.wte.weight"

@@ -30,7 +30,7 @@ from meshwright.data.tokenizer import train_tokenizer
 from meshwright.families import active_parameters, count_trained, parameter_table, pretrained_directory, resolve_model
 from meshwright.families.adapters import frozen_experts
 from meshwright.families.derived import with_derived
-from meshwright.families.described import describe_cuts, describe_split, describe_table
+from meshwright.families.described import describe_context, describe_cuts, describe_split, describe_table
 from meshwright.families.wrapped import describe_files
 from meshwright.machine import find_machine
 from meshwright.predict.forecast import forecast, warnings
@@ -248,8 +248,8 @@ def _table(recipe: Run, base_dir: Path) -> dict[str, Any]:
     is derived."""
     model = resolve_model(recipe.model, base_dir=base_dir, vocab=recipe.data.tokenizer_vocab)
     parts = max(2, recipe.layout.tp) if model.foreign is not None else recipe.layout.tp
-    model = with_derived(model, recipe, parts, cut=True)
-    shared = describe_split(model) + describe_cuts(model)
+    model = with_derived(model, recipe, parts, everything=True)
+    shared = describe_split(model) + describe_cuts(model) + describe_context(model)
     return {"parts": parts, "rows": describe_table(model, recipe.finetune), "split": shared}
 
 

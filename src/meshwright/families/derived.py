@@ -30,15 +30,16 @@ CUTS, CONTEXT = 0, 1
 Derived = ForeignSplit | ForeignCuts | ForeignContext
 
 
-def with_derived(model: ModelSpec, run: Run, parts: int | None = None, *, cut: bool | None = None) -> ModelSpec:
+def with_derived(model: ModelSpec, run: Run, parts: int | None = None, *, everything: bool = False) -> ModelSpec:
     """The model with the split over the layout's tensor-parallel ranks, or over `parts`, with the cuts if the layout
-    has stages, or if `cut`, and with the context if it has context-parallel ranks; only if transformers computes it.
+    has stages, and with the context if it has context-parallel ranks, or with `everything`; only if transformers
+    computes it.
 
     Raises `UserError` if they cannot be derived.
     """
     foreign, parts = model.foreign, run.layout.tp if parts is None else parts
-    wanted = [CUTS] if (run.layout.pp > 1 if cut is None else cut) else []
-    wanted += [CONTEXT] if run.layout.cp > 1 else []
+    wanted = [CUTS] if everything or run.layout.pp > 1 else []
+    wanted += [CONTEXT] if everything or run.layout.cp > 1 else []
     wanted += [parts] if parts > 1 else []
     if foreign is None or not wanted:
         return model

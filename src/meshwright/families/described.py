@@ -48,6 +48,17 @@ def describe_cuts(model: ModelSpec) -> list[str]:
     return [*lines, *([f"  on both, gradients summed: {', '.join(cuts.copied)}"] if cuts.copied else ())]
 
 
+def describe_context(model: ModelSpec) -> list[str]:
+    """Whether context-parallel ranks can share the model's rows."""
+    context = model.foreign.context if model.foreign is not None else None
+    if context is None:
+        return []
+    if context.problem:
+        return [f"parts of rows: none: {context.problem}"]
+    apart = "documents stay separate" if context.documents else "documents of a row are mixed"
+    return [f"parts of rows: attention gathers keys and values; {apart}"]
+
+
 def _dims(row: Parameter) -> str:
     runs = f" in runs of {', '.join(map(str, row.segments))}" if row.segments else ""
     return ", ".join(row.dims) + runs

@@ -60,8 +60,8 @@ def traffic_without_maxima(resolved: ResolvedRun) -> Traffic:
     layout = resolved.run.layout
     if layout.asynchronous:
         raise UserError(f"traffic is not predicted for schedule {layout.schedule}, whose steps overlap")
-    if resolved.model.foreign is not None and layout.tp * layout.pp > 1:
-        raise UserError("traffic is not predicted for models that transformers computes under tp or pp")
+    if resolved.model.foreign is not None and layout.tp * layout.pp * layout.cp > 1:
+        raise UserError("traffic is not predicted for models that transformers computes under tp, pp or cp")
     if layout.cp > 1 and any(isinstance(layer.mixer, GatedDeltaSpec) for layer in resolved.model.layers):
         raise UserError("traffic is not predicted for the gated delta rule under context parallelism")
     rank = _Rank(resolved)
