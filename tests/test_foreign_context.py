@@ -112,11 +112,14 @@ def one_document(batch: TensorBatch, share: ContextShare) -> Any:
     return row_of(TensorBatch(batch.tokens), share)
 
 
-def any_window(name: str, theirs: Any, *, mask_function: Any, **options: Any) -> Any:
+def any_window(name: str, theirs: Any, **options: Any) -> Any:
     """A causal mask in place of the model's mask function."""
-    return MASK(
-        name, theirs, **options | {"mask_function": lambda rows, _, queries, keys: (keys <= queries) & (rows >= 0)}
-    )
+
+    def causal(rows: torch.Tensor, _: Any, queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+        return (keys <= queries) & (rows >= 0)
+
+    changed: dict[str, Any] = options | {"mask_function": causal}
+    return MASK(name, theirs, **changed)
 
 
 GATHER, MASK = ContextShare.gather, foreign_context._mask
