@@ -30,7 +30,7 @@ from meshwright.families import read_hf_directory
 from meshwright.predict.stages import balanced_stages, layer_costs
 from meshwright.spec.data import DataSpec
 from meshwright.spec.errors import UserError
-from meshwright.spec.fit import find_misfits
+from meshwright.spec.fit import find_misfits, foreign_misfits
 from meshwright.spec.foreign import ForeignContext, ForeignCuts, ForeignModel, ForeignSplit
 from meshwright.spec.layout import LayoutSpec
 from meshwright.spec.model import ModelFields
@@ -128,7 +128,8 @@ def resolved_run(directory: Path, layout: LayoutSpec, finetune: dict[str, Any] |
         if directory not in _CONTEXTS:
             _CONTEXTS[directory] = derived_context(model.foreign)
         model = model.model_copy(update={"foreign": model.foreign.model_copy(update={"context": _CONTEXTS[directory]})})
-    if misfits := find_misfits(layout, model, LENGTH):
+    assert model.foreign is not None
+    if misfits := find_misfits(layout, model, LENGTH) or foreign_misfits(run, layout, model.foreign):
         raise UserError(misfits[0])
     ranks, accumulation = layout.data_parallel, layout.pp
     stages = balanced_stages(layer_costs(model, LENGTH), layout.pp) if layout.pp > 1 else ()

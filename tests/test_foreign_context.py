@@ -16,7 +16,7 @@ from meshwright.models.batch import TensorBatch
 from meshwright.models.foreign_context import ContextShare, context_arguments, row_of
 from meshwright.predict.engine import layout_check
 from meshwright.spec.fit import context_method, find_misfits
-from meshwright.spec.foreign import ForeignContext
+from meshwright.spec.foreign import ForeignContext, ForeignSplit, SplitModule
 from meshwright.spec.layout import LayoutSpec
 from meshwright.spec.model import ModelFields, ModelSpec
 from meshwright.spec.run import Run
@@ -171,6 +171,22 @@ def test_what_ranks_cannot_share_is_refused_by_its_reason(directories: Path) -> 
     assert reason == "layout.cp_method=ring: models that transformers computes support all_gather; use auto"
     (reason,) = find_misfits(layout, model, 18)
     assert "does not divide into 4 equal chunks, two for each rank; use data.sequence_length=16, or cp=1" in reason
+
+
+def test_a_split_that_fails_under_a_mask_is_refused_where_masks_are(directories: Path) -> None:
+    """As in DiffLlama, whose ranks hold other numbers of heads of keys than of values."""
+    model = model_with(directories / "phi3", ForeignContext())
+    assert model.foreign is not None
+    split = ForeignSplit(tp=2, masked=False, modules=(SplitModule(name="mlp", layers=(0, 1), parameters=()),))
+    model = model.model_copy(update={"foreign": model.foreign.model_copy(update={"split": split})})
+    fields = {"name": str(directories / "phi3"), "family": "transformers"}
+    run = Run.model_validate({"model": fields, "data": {"sequence_length": 16}})
+    assert not layout_check(run, model, "cpu")(LayoutSpec(tp=2))
+    (reason,) = layout_check(run, model, "cpu")(LayoutSpec(tp=2, cp=2))
+    assert reason.startswith("layout.tp=2 with layout.cp=2: the split of this model fails where its attention")
+    run = run.model_copy(update={"data": run.data.model_copy(update={"separate_documents": True})})
+    (reason,) = layout_check(run, model, "cpu")(LayoutSpec(tp=2))
+    assert reason.startswith("layout.tp=2 with data.separate_documents: ")
 
 
 def test_documents_that_ranks_cannot_keep_apart_are_refused(directories: Path) -> None:

@@ -4,6 +4,7 @@ A small model is probed as it is. Of a large one a copy is probed that keeps wha
 heads, groups and ranks' shares, and the first blocks of each kind; widths shrink.
 """
 
+import inspect
 import json
 import re
 from collections.abc import Mapping
@@ -79,7 +80,7 @@ def derived_split(foreign: ForeignModel, parts: int) -> ForeignSplit:
     again = scaled_up(split, widths, wide, foreign.blocks)
     same, lost = recheck(wider, again, parts)
     kept = split.model_copy(update={"modules": tuple(split.modules[number] for number in same)})
-    _checked(small, kept, parts)
+    kept = _checked(small, kept, parts)
     whole = [(f"{foreign.blocks}.*.{name}", reason) for name, reason in lost.items()]
     scaled = scaled_up(kept, widths, dict(foreign.tensors), foreign.blocks)
     scaled = scaled.model_copy(update={"whole": tuple(sorted({*split.whole, *whole}))})
@@ -88,8 +89,7 @@ def derived_split(foreign: ForeignModel, parts: int) -> ForeignSplit:
     scaled = overruled(foreign, scaled)
     again = scaled_up(scaled, dict(foreign.tensors), widths, foreign.blocks)
     check_overruled(small, again, foreign, parts)
-    _checked(small, again, parts)
-    return scaled
+    return scaled.model_copy(update={"masked": _checked(small, again, parts).masked})
 
 
 def derived_cuts(foreign: ForeignModel) -> ForeignCuts:
@@ -115,10 +115,18 @@ def derived_context(foreign: ForeignModel) -> ForeignContext:
 
 
 def _checked(blocks: Blocks, split: ForeignSplit, parts: int) -> ForeignSplit:
+    """The split, with `masked`."""
     try:
         check_whole(blocks, split, parts)
     except Exception as error:  # transformers' code may fail with parts that each work alone
         raise UserError(f"its modules' splits do not hold in the whole model: {error}") from error
+    if "position_ids" not in inspect.signature(type(blocks.model).forward).parameters:
+        return split
+    positions_BT = (torch.arange(LENGTH) % (LENGTH // 2)).expand(ROWS, -1)
+    try:
+        check_whole(blocks, split, parts, positions_BT)
+    except Exception:
+        return split.model_copy(update={"masked": False})
     return split
 
 

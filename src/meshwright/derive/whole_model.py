@@ -17,15 +17,17 @@ from meshwright.derive.slice_test import GRADIENTS, VALUES, joined_parts, put_pa
 from meshwright.spec.foreign import ForeignSplit, SplitModule
 
 
-def check_whole(blocks: Blocks, split: ForeignSplit, parts: int) -> None:
-    """Raises `UnsplitError` with the reason if the parts' logits or gradients are not the whole model's."""
-    logits = first_float(blocks.model(input_ids=blocks.tokens))
+def check_whole(blocks: Blocks, split: ForeignSplit, parts: int, positions: torch.Tensor | None = None) -> None:
+    """Raises `UnsplitError` with the reason if the parts' logits or gradients are not the whole model's. `positions`
+    [B, T]: of tokens in their documents, which make transformers mask attention."""
+    given = {"input_ids": blocks.tokens} | ({} if positions is None else {"position_ids": positions})
+    logits = first_float(blocks.model(**given))
     direction = direction_like(logits)
     expected = gradients(logits, direction, dict(blocks.model.named_parameters()))
 
     def compute(sharing: SideBySide) -> tuple[torch.Tensor, dict[str, nn.Parameter]]:
         part = _part(blocks, split, sharing)
-        return first_float(part(input_ids=blocks.tokens)), dict(part.named_parameters())
+        return first_float(part(**given)), dict(part.named_parameters())
 
     results = side_by_side(parts, compute)
     if not all(close(output.detach(), logits.detach(), VALUES) for output, _ in results):

@@ -145,8 +145,11 @@ def _attend(
     """transformers' attention function, with the row's keys and values; `theirs` is None for the model's own."""
     share: ContextShare = getattr(module, SHARE)
     if share.splits:
-        widths = key.shape[-1], value.shape[-1]
-        key, value = share.gather(torch.cat((key, value), -1)).split(widths, -1)
+        if key.shape[:-1] == value.shape[:-1]:
+            widths = key.shape[-1], value.shape[-1]
+            key, value = share.gather(torch.cat((key, value), -1)).split(widths, -1)
+        else:
+            key, value = share.gather(key), share.gather(value)
     attend = theirs or _of_own_file(module)
     return attend(module, query, key, value, attention_mask, *args, **options)
 

@@ -138,6 +138,13 @@ def foreign_misfits(run: Run, layout: LayoutSpec, foreign: ForeignModel) -> list
             f"layout.cp={layout.cp} with data.separate_documents: ranks that share this model's rows cannot keep "
             "documents apart; use cp=1, data.separate_documents=false, or data.packing=padded"
         )
+    split = foreign.split_over(layout.tp)
+    if (run.data.separate_documents or layout.cp > 1) and layout.tp > 1 and split is not None and not split.masked:
+        needs = f"layout.cp={layout.cp}" if layout.cp > 1 else "data.separate_documents"
+        misfits.append(
+            f"layout.tp={layout.tp} with {needs}: the split of this model fails where its attention gets a mask; use "
+            "tp=1, or neither of cp, data.separate_documents"
+        )
     if finetune is not None and finetune.method == "ia3":
         misfits.append("finetune.method=ia3: is not supported for models that transformers computes; use lora")
     if layout.tp > 1 and getattr(finetune, "base", "plain") != "plain":

@@ -62,6 +62,8 @@ class ForeignSplit(Spec):
     """Disagreements with transformers' own plan."""
     problem: str = ""
     """The reason why none could be derived, in a plan; empty otherwise."""
+    masked: bool = True
+    """Whether it also holds where attention gets a mask: in rows of several documents, and in parts of rows."""
     rounds: bool = False
     """Whether transformers computes something in float32 in a model of any dtype, such as norms or routers."""
 
