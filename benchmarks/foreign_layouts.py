@@ -25,13 +25,13 @@ import torch
 import torch.nn.functional as F
 
 from meshwright.derive.derive import rounds_in_float32
-from meshwright.derive.probe import derived_context, derived_cuts, derived_split, draw
+from meshwright.derive.probe import derived_context, derived_cuts, derived_experts, derived_split, draw
 from meshwright.families import read_hf_directory
 from meshwright.predict.stages import balanced_stages, layer_costs
 from meshwright.spec.data import DataSpec
 from meshwright.spec.errors import UserError
 from meshwright.spec.fit import find_misfits, foreign_misfits
-from meshwright.spec.foreign import ForeignContext, ForeignCuts, ForeignModel, ForeignSplit
+from meshwright.spec.foreign import ForeignContext, ForeignCuts, ForeignExperts, ForeignModel, ForeignSplit
 from meshwright.spec.layout import LayoutSpec
 from meshwright.spec.model import ModelFields
 from meshwright.spec.run import ResolvedRun, Run
@@ -51,6 +51,8 @@ COLUMNS: dict[str, tuple[LayoutSpec, dict[str, Any] | None]] = {
     "pp 2 x tp 2": (LayoutSpec(pp=2, tp=2), None),
     "cp 2": (LayoutSpec(cp=2), None),
     "cp 2 x tp 2": (LayoutSpec(cp=2, tp=2), None),
+    "ep 2": (LayoutSpec(dp_shard=2, zero=3, ep=2), None),
+    "ep 2 x cp 2 x pp 2": (LayoutSpec(pp=2, cp=2, ep=2), None),
 }
 SIZES: dict[str, Any] = {
     **dict.fromkeys(("hidden_size", "n_embd", "d_model", "word_embed_proj_dim", "embed_dim", "emb_dim"), 32),
@@ -124,6 +126,10 @@ def resolved_run(directory: Path, layout: LayoutSpec, finetune: dict[str, Any] |
         if directory not in _CUTS:
             _CUTS[directory] = derived_cuts(model.foreign)
         model = model.model_copy(update={"foreign": model.foreign.model_copy(update={"cuts": _CUTS[directory]})})
+    if layout.ep > 1 and model.foreign is not None:
+        if directory not in _EXPERTS:
+            _EXPERTS[directory] = derived_experts(model.foreign)
+        model = model.model_copy(update={"foreign": model.foreign.model_copy(update={"experts": _EXPERTS[directory]})})
     if layout.cp > 1 and model.foreign is not None:
         if directory not in _CONTEXTS:
             _CONTEXTS[directory] = derived_context(model.foreign)
@@ -148,6 +154,7 @@ def resolved_run(directory: Path, layout: LayoutSpec, finetune: dict[str, Any] |
 _SPLITS: dict[tuple[Path, int], ForeignSplit] = {}
 _CUTS: dict[Path, ForeignCuts] = {}
 _CONTEXTS: dict[Path, ForeignContext] = {}
+_EXPERTS: dict[Path, ForeignExperts] = {}
 
 
 def split_over(directory: Path, foreign: ForeignModel, ranks: int) -> ForeignSplit:
@@ -199,7 +206,7 @@ def against_transformers(directory: Path, run: ResolvedRun, tolerance: float) ->
 
 
 def measure(kind: str, pool: RankPool, columns: Collection[str]) -> dict[str, str]:
-    """These cells of one architecture: `equal`, `refused: reason` or `wrong: what`."""
+    """These cells of one architecture: `equal`, `refused: reason`, `wrong: what` or `no experts`."""
     import transformers
 
     with tempfile.TemporaryDirectory() as folder:
@@ -235,7 +242,7 @@ def measure(kind: str, pool: RankPool, columns: Collection[str]) -> dict[str, st
                 if layout.tp > 1 and run.model.foreign is not None and run.model.foreign.split is not None:
                     cells["split"] = share_of(run)
             except UserError as error:
-                cells[column] = f"refused: {error}"
+                cells[column] = "no experts" if "it has no experts" in str(error) else f"refused: {error}"
             except Exception as error:
                 cells[column] = f"wrong: {' '.join(str(error).split())[-160:]}"
         return cells
@@ -267,6 +274,7 @@ def page(results: dict[str, Any]) -> str:
     """The page, from all results."""
     cells = {kind: found for kind, found in results["cells"].items() if "not tried" not in found}
     values = [found[column] for found in cells.values() for column in COLUMNS if column in found]
+    values = [value for value in values if value != "no experts"]
     dates = [f"{column} {results['dates'][column]}" for column in COLUMNS]
     equal, wrong = values.count("equal"), sum(value.startswith("wrong") for value in values)
     lines = [
@@ -281,7 +289,7 @@ def page(results: dict[str, Any]) -> str:
         "gradients and weights after a step with it: to 1e-11, or to 1e-6 (marked *) where in transformers norms, "
         "gates or routers compute in float32 in any dtype. *split* is the share of the numbers in blocks' matrices "
         "that tensor-parallel ranks split; the rest is computed whole on every rank. Pipelines (pp) run two "
-        "microbatches under 1F1B.",
+        "microbatches under 1F1B. –: the model has no experts.",
         "",
         f"| architecture | split | {' | '.join(COLUMNS)} |",
         f"|---|---|{'---|' * len(COLUMNS)}",
@@ -291,7 +299,7 @@ def page(results: dict[str, Any]) -> str:
         shown = []
         for column in COLUMNS:
             word, _, reason = found.get(column, "").partition(": ")
-            shown.append(word if word == "equal" else f"**{word}**" if word == "wrong" else word)
+            shown.append({"wrong": "**wrong**", "no experts": "–"}.get(word, word))
             if reason:
                 reasons.setdefault(f"{word}: {reason}", []).append(f"{kind} ({column})")
         star = "*" if found["rounds"] == "True" else ""

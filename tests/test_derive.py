@@ -11,12 +11,12 @@ import transformers
 
 from meshwright.derive.calls import RecordedCall, UnsplitError, record
 from meshwright.derive.derive import derive_split, split_module
-from meshwright.derive.probe import derived_context, derived_cuts, derived_split, probe_blocks
+from meshwright.derive.probe import derived_context, derived_cuts, derived_experts, derived_split, probe_blocks
 from meshwright.derive.slice_test import passes
 from meshwright.derive.whole_model import check_whole
 from meshwright.families import read_hf_directory, resolve_model
 from meshwright.families.derived import derive
-from meshwright.spec.foreign import ForeignContext, ForeignCuts, ForeignModel, ForeignSplit, SplitModule
+from meshwright.spec.foreign import ForeignContext, ForeignCuts, ForeignExperts, ForeignModel, ForeignSplit, SplitModule
 from meshwright.spec.layout import LayoutSpec
 from meshwright.spec.model import ModelFields
 from meshwright.spec.run import ResolvedRun
@@ -75,6 +75,7 @@ def directories(tmp_path_factory: pytest.TempPathFactory) -> Path:
 _SPLITS: dict[tuple[str, int], ForeignSplit] = {}
 _CUTS: dict[str, ForeignCuts] = {}
 _CONTEXTS: dict[str, ForeignContext] = {}
+_EXPERTS: dict[str, ForeignExperts] = {}
 
 
 def foreign_run(directory: Path, layout: LayoutSpec, **options: Any) -> ResolvedRun:
@@ -98,6 +99,12 @@ def foreign_run(directory: Path, layout: LayoutSpec, **options: Any) -> Resolved
         _CONTEXTS[key] = _CONTEXTS.get(key) or derived_context(model.foreign)
         assert not _CONTEXTS[key].problem
         model = model.model_copy(update={"foreign": model.foreign.model_copy(update={"context": _CONTEXTS[key]})})
+    if layout.ep > 1:
+        assert model.foreign is not None
+        key = str(directory)
+        _EXPERTS[key] = _EXPERTS.get(key) or derived_experts(model.foreign)
+        assert not _EXPERTS[key].problem
+        model = model.model_copy(update={"foreign": model.foreign.model_copy(update={"experts": _EXPERTS[key]})})
     fields = ModelFields(name=str(directory), weights="pretrained", family="transformers")
     return resolved.model_copy(update={"run": resolved.run.model_copy(update={"model": fields}), "model": model})
 

@@ -306,7 +306,7 @@ def safetensors_keys(directory: Path) -> list[tuple[str, tuple[int, ...]]]:
 REFUSALS: dict[str, dict[str, Any]] = {
     "finetune.method=qlora with layout.tp=2: ": {"finetune": {"method": "qlora"}, "layout": {"tp": 2}},
     "layout.cp_method=ring: models that transformers computes": {"layout": {"cp": 2, "cp_method": "ring"}},
-    "layout.ep=2: is not supported for models that transformers": {"layout": {"dp_shard": 2, "ep": 2}},
+    "layout.ep=2: ranks cannot share the experts of this model: it has no": {"layout": {"dp_shard": 2, "ep": 2}},
     "layout.pp=4: 2 layers cannot be split into 4": {"layout": {"pp": 4}},
     "layout.offload=cpu: ": {"layout": {"dp_shard": 2, "offload": "cpu"}},
     "training.compile=true: ": {"training": {"compile": True}},

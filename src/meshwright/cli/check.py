@@ -30,7 +30,13 @@ from meshwright.data.tokenizer import train_tokenizer
 from meshwright.families import active_parameters, count_trained, parameter_table, pretrained_directory, resolve_model
 from meshwright.families.adapters import frozen_experts
 from meshwright.families.derived import with_derived
-from meshwright.families.described import describe_context, describe_cuts, describe_split, describe_table
+from meshwright.families.described import (
+    describe_context,
+    describe_cuts,
+    describe_experts,
+    describe_split,
+    describe_table,
+)
 from meshwright.families.wrapped import describe_files
 from meshwright.machine import find_machine
 from meshwright.predict.forecast import forecast, warnings
@@ -249,7 +255,8 @@ def _table(recipe: Run, base_dir: Path) -> dict[str, Any]:
     model = resolve_model(recipe.model, base_dir=base_dir, vocab=recipe.data.tokenizer_vocab)
     parts = max(2, recipe.layout.tp) if model.foreign is not None else recipe.layout.tp
     model = with_derived(model, recipe, parts, everything=True)
-    shared = describe_split(model) + describe_cuts(model) + describe_context(model)
+    described = (describe_split, describe_cuts, describe_context, describe_experts)
+    shared = [line for describe in described for line in describe(model)]
     return {"parts": parts, "rows": describe_table(model, recipe.finetune), "split": shared}
 
 

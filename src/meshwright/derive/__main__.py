@@ -1,8 +1,8 @@
-"""Derives splits, cuts and contexts in a process of its own: `python -m meshwright.derive`.
+"""Derives splits, cuts, contexts and experts in a process of its own: `python -m meshwright.derive`.
 
-Reads {"foreign": a `ForeignModel`, "wanted": numbers} from standard input: 0 asks for the `ForeignCuts`, 1 for the
-`ForeignContext`, a larger number for the `ForeignSplit` over this many ranks. Writes a list with a {"derived": ...} or
-{"problem": one sentence} for each to standard output.
+Reads {"foreign": a `ForeignModel`, "wanted": numbers} from standard input: -1 asks for the `ForeignExperts`, 0 for the
+`ForeignCuts`, 1 for the `ForeignContext`, a larger number for the `ForeignSplit` over this many ranks. Writes a list
+with a {"derived": ...} or {"problem": one sentence} for each to standard output.
 """
 
 import contextlib
@@ -12,12 +12,12 @@ import warnings
 
 import torch
 
-from meshwright.derive.probe import derived_context, derived_cuts, derived_split
-from meshwright.families.derived import CONTEXT, CUTS
+from meshwright.derive.probe import derived_context, derived_cuts, derived_experts, derived_split
+from meshwright.families.derived import CONTEXT, CUTS, EXPERTS
 from meshwright.spec.errors import UserError
 from meshwright.spec.foreign import ForeignModel
 
-DERIVATIONS = {CUTS: derived_cuts, CONTEXT: derived_context}
+DERIVATIONS = {EXPERTS: derived_experts, CUTS: derived_cuts, CONTEXT: derived_context}
 
 
 def main() -> None:

@@ -17,12 +17,21 @@ from torch import nn
 from meshwright.derive.context import derive_context
 from meshwright.derive.cuts import derive_cuts, with_name
 from meshwright.derive.derive import Blocks, derive_split, recheck
+from meshwright.derive.experts import derive_experts
 from meshwright.derive.overrides import check_overruled, overruled
 from meshwright.derive.whole_model import check_whole
 from meshwright.families.wrapped import parsed
 from meshwright.models.foreign import without_dropout
 from meshwright.spec.errors import UserError
-from meshwright.spec.foreign import ForeignContext, ForeignCuts, ForeignModel, ForeignSplit, SplitParameter
+from meshwright.spec.foreign import (
+    ExpertModule,
+    ForeignContext,
+    ForeignCuts,
+    ForeignExperts,
+    ForeignModel,
+    ForeignSplit,
+    SplitParameter,
+)
 
 LARGEST = 3_000_000
 """Parameters of a model that is probed as it is."""
@@ -112,6 +121,23 @@ def derived_context(foreign: ForeignModel) -> ForeignContext:
         UserError: no small copy of it can be made.
     """
     return derive_context(probe_blocks(foreign, 1))
+
+
+def derived_experts(foreign: ForeignModel) -> ForeignExperts:
+    """How expert-parallel ranks share a model's experts; with a `problem` if they cannot. Of a large model, the experts
+    of a small copy are divided.
+
+    Raises:
+        UserError: no small copy of it can be made.
+    """
+    experts = derive_experts(probe_blocks(foreign, 1))
+    shapes = dict(foreign.tensors)
+
+    def whole(one: ExpertModule) -> ExpertModule:
+        name = f"{foreign.blocks}.{one.layers[0]}.{one.name}.{one.parameters[0]}"
+        return one.model_copy(update={"count": shapes[name][0]})
+
+    return experts.model_copy(update={"modules": tuple(map(whole, experts.modules))})
 
 
 def _checked(blocks: Blocks, split: ForeignSplit, parts: int) -> ForeignSplit:

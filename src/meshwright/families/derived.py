@@ -1,6 +1,6 @@
 """What is derived about a model that transformers computes: its splits over tensor-parallel ranks, its cuts into
-pipeline stages, and whether context-parallel ranks can share its rows. Derived once, in a process of its own, then read
-from the cache."""
+pipeline stages, whether context-parallel ranks can share its rows, and how expert-parallel ranks share its experts.
+Derived once, in a process of its own, then read from the cache."""
 
 import hashlib
 import json
@@ -10,7 +10,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from meshwright.spec.errors import UserError
-from meshwright.spec.foreign import ForeignContext, ForeignCuts, ForeignModel, ForeignSplit
+from meshwright.spec.foreign import ForeignContext, ForeignCuts, ForeignExperts, ForeignModel, ForeignSplit
 from meshwright.spec.model import ModelSpec
 from meshwright.spec.run import Run
 from meshwright.storage.durable import write_durably
@@ -24,22 +24,23 @@ FORMAT = 2
 PATIENCE = 900.0
 """Seconds that a derivation may take."""
 
-CUTS, CONTEXT = 0, 1
-"""Ask for the cuts and the context; a larger number asks for the split over this many ranks."""
+EXPERTS, CUTS, CONTEXT = -1, 0, 1
+"""Ask for the experts, the cuts and the context; a larger number asks for the split over this many ranks."""
 
-Derived = ForeignSplit | ForeignCuts | ForeignContext
+Derived = ForeignSplit | ForeignCuts | ForeignContext | ForeignExperts
 
 
 def with_derived(model: ModelSpec, run: Run, parts: int | None = None, *, everything: bool = False) -> ModelSpec:
-    """The model with the split over the layout's tensor-parallel ranks, or over `parts`, with the cuts if the layout
-    has stages, and with the context if it has context-parallel ranks, or with `everything`; only if transformers
-    computes it.
+    """The model with the split over the layout's tensor-parallel ranks, or over `parts`, and with the cuts, the context
+    and the experts if the layout has stages, context-parallel and expert-parallel ranks, or with `everything`; only if
+    transformers computes it.
 
     Raises `UserError` if they cannot be derived.
     """
     foreign, parts = model.foreign, run.layout.tp if parts is None else parts
     wanted = [CUTS] if everything or run.layout.pp > 1 else []
     wanted += [CONTEXT] if everything or run.layout.cp > 1 else []
+    wanted += [EXPERTS] if everything or run.layout.ep > 1 else []
     wanted += [parts] if parts > 1 else []
     if foreign is None or not wanted:
         return model
@@ -64,18 +65,19 @@ def _with(model: ModelSpec, foreign: ForeignModel, derived: dict[int, Derived]) 
     splits = tuple(one for one in derived.values() if isinstance(one, ForeignSplit))
     cuts = next((one for one in derived.values() if isinstance(one, ForeignCuts)), None)
     context = next((one for one in derived.values() if isinstance(one, ForeignContext)), None)
+    experts = next((one for one in derived.values() if isinstance(one, ForeignExperts)), None)
     shown = next((split for split in splits if split.modules), splits[0] if splits else None)
     others = tuple(split for split in splits if split is not shown)
-    changes = {"split": shown, "cuts": cuts, "context": context, "others": others}
+    changes = {"split": shown, "cuts": cuts, "context": context, "experts": experts, "others": others}
     return model.model_copy(update={"foreign": foreign.model_copy(update=changes)})
 
 
 def derive(foreign: ForeignModel, wanted: Sequence[int], cache: Path) -> dict[int, Derived]:
     """The answers by their numbers, from the cache if it holds them. Problems of transformers' own code are in the
     answers, and are not cached."""
-    bare = foreign.model_copy(update={"split": None, "cuts": None, "context": None, "others": ()}).model_dump(
-        mode="json"
-    )
+    bare = foreign.model_copy(
+        update={"split": None, "cuts": None, "context": None, "experts": None, "others": ()}
+    ).model_dump(mode="json")
     files = {number: cache / f"{_key(bare, number)}.json" for number in wanted}
     known = {number: _read(number, file) for number, file in files.items()}
     missing = [number for number, one in known.items() if one is None]
@@ -107,9 +109,16 @@ def _ask(bare: dict[str, object], numbers: Sequence[int]) -> dict[int, dict[str,
     return {number: {"problem": problem} for number in numbers}
 
 
+_KINDS: dict[int, type[ForeignCuts | ForeignContext | ForeignExperts]] = {
+    EXPERTS: ForeignExperts,
+    CUTS: ForeignCuts,
+    CONTEXT: ForeignContext,
+}
+
+
 def _of(number: int, answer: dict[str, object]) -> Derived:
-    if number in (CUTS, CONTEXT):
-        return (ForeignCuts if number == CUTS else ForeignContext).model_validate(answer.get("derived") or answer)
+    if number in _KINDS:
+        return _KINDS[number].model_validate(answer.get("derived") or answer)
     return ForeignSplit.model_validate(answer.get("derived") or {"tp": number, **answer})
 
 

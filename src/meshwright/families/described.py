@@ -59,14 +59,28 @@ def describe_context(model: ModelSpec) -> list[str]:
     return [f"parts of rows: attention gathers keys and values; {apart}"]
 
 
+def describe_experts(model: ModelSpec) -> list[str]:
+    """The experts that expert-parallel ranks share."""
+    experts = model.foreign.experts if model.foreign is not None else None
+    if experts is None:
+        return []
+    if experts.problem:
+        return [f"experts over ranks: none: {experts.problem}"]
+    return [f"{one.name} (of {_blocks(one.layers)}): ranks share its {one.count} experts" for one in experts.modules]
+
+
+def _blocks(layers: tuple[int, ...]) -> str:
+    return ", ".join(map(str, layers)) if len(layers) < 5 else f"{len(layers)} blocks"
+
+
 def _dims(row: Parameter) -> str:
     runs = f" in runs of {', '.join(map(str, row.segments))}" if row.segments else ""
     return ", ".join(row.dims) + runs
 
 
 def _module(module: SplitModule) -> Iterator[str]:
-    layers = ", ".join(map(str, module.layers)) if len(module.layers) < 5 else f"{len(module.layers)} blocks"
-    yield f"{module.name or 'block'} (of {layers}) is shared, its output summed at {module.summed or 'its end'}"
+    ends = f"its output summed at {module.summed or 'its end'}"
+    yield f"{module.name or 'block'} (of {_blocks(module.layers)}) is shared, {ends}"
     kept = [one.name for one in module.parameters if one.kept]
     parts = {
         "partial gradients, summed": module.partial,

@@ -127,10 +127,12 @@ def read_foreign(config: Mapping[str, Any], stored: Mapping[str, StoredTensor], 
 
 def foreign_table(foreign: ForeignModel, vocab: int) -> tuple[Parameter, ...]:
     """Every parameter, in the order of names; the weights of linear layers have the dims (out, in), stacked experts
-    (experts, out, in), routers (experts, in), embedding and head (vocab, embed); a dim that tensor-parallel ranks split
-    is named heads, kv_heads or ffn. None can be initialized randomly."""
+    (experts, out, in), or (experts, out, width) if expert-parallel ranks share them, routers (experts, in), embedding
+    and head (vocab, embed); a dim that tensor-parallel ranks split is named heads, kv_heads or ffn. None can be
+    initialized randomly."""
     split = {name: one for name, one in split_parameters(foreign).items() if not one.kept}
     stacks = {name for name, _ in foreign.stacks}
+    shared = shared_experts(foreign)
     experts = {
         name.rpartition(".experts.")[0]: shape[0]
         for name, shape in foreign.tensors
@@ -138,6 +140,8 @@ def foreign_table(foreign: ForeignModel, vocab: int) -> tuple[Parameter, ...]:
     }
 
     def dims(name: str, shape: tuple[int, ...]) -> tuple[str, ...]:
+        if name in shared:
+            return ("experts", "out", "width")
         if name in stacks:
             return ("experts", "out", "in")
         if len(shape) == 2 and name.endswith(ROUTERS) and experts.get(name.rsplit(".", 2)[0]) == shape[0]:
@@ -165,6 +169,16 @@ def split_parameters(foreign: ForeignModel) -> dict[str, SplitParameter]:
         for module in (foreign.split.modules if foreign.split is not None else ())
         for layer in module.layers
         for one in module.parameters
+    }
+
+
+def shared_experts(foreign: ForeignModel) -> set[str]:
+    """The parameters whose experts expert-parallel ranks share."""
+    return {
+        f"{foreign.blocks}.{layer}.{module.name}.{name}"
+        for module in (foreign.experts.modules if foreign.experts is not None else ())
+        for layer in module.layers
+        for name in module.parameters
     }
 
 

@@ -76,8 +76,8 @@ def shard_dim(row: Parameter, model: ModelSpec, layout: LayoutSpec) -> int:
 
 
 def is_experts(row: Parameter) -> bool:
-    """Whether the parameter holds a matrix of every expert of a layer of our families, whose ranks are not those of
-    other parameters."""
+    """Whether the parameter holds a matrix of every expert of a layer, of our families or shared by expert-parallel
+    ranks, whose ranks are not those of other parameters."""
     return row.dims[0] == "experts" and len(row.dims) == 3 and row.dims[-1] not in ("in", "ffn")
 
 

@@ -273,11 +273,15 @@ class Experts(nn.Module):
         return self.w2(self.gate(self.w1(x_MD, rows), self.w3(x_MD, rows)), rows)
 
 
+ComputeRows = Callable[[torch.Tensor, Rows], torch.Tensor]
+"""(rows [M, D], sorted by expert, then by microbatch, their owners) -> each row by its expert [M, D], as `Experts`."""
+
+
 class Dispatch:
     """Brings rows to their experts and back; here this rank has all experts."""
 
     def __call__(
-        self, experts: Experts, x_MD: torch.Tensor, counts_E: torch.Tensor, numbers_M: torch.Tensor | None = None
+        self, experts: ComputeRows, x_MD: torch.Tensor, counts_E: torch.Tensor, numbers_M: torch.Tensor | None = None
     ) -> torch.Tensor:
         """[M, D] to [M, D]: rows of one microbatch, sorted by expert, through their experts."""
         return experts(x_MD, Rows(counts_E[:, None], numbers_M))

@@ -30,6 +30,7 @@ from meshwright import torch_internals
 from meshwright.families.split import expert_shard_dim
 from meshwright.models import Decoder
 from meshwright.models.dtypes import torch_dtype
+from meshwright.models.expert_faces import ExpertsFace
 from meshwright.models.moe import Experts
 from meshwright.parallel.fp8_gather import apply_fp8_gather
 from meshwright.parallel.mesh import Meshes
@@ -73,7 +74,7 @@ def apply_data_parallel(
     for block in model.layers.values():
         if meshes.experts is not None:
             for module in block.modules():
-                if isinstance(module, Experts):
+                if isinstance(module, Experts | ExpertsFace):
                     shard(module, meshes.experts)
         shard(block, meshes.state)
     shard(model, meshes.state)

@@ -20,7 +20,12 @@ from torch.distributed.tensor import DTensor, Shard
 
 from meshwright.comm import collectives
 from meshwright.models import Decoder
-from meshwright.models.moe import Dispatch, ExpertLinear, Experts, MoE, Rows, read_counts
+from meshwright.models.expert_faces import ExpertsFace
+from meshwright.models.faces import with_face
+from meshwright.models.foreign import ForeignDecoder
+from meshwright.models.foreign_stages import replace_module
+from meshwright.models.moe import ComputeRows, Dispatch, ExpertLinear, MoE, Rows, read_counts
+from meshwright.models.slots import Viewed
 from meshwright.parallel.mesh import Meshes
 from meshwright.parallel.view import LocalView
 
@@ -31,6 +36,10 @@ def apply_expert_parallel(model: Decoder, meshes: Meshes) -> None:
     Data parallelism shards the experts afterwards, over `meshes.experts`.
     """
     ep = meshes.axis("ep")
+    if isinstance(model, ForeignDecoder):
+        if ep is not None:
+            _share_foreign_experts(model, ep)
+        return
     sharers = [mesh for mesh in map(meshes.axis, ("cp", "tp")) if mesh is not None]
     for layer in model.modules():
         if not isinstance(layer, MoE):
@@ -42,6 +51,23 @@ def apply_expert_parallel(model: Decoder, meshes: Meshes) -> None:
                 assert isinstance(linear, ExpertLinear)
                 _keep_own_experts(linear, ep)
             layer.dispatch = Exchange(ep.get_group(), math.prod(mesh.size() for mesh in sharers))
+
+
+def _share_foreign_experts(model: ForeignDecoder, ep: DeviceMesh) -> None:
+    foreign = model.spec.foreign
+    assert foreign is not None
+    assert foreign.experts is not None
+    for one in foreign.experts.modules:
+        for layer in one.layers:
+            if str(layer) not in model.layers:  # a pipeline rank has only some of them
+                continue
+            path = f"{foreign.blocks}.{layer}.{one.name}"
+            numbers = dict.fromkeys(one.attributes, one.count // ep.size())
+            face: ExpertsFace = with_face(ExpertsFace, model.get_submodule(path), one.parameters, numbers)
+            face.described, face.count = one, one.count
+            _keep_own_experts(face, ep)
+            face.dispatch = Exchange(ep.get_group())
+            replace_module(model, path, face)
 
 
 class SumOverRanks:
@@ -58,14 +84,14 @@ class SumOverRanks:
         return total_BE
 
 
-def _keep_own_experts(linear: ExpertLinear, ep: DeviceMesh) -> None:
-    whole = {name: one for name, one in linear._parameters.items() if one is not None}
+def _keep_own_experts(module: Viewed, ep: DeviceMesh) -> None:
+    whole = {name: one for name, one in module._parameters.items() if one is not None}
     for name, parameter in whole.items():
         experts, *matrix = parameter.shape
         own = parameter.new_empty(experts // ep.size(), *matrix)
         part = DTensor.from_local(own, ep, [Shard(0)], run_check=False)
-        linear.register_parameter(name, nn.Parameter(part, requires_grad=parameter.requires_grad))
-    linear.view = LocalView(dict.fromkeys(whole, 0), {}, f"ep {ep.size()}")
+        module.register_parameter(name, nn.Parameter(part, requires_grad=parameter.requires_grad))
+    module.view = LocalView(dict.fromkeys(whole, 0), {}, f"ep {ep.size()}")
 
 
 class Exchange(Dispatch):
@@ -80,7 +106,7 @@ class Exchange(Dispatch):
         self.microbatches = max(1, group.size() // sharers)
 
     def __call__(
-        self, experts: Experts, x_MD: torch.Tensor, counts_E: torch.Tensor, numbers_M: torch.Tensor | None = None
+        self, experts: ComputeRows, x_MD: torch.Tensor, counts_E: torch.Tensor, numbers_M: torch.Tensor | None = None
     ) -> torch.Tensor:
         """See `Dispatch`. Collective."""
         group = self.group

@@ -86,8 +86,7 @@ def _nearest_degrees(layout: LayoutSpec, model: ModelSpec, sequence_length: int)
 
 
 def _foreign_misfits(layout: LayoutSpec, foreign: ForeignModel) -> Iterator[str]:
-    if layout.ep > 1:
-        yield f"layout.ep={layout.ep}: is not supported for models that transformers computes; {NEAREST} ep=1"
+    yield from _shared_expert_misfits(layout, foreign) if layout.ep > 1 else ()
     split = foreign.split_over(layout.tp)
     if layout.tp > 1 and split is None:
         yield f"layout.tp={layout.tp}: the split over {layout.tp} ranks was not derived; set layout.tp in the recipe"
@@ -103,6 +102,27 @@ def _foreign_misfits(layout: LayoutSpec, foreign: ForeignModel) -> Iterator[str]
             f"layout.offload={layout.offload_word}: is not supported for models that transformers computes, because "
             "their constants would stay on the host; use none"
         )
+
+
+def _shared_expert_misfits(layout: LayoutSpec, foreign: ForeignModel) -> Iterator[str]:
+    """The reasons why expert-parallel ranks cannot share the experts of a model that transformers computes."""
+    experts, where = foreign.experts, f"layout.ep={layout.ep}"
+    if experts is None:
+        yield f"{where}: how ranks share experts was not derived; set layout.ep in the recipe"
+    elif experts.problem:
+        yield f"{where}: ranks cannot share the experts of this model: {experts.problem}; {NEAREST} ep=1"
+    elif layout.tp > 1:
+        yield f"{where} with layout.tp={layout.tp}: transformers' experts are shared only without tp; {NEAREST} tp=1"
+    else:
+        shapes, shards = dict(foreign.tensors), layout.expert_shard
+        for one in experts.modules:
+            stacks = [shapes[f"{foreign.blocks}.{one.layers[0]}.{one.name}.{name}"] for name in one.parameters]
+            if one.count % layout.ep:
+                yield f"{where}: {one.count} experts cannot be split evenly over {layout.ep} ranks; {NEAREST} ep=1"
+                return
+            if any(rows % shards and columns % shards for _, rows, columns in stacks):
+                yield f"{where}: {shards} ranks share the state of the same experts, and divide no dim of theirs"
+                return
 
 
 def _shared_row_misfits(

@@ -110,6 +110,32 @@ class ForeignContext(Spec):
     """The reason why they cannot; empty if they can."""
 
 
+class ExpertModule(Spec):
+    """The experts of some blocks: ranks hold equal shares of them, and get the rows of their tokens."""
+
+    name: str
+    """Name within the block."""
+    layers: tuple[int, ...]
+    """The blocks."""
+    count: int
+    """The number of experts of a block."""
+    parameters: tuple[str, ...]
+    """Names within the module, all with a matrix of every expert."""
+    arguments: tuple[int | str, int | str, int | str]
+    """The arguments of its forward pass, by position or name: tokens, their experts, and the weights of these."""
+    attributes: tuple[str, ...] = ()
+    """Numbers of experts, which are smaller on a rank."""
+
+
+class ForeignExperts(Spec):
+    """How expert-parallel ranks share the experts of a model of transformers (`derive/experts.py`)."""
+
+    modules: tuple[ExpertModule, ...] = ()
+    """The experts."""
+    problem: str = ""
+    """The reason why ranks cannot share them; empty if they can."""
+
+
 class ForeignModel(Spec):
     """An architecture that only transformers implements."""
 
@@ -138,6 +164,8 @@ class ForeignModel(Spec):
     """Where pipeline stages cut it, if the layout has any."""
     context: ForeignContext | None = None
     """Whether ranks can share its rows, if the layout has context-parallel ones."""
+    experts: ForeignExperts | None = None
+    """How ranks share its experts, if the layout has expert-parallel ones."""
     others: tuple[ForeignSplit, ...] = ()
     """In a plan, the splits over other numbers of ranks."""
 
