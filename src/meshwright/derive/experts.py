@@ -26,18 +26,18 @@ def derive_experts(blocks: Blocks) -> ForeignExperts:
     }
     calls = record(lambda: blocks.model(input_ids=blocks.tokens), stacks)
     modules: list[ExpertModule] = []
-    problems: dict[str, str] = {}
+    problems: list[str] = []
     for (layer, name), module in stacks.items():
         try:
             described = _described(module, calls.get((layer, name)), name, blocks.kinds[layer])
             check_experts(module, calls[layer, name], described)
         except UnsplitError as error:
-            problems[name] = f"{blocks.path}.{layer}.{name} ({type(module).__name__}): {error}"
+            problems.append(f"{blocks.path}.{layer}.{name} ({type(module).__name__}): {error}")
             continue
         modules.append(described)
-    whole = {name: problem for name, problem in problems.items() if "expert" in name} or (not modules and problems)
-    if whole or not modules:
-        return ForeignExperts(problem=next(iter((whole or {}).values()), "it has no experts in stacked matrices"))
+    problem = next((one for one in problems if "expert" in one.lower()), "")
+    if problem or not modules:
+        return ForeignExperts(problem=problem or "it has no experts in stacked matrices")
     return ForeignExperts(modules=tuple(modules))
 
 
@@ -93,7 +93,6 @@ class _Parts(Dispatch):
     def __call__(
         self, experts: ComputeRows, x_MD: torch.Tensor, counts_E: torch.Tensor, numbers_M: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """See `Dispatch`."""
         counts = counts_E.chunk(len(self.parts))
         pieces = x_MD.split([int(one.sum()) for one in counts])
         computed = zip(self.parts, pieces, counts, strict=True)
@@ -104,7 +103,7 @@ def _part(module: nn.Module, described: ExpertModule, experts: range) -> Experts
     """The module with these experts; its parameters are still whole."""
     numbers = dict.fromkeys(described.attributes, len(experts))
     face = with_face(ExpertsFace, module, described.parameters, numbers)
-    face.described, face.count = described, described.count
+    face.described = described
     face.view = PartView(dict.fromkeys(described.parameters, (experts.start, experts.stop)), frozenset(), True)
     return face
 

@@ -20,8 +20,6 @@ class ExpertsFace(Face):
     """transformers' module of a layer's experts. A slot: `dispatch`."""
 
     described: ExpertModule
-    count: int
-    """All experts of the layer, E."""
     dispatch: Dispatch = Dispatch()
 
     def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -30,7 +28,7 @@ class ExpertsFace(Face):
         x_ND, experts_NK, weights_NK = (given[key] for key in self.described.arguments)
         chosen_M = experts_NK.flatten()
         order_M = chosen_M.argsort(stable=True)
-        counts_E = chosen_M.new_zeros(self.count).scatter_add_(0, chosen_M, torch.ones_like(chosen_M))
+        counts_E = chosen_M.new_zeros(self.described.count).scatter_add_(0, chosen_M, torch.ones_like(chosen_M))
         x_MD = x_ND[order_M // experts_NK.shape[1]]
         y_MD = self.dispatch(self.compute_rows, x_MD, counts_E)
         y_NKD = y_MD[order_M.argsort()].unflatten(0, experts_NK.shape)

@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -28,9 +29,6 @@ PREFIX = "meshwright_context_"
 
 IMPLEMENTATIONS = ("sdpa", "eager")
 """transformers' functions that compute attention from whole keys and values and a mask of any pattern."""
-
-SHARE = "meshwright_context"
-"""The attribute of modules that holds the `ContextShare`: recomputed blocks run outside the model's forward pass."""
 
 
 @dataclass
@@ -54,6 +52,10 @@ class ContextShare:
         chunks = self.concatenate(x_BGTK).chunk(2 * self.parts, 2)
         order = [chunk for part in range(self.parts) for chunk in own_chunks(part, self.parts)]
         return torch.cat([chunks[order.index(chunk)] for chunk in range(len(chunks))], 2)
+
+
+_SHARES: WeakKeyDictionary[nn.Module, ContextShare] = WeakKeyDictionary()
+"""Of each module of a model, because recomputed blocks run outside the model's forward pass."""
 
 
 @dataclass
@@ -84,7 +86,7 @@ def share_context(model: nn.Module, share: ContextShare) -> str:
         if hasattr(config, "_attn_implementation"):
             config._attn_implementation = PREFIX + config._attn_implementation
     for module in model.modules():
-        setattr(module, SHARE, share)
+        _SHARES[module] = share
     return ""
 
 
@@ -143,7 +145,7 @@ def _attend(
     **options: Any,
 ) -> Any:
     """transformers' attention function, with the row's keys and values; `theirs` is None for the model's own."""
-    share: ContextShare = getattr(module, SHARE)
+    share = _SHARES[module]
     if share.splits:
         if key.shape[:-1] == value.shape[:-1]:
             widths = key.shape[-1], value.shape[-1]

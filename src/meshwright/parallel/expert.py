@@ -64,7 +64,7 @@ def _share_foreign_experts(model: ForeignDecoder, ep: DeviceMesh) -> None:
             path = f"{foreign.blocks}.{layer}.{one.name}"
             numbers = dict.fromkeys(one.attributes, one.count // ep.size())
             face: ExpertsFace = with_face(ExpertsFace, model.get_submodule(path), one.parameters, numbers)
-            face.described, face.count = one, one.count
+            face.described = one
             _keep_own_experts(face, ep)
             face.dispatch = Exchange(ep.get_group())
             replace_module(model, path, face)
