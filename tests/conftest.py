@@ -8,6 +8,9 @@ import sys
 import warnings
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: the ranks of a test share two cores
+# Programs that tests start compute with a thread per core. On a busy machine, threads that spin while they wait keep
+# the core from those they wait for: a run of 5 seconds takes 15.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 from collections import Counter
 from collections.abc import Iterator
