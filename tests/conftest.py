@@ -1,9 +1,11 @@
 """Fixtures and options for all tests: worker processes, started once, the choice of a tier, and the order of files."""
 
+import functools
 import gc
 import importlib.util
 import os
 import shutil
+import ssl
 import sys
 import warnings
 
@@ -77,6 +79,13 @@ def _tests_leave_the_checkout_as_it_was() -> Iterator[None]:
     yield
     new = {name for name in set(os.listdir(ROOT)) - before if not name.startswith(".")}
     assert not new - {"runs", "site"}, f"a test wrote {', '.join(sorted(new))} into {ROOT}"
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _certificates_are_read_once() -> Iterator[None]:
+    """httpx reads all of this machine's for each request outside a client, in a tenth of a second."""
+    with mock.patch("ssl.create_default_context", functools.cache(ssl.create_default_context)):
+        yield
 
 
 @pytest.fixture(scope="session")
