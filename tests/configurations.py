@@ -14,6 +14,7 @@ import yaml
 
 from meshwright.imports.reading import Reading
 from meshwright.imports.recipe import import_files
+from meshwright.spec.document import FAST_LOADER
 from meshwright.spec.errors import UserError
 from meshwright.storage.opening import read_data
 
@@ -134,7 +135,7 @@ class Outcome:
                 if "no file names the model" in str(error):
                     continue
                 return cls(None, str(error), Reading())
-            return cls(yaml.safe_load(text), "", reading)
+            return cls(yaml.load(text, Loader=FAST_LOADER), "", reading)
         raise AssertionError(path)
 
 
@@ -212,7 +213,7 @@ def variants(path: Path, keys: set[str]) -> Iterator[tuple[str, str]]:
 def _of_script(text: str, keys: set[str]) -> Iterator[tuple[str, str]]:
     for found in re.finditer(r"--([\w-]+) ([^\s\\]+)", text):
         if found[1] in keys:
-            for other in other_values(found[1], yaml.safe_load(found[2])):
+            for other in other_values(found[1], yaml.load(found[2], Loader=FAST_LOADER)):
                 yield f"{found[1]}={other}", f"{text[: found.start(2)]}{other}{text[found.end(2) :]}"
 
 

@@ -1,13 +1,18 @@
 """Fixtures and options for all tests: worker processes, started once, the choice of a tier, and the order of files."""
 
+import functools
 import gc
 import importlib.util
 import os
 import shutil
+import ssl
 import sys
 import warnings
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: the ranks of a test share two cores
+# Programs that tests start compute with a thread per core. On a busy machine, threads that spin while they wait keep
+# the core from those they wait for: a run of 5 seconds takes 15.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 from collections import Counter
 from collections.abc import Iterator
@@ -74,6 +79,13 @@ def _tests_leave_the_checkout_as_it_was() -> Iterator[None]:
     yield
     new = {name for name in set(os.listdir(ROOT)) - before if not name.startswith(".")}
     assert not new - {"runs", "site"}, f"a test wrote {', '.join(sorted(new))} into {ROOT}"
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _certificates_are_read_once() -> Iterator[None]:
+    """httpx reads all of this machine's for each request outside a client, in a tenth of a second."""
+    with mock.patch("ssl.create_default_context", functools.cache(ssl.create_default_context)):
+        yield
 
 
 @pytest.fixture(scope="session")

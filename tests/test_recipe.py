@@ -10,12 +10,14 @@ import yaml
 import meshwright
 from meshwright.spec import document
 from meshwright.spec.document import Origin, dotted, read_yaml, write_yaml
+from meshwright.spec.errors import UserError
 from meshwright.spec.model import ModelFields
 from meshwright.spec.problems import RecipeError, _all_paths
 from meshwright.spec.recipe import dump_recipe, load_recipe, parse_spec
 from meshwright.spec.run import Run
 from meshwright.spec.schedule import SCHEDULES
 from meshwright.spec.synonyms import SYNONYMS, plain
+from meshwright.storage import opening
 
 PRESETS = sorted((Path(meshwright.__file__).parent / "recipes").glob("*.yaml"))
 
@@ -469,13 +471,22 @@ def test_what_is_written_means_the_same_to_readers_of_yaml_1_1():
     assert read_yaml(text, lambda line: Origin(line, "")).value == value
 
 
+def data_of(text: str) -> object:
+    """The data of another system's file, or the error."""
+    try:
+        return opening.read_data(Path("a.yaml"), text)
+    except UserError as error:
+        return str(error)
+
+
 @pytest.mark.parametrize("around", ["model: {}gpt2", "- {}a\n- b", "a: |{}\n  text\nb: 1", "a: 1\n{}b: [2, 'c']"])
 def test_libyaml_and_the_loader_in_python_read_the_same(monkeypatch, around):
     for inside in ["", "\t", "\ufeff", "#", " #", "&", "'", "<<: ", "\x85", "\u2028"]:
         text = around.format(inside)
         found = []
         for loader in (yaml.CSafeLoader, yaml.SafeLoader):
-            monkeypatch.setattr(document, "_FAST", loader)
+            monkeypatch.setattr(document, "FAST_LOADER", loader)
+            monkeypatch.setattr(opening, "FAST_LOADER", loader)
             read = read_yaml(text, lambda line: Origin(line, f"line {line}"))
-            found.append((read.value, read.places, read.problems))
+            found.append((read.value, read.places, read.problems, data_of(text)))
         assert found[0] == found[1], text

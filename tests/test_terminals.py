@@ -1,6 +1,7 @@
 """The main verbs in terminals of 80 x 24 and 200 x 50, driven by tmux: lines fit, and words stay whole."""
 
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -43,6 +44,27 @@ COMMANDS = (
     "--help",
 )
 SECONDS = 240
+PROGRAM = """\
+import gc, importlib, os, shlex, sys, time
+from meshwright.cli.main import main
+from meshwright.launch import forkserver
+
+for module in forkserver.LOADED:
+    importlib.import_module(module)
+gc.freeze()
+for command in sys.argv[1:]:
+    print("$", command, flush=True)
+    if not (process := os.fork()):
+        forkserver._fresh = True  # nothing was computed yet
+        sys.argv[:] = ["meshwright", *shlex.split(command)]
+        status = main(sys.argv[1:])
+        sys.stdout.flush()
+        os._exit(status)  # to end in the usual way takes seconds with so much loaded
+    print(f"[status {os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])}]", flush=True)
+print("[over]", flush=True)
+time.sleep(600)
+"""
+"""Runs commands one after the other, each in a fork of a process that has loaded everything."""
 
 
 def test_lines_are_folded_at_words() -> None:
@@ -117,12 +139,11 @@ def test_the_main_verbs_fit_a_terminal(width: int, height: int, tmp_path: Path) 
     """tmux joins the lines that the terminal had to break: none may be wider than the terminal, but for commands."""
     (tmp_path / "a.txt").write_text("the quick brown fox jumps over the lazy dog\n" * 60)
     (tmp_path / "run.yaml").write_text(RECIPE)
-    program = f"{sys.executable} -m meshwright"
-    script = "\n".join(f"echo '$ {words}'; {program} {words}; echo '[status' $?']'" for words in COMMANDS)
-    (tmp_path / "all.sh").write_text(f"export LC_ALL=C\n{script}\necho '[over]'\nsleep 600\n")
+    (tmp_path / "all.py").write_text(PROGRAM)
     tmux = ["tmux", "-L", f"meshwright-{os.getpid()}-{width}", "-f", "/dev/null"]
     start = ["set", "-g", "history-limit", "9999", ";", "new-session", "-d", "-x", str(width), "-y", str(height)]
-    subprocess.run([*tmux, *start, "-c", str(tmp_path), "sh all.sh"], check=True, timeout=30)
+    program = shlex.join(["env", "LC_ALL=C", sys.executable, "-P", "all.py", *COMMANDS])
+    subprocess.run([*tmux, *start, "-c", str(tmp_path), program], check=True, timeout=30)
     try:
         shown, end = "", time.monotonic() + SECONDS
         while "[over]" not in shown and time.monotonic() < end:

@@ -3,7 +3,7 @@
 import argparse
 import importlib
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from meshwright.cli.parser import VERBS
@@ -69,7 +69,7 @@ def settings(prefix: str) -> Iterator[str]:
             yield from (f"{path}={value}" for value in dict.fromkeys(_choices(part, schema)))
 
 
-def _leaves(part: dict[str, Any], schema: dict[str, Any], path: str) -> Iterator[tuple[str, dict[str, Any]]]:
+def _leaves(part: Mapping[str, Any], schema: Mapping[str, Any], path: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
     """(dotted path, its schema) of every setting that has no settings of its own, or a short form as well."""
     parts = list(_alternatives(part, schema))
     inner = [(name, value) for one in parts for name, value in one.get("properties", {}).items()]
@@ -79,7 +79,7 @@ def _leaves(part: dict[str, Any], schema: dict[str, Any], path: str) -> Iterator
         yield from _leaves(value, schema, f"{path}.{name}" if path else name)
 
 
-def _alternatives(part: dict[str, Any], schema: dict[str, Any]) -> Iterator[dict[str, Any]]:
+def _alternatives(part: Mapping[str, Any], schema: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
     """The parts of the schema that a value may follow, with references resolved."""
     if "$ref" in part:
         part = schema["$defs"][part["$ref"].rpartition("/")[2]]
@@ -90,7 +90,7 @@ def _alternatives(part: dict[str, Any], schema: dict[str, Any]) -> Iterator[dict
         yield from _alternatives(one, schema)
 
 
-def _choices(part: dict[str, Any], schema: dict[str, Any]) -> Iterator[str]:
+def _choices(part: Mapping[str, Any], schema: Mapping[str, Any]) -> Iterator[str]:
     for one in _alternatives(part, schema):
         if one.get("type") == "boolean":
             yield from ("true", "false")

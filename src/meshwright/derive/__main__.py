@@ -9,6 +9,7 @@ import contextlib
 import json
 import sys
 import warnings
+from collections.abc import Iterable
 
 import torch
 
@@ -20,20 +21,25 @@ from meshwright.spec.foreign import ForeignModel
 DERIVATIONS = {EXPERTS: derived_experts, CUTS: derived_cuts, CONTEXT: derived_context}
 
 
+def answers_to(foreign: ForeignModel, wanted: Iterable[int]) -> list[dict[str, object]]:
+    """The answer to each number."""
+    answers: list[dict[str, object]] = []
+    for number in wanted:
+        try:
+            derived = DERIVATIONS[number](foreign) if number in DERIVATIONS else derived_split(foreign, number)
+            answers.append({"derived": derived.model_dump(mode="json")})
+        except UserError as error:
+            answers.append({"problem": str(error)})
+    return answers
+
+
 def main() -> None:
     """Answer one question."""
     question = json.load(sys.stdin)
     warnings.simplefilter("ignore")  # transformers', about a model that is not the user's
     torch.set_num_threads(1)  # the tensors are tiny
-    foreign = ForeignModel.model_validate(question["foreign"])
-    answers: list[dict[str, object]] = []
     with contextlib.redirect_stdout(sys.stderr):
-        for number in question["wanted"]:
-            try:
-                derived = DERIVATIONS[number](foreign) if number in DERIVATIONS else derived_split(foreign, number)
-                answers.append({"derived": derived.model_dump(mode="json")})
-            except UserError as error:
-                answers.append({"problem": str(error)})
+        answers = answers_to(ForeignModel.model_validate(question["foreign"]), question["wanted"])
     print(json.dumps(answers))
 
 

@@ -14,9 +14,9 @@ import yaml
 KeyPath = tuple[str | int, ...]
 """The path of a value in the document: keys of mappings and indices of lists, outermost first."""
 
-_FAST = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+FAST_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 """libyaml, six times as fast, where PyYAML was built with it."""
-_READ_OTHERWISE = re.compile(r"[\t\ufeff]|[|>][-+0-9]*#")
+READ_OTHERWISE = re.compile(r"[\t\ufeff]|[|>][-+0-9]*#")
 """Texts that may not be YAML and that libyaml accepts all the same: tabs, marks of byte order, `|#`."""
 _INTEGER = re.compile(r"[-+]?[0-9]{1,300}|0o[0-7]+|0x[0-9a-fA-F]+")
 _FLOAT = re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?")
@@ -97,7 +97,7 @@ def read_yaml(text: str, place_of_line: Callable[[int], Origin]) -> YamlDocument
     document = YamlDocument(value=None, places={(): place_of_line(1)})
     try:
         try:
-            refusals, node = _nodes(text, yaml.SafeLoader if _READ_OTHERWISE.search(text) else _FAST)
+            refusals, node = _nodes(text, yaml.SafeLoader if READ_OTHERWISE.search(text) else FAST_LOADER)
         except yaml.YAMLError:  # again, for the messages that `_syntax` knows
             refusals, node = _nodes(text, yaml.SafeLoader)
         if node is not None:

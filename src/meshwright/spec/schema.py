@@ -1,6 +1,7 @@
 """The JSON schema of a recipe, for editors (yaml-language-server) and other programs that write recipes."""
 
-from collections.abc import Iterator
+import functools
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,8 @@ SHORT_FORMS: dict[tuple[str, ...], dict[str, Any]] = {
 """Place in the schema -> the shorter form that a recipe may have there, which validators expand."""
 
 
-def recipe_schema() -> dict[str, Any]:
+@functools.cache
+def recipe_schema() -> Mapping[str, Any]:
     """The schema (JSON Schema 2020-12) of everything that a recipe may contain; rules between settings are checked by
     `meshwright check` alone."""
     schema = Run.model_json_schema()

@@ -10,6 +10,7 @@ from typing import Any
 
 import yaml
 
+from meshwright.spec.document import FAST_LOADER, READ_OTHERWISE
 from meshwright.spec.errors import UserError
 from meshwright.spec.files import regular
 from meshwright.storage.jsonl import distinct_keys
@@ -41,7 +42,7 @@ def read_data(path: Path, text: str) -> Any:
         if path.suffix == ".json":
             data = json.loads(text, parse_constant=_refuse, object_pairs_hook=distinct_keys)
         else:
-            data = tomllib.loads(text) if path.suffix == ".toml" else yaml.safe_load(text)
+            data = tomllib.loads(text) if path.suffix == ".toml" else _yaml(text)
     except RecursionError as error:
         raise UserError(f"{path}: cannot be read: nested too deeply") from error
     except yaml.MarkedYAMLError as error:
@@ -51,6 +52,16 @@ def read_data(path: Path, text: str) -> Any:
     except (ValueError, yaml.YAMLError, ArithmeticError, LookupError, AttributeError, TypeError) as error:
         raise UserError(f"{path}: cannot be read: {' '.join(str(error).split()) or 'a value is malformed'}") from error
     return _plain(data, path, count(1))
+
+
+def _yaml(text: str) -> Any:
+    """What `yaml.safe_load` reads, by libyaml where it reads the same."""
+    if not READ_OTHERWISE.search(text):
+        try:
+            return yaml.load(text, Loader=FAST_LOADER)  # a safe loader
+        except Exception:  # again, for the message
+            pass
+    return yaml.safe_load(text)
 
 
 def _refuse(word: str) -> Any:
