@@ -68,8 +68,8 @@ def check_context(blocks: Blocks, documents_BS: torch.Tensor | None, logits: tor
         parts = side_by_side(PARTS, lambda sharing: _compute(blocks, documents_BS, sharing))
     except UnsplitError:
         raise
-    except Exception as error:  # transformers' code, with a part of the tokens
-        raise UnsplitError(" ".join(f"a part of a row fails: {type(error).__name__}: {error}".split())[:200]) from error
+    except _PartError as error:
+        raise UnsplitError(" ".join(str(error).split())[:240]) from error
     places = [part.share.places(part.logits.shape[1], logits.device) for part in parts]
     for part, own in zip(parts, places, strict=True):
         if not close(part.logits.detach(), logits[:, own].detach(), VALUES):
@@ -97,8 +97,18 @@ def _compute(blocks: Blocks, documents_BS: torch.Tensor | None, sharing: SideByS
     own = share.places(blocks.tokens.shape[1] // PARTS, blocks.tokens.device)
     batch = Batch(blocks.tokens[:, own], document_ids=documents_BS)
     with row_of(batch, share), _Outputs(model, blocks.path) as outputs:
-        logits = first_float(model(input_ids=batch.tokens, **context_arguments(batch, share)))
+        try:
+            logits = first_float(model(input_ids=batch.tokens, **context_arguments(batch, share)))
+        except Exception as error:  # transformers' code, with a part of the tokens
+            name = outputs.entered[-1] if outputs.entered else ""
+            kind = type(model.get_submodule(name)).__name__
+            where = f"{name} ({kind})" if name else kind
+            raise _PartError(f"{where} fails with a part of a row: {type(error).__name__}: {error}") from error
     return _Part(share, logits, dict(model.named_parameters()), outputs.seen)
+
+
+class _PartError(Exception):
+    """transformers' code fails with a part of the tokens; the message names the module."""
 
 
 class _Outputs:
@@ -106,11 +116,18 @@ class _Outputs:
 
     def __init__(self, model: nn.Module, path: str) -> None:
         self.seen: dict[str, torch.Tensor] = {}
+        self.entered: list[str] = []
+        """Modules whose forward pass has begun but not ended."""
         modules = {name: module for name, module in model.named_modules() if name.startswith(f"{path}.")}
         self.handles = [module.register_forward_hook(self._noting(name)) for name, module in modules.items()]
+        self.handles += [module.register_forward_pre_hook(self._entering(name)) for name, module in modules.items()]
+
+    def _entering(self, name: str) -> Callable[..., None]:
+        return lambda *_: self.entered.append(name)
 
     def _noting(self, name: str) -> Callable[..., None]:
         def note(_: nn.Module, args: Any, output: Any) -> None:
+            self.entered.remove(name)
             if isinstance(output, torch.Tensor | tuple):
                 self.seen.setdefault(name, first_float(output).detach())
 

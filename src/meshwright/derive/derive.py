@@ -11,6 +11,7 @@ from torch import nn
 from meshwright.derive.calls import RecordedCall, UnsplitError, record, rounds_in_float32
 from meshwright.derive.connect import candidates
 from meshwright.derive.slice_test import passes, prove
+from meshwright.models.widen import Float64InPlaceOfFloat32
 from meshwright.spec.foreign import ForeignSplit, SplitModule
 
 MOST_CANDIDATES = 6
@@ -61,8 +62,13 @@ def derive_split(blocks: Blocks, parts: int) -> ForeignSplit:
         modules=tuple(derived.modules),
         whole=tuple(sorted(derived.whole.items())),
         notes=notes,
-        rounds=rounds_in_float32(lambda: blocks.model(input_ids=blocks.tokens)),
+        rounds=_rounds(blocks),
     )
+
+
+def _rounds(blocks: Blocks) -> bool:
+    with Float64InPlaceOfFloat32():
+        return rounds_in_float32(lambda: blocks.model(input_ids=blocks.tokens))
 
 
 def recheck(blocks: Blocks, split: ForeignSplit, parts: int) -> tuple[list[int], dict[str, str]]:

@@ -18,7 +18,7 @@ from meshwright.storage.durable import write_durably
 FOLDER = "splits"
 """Folder in `data.cache_dir`."""
 
-FORMAT = 2
+FORMAT = 3
 """Incremented when a change of `derive/` makes the same model give another split."""
 
 PATIENCE = 900.0

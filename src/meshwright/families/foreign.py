@@ -20,7 +20,7 @@ FAMILY = "transformers"
 SPELLINGS = {
     "hidden": ("hidden_size", "n_embd", "d_model"),
     "num_layers": ("num_hidden_layers", "n_layer", "n_layers"),
-    "num_heads": ("num_attention_heads", "n_head", "n_heads"),
+    "num_heads": ("num_attention_heads", "n_head", "n_heads", "num_heads"),
     "vocab": ("vocab_size",),
     "num_kv_heads": ("num_key_value_heads",),
     "head_dim": ("head_dim",),
@@ -30,6 +30,9 @@ SPELLINGS = {
     "experts_per_token": ("num_experts_per_tok", "moe_k"),
 }
 """Field of `ModelSpec` -> keys of config.json that contain it, by architecture."""
+
+HEADLESS = ("mamba", "falcon_mamba")
+"""Architectures without heads, whose layers have one state for each channel."""
 
 STACKS = (
     ("gate_up_proj", ("gate_proj", "up_proj")),
@@ -84,6 +87,8 @@ def read_foreign(config: Mapping[str, Any], stored: Mapping[str, StoredTensor], 
     """
     names = {field: _spelling(config, field) for field in SPELLINGS}
     sizes: dict[str, Any] = {field: config.get(name) for field, name in names.items()}
+    if names["num_heads"] not in config and config.get("model_type") in HEADLESS:
+        sizes["num_heads"] = 1
     for field in ("hidden", "num_layers", "num_heads", "vocab"):
         if type(sizes[field]) is not int or sizes[field] < 1:
             raise UserError(f"{where}: no {' or '.join(SPELLINGS[field])} that is a positive integer")

@@ -6,7 +6,7 @@ Shapes: B batch, T sequence, V vocabulary.
 import inspect
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, cast
 
 import torch
@@ -15,6 +15,7 @@ from torch.overrides import TorchFunctionMode
 
 from meshwright.families import parameter_table, state_table
 from meshwright.families.wrapped import parsed
+from meshwright.models.adapters import Lora
 from meshwright.models.batch import TensorBatch
 from meshwright.models.decoder import Decoder, Read
 from meshwright.models.faces import with_face
@@ -23,7 +24,8 @@ from meshwright.models.foreign_stages import StageBlocks, keep_stages, run_stage
 from meshwright.models.head import HeadSplit, LogitsHead
 from meshwright.models.init import named_tensors
 from meshwright.models.masks import document_positions
-from meshwright.models.slots import Wrapped
+from meshwright.models.slots import Layer, Wrapped
+from meshwright.models.widen import Float64InPlaceOfFloat32
 from meshwright.spec.batch import Batch
 from meshwright.spec.errors import UserError
 from meshwright.spec.foreign import ForeignModel
@@ -44,10 +46,14 @@ class ForeignBlock(Wrapped):
     """A transformers block whose forward pass may be wrapped; its own class comes next in the method resolution
     order."""
 
+    widens = False
+    """See `ForeignDecoder.widen`: a recomputed block runs outside the model's forward pass."""
+
     def compute(self, *args: Any, **kwargs: Any) -> Any:
         """The forward pass of transformers."""
         theirs: Any = super(Wrapped, self)
-        return theirs.forward(*args, **kwargs)
+        with Float64InPlaceOfFloat32() if self.widens else nullcontext():
+            return theirs.forward(*args, **kwargs)
 
 
 class ForeignDecoder(Decoder):
@@ -59,6 +65,7 @@ class ForeignDecoder(Decoder):
     """
 
     takes_positions: bool
+    widens = False
     context: ContextShare | None = None
     """With context-parallel ranks, this rank's part of every row."""
     _sent_shapes: dict[tuple[int, ...], tuple[int, ...]]
@@ -80,12 +87,13 @@ class ForeignDecoder(Decoder):
         """
         self.tell_draws(batch)
         stages = self.stages
-        if layers is None or stages is None:
-            logits_BTV = self._transformed(batch)
-        else:
-            ended, logits_BTV = run_stage(lambda: self._transformed(batch), stages, layers, x_BTD)
-            if ended:
-                return logits_BTV
+        with Float64InPlaceOfFloat32() if self.widens else nullcontext():
+            if layers is None or stages is None:
+                logits_BTV = self._transformed(batch)
+            else:
+                ended, logits_BTV = run_stage(lambda: self._transformed(batch), stages, layers, x_BTD)
+                if ended:
+                    return logits_BTV
         return logits_BTV if read is None else read(logits_BTV, LogitsHead(self.head_split), batch)
 
     def _transformed(self, batch: TensorBatch) -> torch.Tensor:
@@ -114,6 +122,14 @@ class ForeignDecoder(Decoder):
         assert self.spec.foreign is not None
         blocks = self.get_submodule(self.spec.foreign.blocks)
         return blocks if isinstance(blocks, StageBlocks) else None
+
+    def widen(self) -> None:
+        """In float64, compute in float64 what transformers computes in float32 in a model of any dtype: norms,
+        softmaxes, routers. For proofs, in which their rounding would hide a difference."""
+        self.widens = self.like.dtype == torch.float64
+        for block in self.layers.values():
+            assert isinstance(block, ForeignBlock)
+            block.widens = self.widens
 
     def share_context(self, share: ContextShare) -> None:
         """Make batches hold parts of rows."""
@@ -148,6 +164,32 @@ class ForeignDecoder(Decoder):
                 _, sent = run_stage(lambda: self._transformed(batch), stages, range(0), like)
             self._sent_shapes[size] = tuple(sent.shape)
         return self._sent_shapes[size]
+
+    @torch.no_grad()
+    def skipped_adapters(self, logits: Callable[[Batch], torch.Tensor | None]) -> str:
+        """The error if transformers reads the weight of a layer with an adapter without calling the layer, as Mamba's
+        `dt_proj`: the adapter would have no effect. `logits` as for `acausal`. Experts are left out: tokens choose
+        which are called."""
+        waiting = {
+            name: module
+            for name, module in self.named_modules()
+            if isinstance(module, Layer) and module.find(Lora) is not None and ".experts." not in name
+        }
+        if not waiting:
+            return ""
+        hooks = [
+            module.register_forward_pre_hook(lambda *_, name=name: waiting.pop(name, None))
+            for name, module in list(waiting.items())
+        ]
+        logits(Batch(self._probe(0)))
+        for hook in hooks:
+            hook.remove()
+        if not waiting:
+            return ""
+        return (
+            f"finetune.targets: transformers reads the weight of {next(iter(waiting))} without calling the layer, so its "
+            "adapter would have no effect; leave it out of finetune.targets"
+        )
 
     @torch.no_grad()
     def acausal(self, logits: Callable[[Batch], torch.Tensor | None]) -> str:

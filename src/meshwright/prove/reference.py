@@ -12,6 +12,7 @@ from meshwright.data.loader import Loader
 from meshwright.data.mixture import Mixture
 from meshwright.data.packing import Samples
 from meshwright.families.split import Arrangement
+from meshwright.models.foreign import ForeignDecoder
 from meshwright.models.init import named_state
 from meshwright.optim import shards
 from meshwright.prove.difference import largest_entry
@@ -136,7 +137,14 @@ def train_reference(
 def build_alone(resolved: ResolvedRun) -> Trainer:
     """The reference's trainer, with the weights of a proof."""
     resolved = alone(resolved)
-    return build_trainer(resolved, RankContext(), proof_weights(resolved))
+    return widened(build_trainer(resolved, RankContext(), proof_weights(resolved)))
+
+
+def widened(trainer: Trainer) -> Trainer:
+    """The trainer, whose model computes everything in float64 if transformers computes it in float64."""
+    if isinstance(trainer.model, ForeignDecoder):
+        trainer.model.widen()
+    return trainer
 
 
 def load_weights(trainer: Trainer, reference: Reference, step: int) -> None:

@@ -24,6 +24,7 @@ from meshwright.prove.reference import (
     loader_for,
     trace_reference,
     train_reference,
+    widened,
 )
 from meshwright.prove.rounding import measure_rounding, trace_rounding
 from meshwright.prove.tolerance import CLIP, SMOOTHING, derive_tolerance
@@ -170,6 +171,7 @@ def prove_rank(trainer: Trainer, folder: Path, steps: int, trace: int, own: Reso
     """One rank's part; the result is the same on every rank. `trace` is the step to locate a difference in, or 0; `own`
     as in `verify`."""
     reference, tolerance = Reference(folder, trainer.arrangements), derive_tolerance(trainer.resolved)
+    widened(trainer)
     steps = single_steps(trainer.resolved, steps)
     proof = Proof([], tolerance.relative, measured=tolerance.statistical)
     start = locate_start(compare_start(trainer, reference))

@@ -31,7 +31,7 @@ def find_misfits(layout: LayoutSpec, model: ModelSpec, sequence_length: int) -> 
     if model.foreign is not None:
         stages = () if layout.pp == 1 else _stage_misfits(layout, model)
         rows = () if layout.cp == 1 else _shared_row_misfits(layout, model, model.foreign, sequence_length)
-        return [*_foreign_misfits(layout, model.foreign), *rows, *stages]
+        return [*_foreign_misfits(layout, model.foreign, model.num_heads), *rows, *stages]
     reasons = _reasons(layout, model, sequence_length)
     advice = _advice(layout, model, sequence_length) if reasons else ""
     return [
@@ -85,14 +85,19 @@ def _nearest_degrees(layout: LayoutSpec, model: ModelSpec, sequence_length: int)
     raise AssertionError("a degree of 1 always works")
 
 
-def _foreign_misfits(layout: LayoutSpec, foreign: ForeignModel) -> Iterator[str]:
+def _foreign_misfits(layout: LayoutSpec, foreign: ForeignModel, heads: int) -> Iterator[str]:
     yield from _shared_expert_misfits(layout, foreign) if layout.ep > 1 else ()
     split = foreign.split_over(layout.tp)
     if layout.tp > 1 and split is None:
         yield f"layout.tp={layout.tp}: the split over {layout.tp} ranks was not derived; set layout.tp in the recipe"
     elif layout.tp > 1 and split is not None and not split.modules:
         reasons = split.problem or "; ".join(sorted({reason for _, reason in split.whole}))
-        yield f"layout.tp={layout.tp}: no module of this model can be split over ranks ({reasons}); {NEAREST} tp=1"
+        degrees = [str(tp) for tp in range(2, heads + 1) if heads % tp == 0 != tp - layout.tp][:4]
+        advice = f"try tp={' or '.join(degrees)}, which divide its {heads} heads, or" if heads % layout.tp else ""
+        yield (
+            f"layout.tp={layout.tp}: no module of this model can be split over ranks ({reasons}); "
+            f"{f'{advice} use tp=1' if advice and degrees else f'{NEAREST} tp=1'}"
+        )
     if layout.pp > 1 and foreign.cuts is None:
         yield f"layout.pp={layout.pp}: the cuts of the model were not derived; set layout.pp in the recipe"
     elif layout.pp > 1 and foreign.cuts is not None and foreign.cuts.problem:

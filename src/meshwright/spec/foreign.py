@@ -65,7 +65,8 @@ class ForeignSplit(Spec):
     masked: bool = True
     """Whether it also holds where attention gets a mask: in rows of several documents, and in parts of rows."""
     rounds: bool = False
-    """Whether transformers computes something in float32 in a model of any dtype, such as norms or routers."""
+    """Whether transformers computes something in float32 in a float64 model, even where it gets float64 for float32
+    (`models/widen.py`)."""
 
     def within(self, blocks: str, path: str) -> bool:
         """Whether a module lies inside one that is split; `blocks` is the name of the list of blocks."""

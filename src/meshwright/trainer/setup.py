@@ -196,7 +196,8 @@ def _check_foreign(passes: Passes, model: ForeignDecoder, documents: bool) -> No
         with model.whole_rows():
             return next(iter(list(passes.read([batch], lambda logits_BTV, *_: logits_BTV))), None)
 
-    for check in (model.acausal, model.mixes_documents) if documents else (model.acausal,):
+    checks = (model.skipped_adapters, model.acausal)
+    for check in (*checks, model.mixes_documents) if documents else checks:
         error = check(logits)
         errors = [error] if passes.stages is None else gather_everywhere(error, passes.stages)
         if error := next(filter(None, errors), ""):
