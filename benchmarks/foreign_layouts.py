@@ -27,6 +27,7 @@ import torch.nn.functional as F
 from meshwright.derive.derive import rounds_in_float32
 from meshwright.derive.probe import derived_context, derived_cuts, derived_experts, derived_split, draw
 from meshwright.families import read_hf_directory
+from meshwright.models.foreign import ForeignDecoder
 from meshwright.predict.stages import balanced_stages, layer_costs
 from meshwright.spec.data import DataSpec
 from meshwright.spec.errors import UserError
@@ -233,7 +234,12 @@ def measure(kind: str, pool: RankPool, columns: Collection[str]) -> dict[str, st
             layout, finetune = COLUMNS[column]
             try:
                 if str(finetune) not in alone:
-                    alone[str(finetune)] = one_step(resolved_run(directory, LayoutSpec(), finetune))
+                    tuned = resolved_run(directory, LayoutSpec(), finetune)
+                    module = build_here(tuned).model
+                    assert isinstance(module, ForeignDecoder)
+                    if problem := module.skipped_adapters(module):
+                        raise UserError(problem)
+                    alone[str(finetune)] = one_step(tuned)
                 run = resolved_run(directory, layout, finetune)
                 expected = alone[str(finetune)]
                 assert expected is not None

@@ -187,8 +187,8 @@ class ForeignDecoder(Decoder):
         if not waiting:
             return ""
         return (
-            f"finetune.targets: transformers reads the weight of {next(iter(waiting))} without calling the layer, so its "
-            "adapter would have no effect; leave it out of finetune.targets"
+            f"finetune.targets: transformers reads the weight of {next(iter(waiting))} without calling the layer, so "
+            "its adapter would have no effect; leave it out of finetune.targets"
         )
 
     @torch.no_grad()
