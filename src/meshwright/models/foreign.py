@@ -177,10 +177,12 @@ class ForeignDecoder(Decoder):
         }
         if not waiting:
             return ""
-        hooks = [
-            module.register_forward_pre_hook(lambda *_, name=name: waiting.pop(name, None))
-            for name, module in list(waiting.items())
-        ]
+        names = {module: name for name, module in waiting.items()}
+
+        def called(module: nn.Module, _: object) -> None:
+            waiting.pop(names[module], None)
+
+        hooks = [module.register_forward_pre_hook(called) for module in names]
         logits(Batch(self._probe(0)))
         for hook in hooks:
             hook.remove()
