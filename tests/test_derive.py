@@ -12,18 +12,21 @@ import transformers
 
 from meshwright import families
 from meshwright.derive.__main__ import answers_to
-from meshwright.derive.calls import RecordedCall, UnsplitError, record
+from meshwright.derive.calls import RecordedCall, UnsplitError, record, rounds_in_float32
 from meshwright.derive.derive import derive_split, split_module
 from meshwright.derive.probe import derived_context, derived_cuts, derived_experts, derived_split, probe_blocks
 from meshwright.derive.slice_test import passes
 from meshwright.derive.whole_model import check_whole
 from meshwright.families import read_hf_directory, resolve_model
 from meshwright.families.derived import derive
+from meshwright.models.foreign import ForeignDecoder
+from meshwright.prove.tolerance import derive_tolerance
+from meshwright.spec.batch import Batch
 from meshwright.spec.foreign import ForeignContext, ForeignCuts, ForeignExperts, ForeignModel, ForeignSplit, SplitModule
 from meshwright.spec.layout import LayoutSpec
 from meshwright.spec.model import ModelFields
 from meshwright.spec.run import ResolvedRun
-from meshwright.testing.equivalence import one_step
+from meshwright.testing.equivalence import build_here, one_step
 from meshwright.testing.ranks import RankPool
 from test_equivalence import assert_equal
 from test_finetune_run import trajectory
@@ -143,6 +146,18 @@ def test_tensor_parallel_ranks_equal_one_process(
     run = foreign_run(directories / name, LAYOUTS[layout], finetune=finetune, recompute=recompute)
     found = ranks.run(run.run.layout.world_size, one_step, run)[0]
     assert_equal(found, _ALONE[key], dtype=torch.float64 if name in TIGHT else torch.float32)
+
+
+@pytest.mark.parametrize("name", ["olmo3", "qwen3_next"])
+def test_a_proof_computes_in_float64_what_transformers_computes_in_float32(directories: Path, name: str) -> None:
+    """Else a proof would allow float32's rounding, in which the whole gradient of a small matrix fits."""
+    model = build_here(foreign_run(directories / name, LayoutSpec(), recompute="full")).model
+    assert isinstance(model, ForeignDecoder)
+    batch = Batch(torch.randint(50, (2, 16), generator=torch.Generator().manual_seed(0)))
+    assert rounds_in_float32(lambda: model(batch))
+    model.widen()
+    assert not rounds_in_float32(lambda: model(batch))
+    assert derive_tolerance(foreign_run(directories / name, LayoutSpec(tp=2))).relative < 1e-11
 
 
 def attention_of(directory: Path, parts: int = 2) -> tuple[torch.nn.Module, RecordedCall, SplitModule]:

@@ -177,7 +177,7 @@ class ForeignDecoder(Decoder):
         }
         if not waiting:
             return ""
-        names = {module: name for name, module in waiting.items()}
+        names: dict[nn.Module, str] = {module: name for name, module in waiting.items()}
 
         def called(module: nn.Module, _: object) -> None:
             waiting.pop(names[module], None)
