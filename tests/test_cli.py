@@ -182,6 +182,19 @@ def test_a_check_warns_of_a_recipe_without_data(folder, capsys):
     assert warning.startswith("the recipe names no data, so it would train on the standard library of Python")
 
 
+def test_a_check_warns_of_a_decay_longer_than_the_run(folder, capsys):
+    """As with fewer steps than a preset has."""
+    schedule = "training.lr_schedule={name: wsd, warmup: 2, decay: 40}"
+    for steps, too_short in (("training.steps=41", True), ("training.steps=42", False)):
+        main(["check", "run.yaml", schedule, steps, "--json"])
+        warnings = json.loads(capsys.readouterr().out)["warnings"]
+        assert [text.split(",")[0] for text in warnings] == [
+            "training.lr_schedule.decay=40 is longer than the 39 steps after the warm-up"
+        ] * too_short
+    main(["check", "run.yaml", "training.lr_schedule={name: wsd, warmup: 2}", "training.steps=4", "--json"])
+    assert json.loads(capsys.readouterr().out)["warnings"] == []
+
+
 def test_a_check_warns_of_adapters_that_leave_the_experts_frozen(folder, capsys):
     """Most of such a model's parameters."""
     model = "model={family: qwen3_moe, hidden: 32, num_layers: 2, num_heads: 2, num_experts: 8, experts_per_token: 2}"

@@ -48,6 +48,7 @@ from meshwright.spec.problems import RecipeError
 from meshwright.spec.recipe import with_place
 from meshwright.spec.run import RecipeFile, ResolvedRun, Run
 from meshwright.spec.text import command, counted
+from meshwright.spec.training import TrainingSpec
 from meshwright.terminal import printable
 from meshwright.trainer.corpus import (
     check_objective,
@@ -179,6 +180,7 @@ def examine(recipe: Run, base_dir: Path, findings: Findings) -> dict[str, Any]:
                     f"finetune: experts have no adapters, so {share:.0%} of the model's parameters stay as they are; "
                     "finetune.train=[experts] trains them in full"
                 )
+            facts["warnings"] += _whole_run_decays(resolved.run.training)
             if "sources" not in recipe.data.model_fields_set:
                 facts["warnings"].append(f"{NO_DATA}; set data.sources (data.sources=stdlib if it is meant)")
             if resolved.stage_layers:
@@ -257,7 +259,19 @@ def _table(recipe: Run, base_dir: Path) -> dict[str, Any]:
     model = with_derived(model, recipe, parts, everything=True)
     described = (describe_split, describe_cuts, describe_context, describe_experts)
     shared = [line for describe in described for line in describe(model)]
-    return {"parts": parts, "rows": describe_table(model, recipe.finetune), "split": shared}
+    return {"parts": parts, "ranks": recipe.layout.tp, "rows": describe_table(model, recipe.finetune), "split": shared}
+
+
+def _whole_run_decays(training: TrainingSpec) -> list[str]:
+    """A warning if a run is too short for its schedule's decay, as with fewer steps than a preset's."""
+    schedule, steps = training.lr_schedule, training.steps
+    room = steps - schedule.warmup_steps(steps)
+    if schedule.name != "wsd" or schedule.decay_steps(steps) <= room:
+        return []
+    return [
+        f"training.lr_schedule.decay={schedule.decay} is longer than the {room} steps after the warm-up, so the "
+        "learning rate never stays at training.optimizer.lr; set training.lr_schedule.decay=0 (a fifth of all steps)"
+    ]
 
 
 def _traffic(resolved: ResolvedRun) -> list[dict[str, Any]] | str:
@@ -339,7 +353,9 @@ def _report(facts: dict[str, Any]) -> Iterator[str]:
         if model["files"]:
             yield f"files      {model['files']}"
     if table := facts.get("table"):
-        yield f"table      {counted(table['parts'], 'tensor-parallel rank')}"
+        over = counted(table["parts"], "tensor-parallel rank")
+        over = over if table["parts"] == table["ranks"] else f"the split over {over}; the layout has none"
+        yield f"table      {over}"
         yield from (f"           {line}" for line in (*table["rows"], *table["split"]))
     if layout := facts.get("layout"):
         yield f"layout     {layout['strategy']}; processes: {layout['processes']}"

@@ -136,6 +136,7 @@ def open_trained(
         with memory_explained(f"the weights of {path}"):
             return _from_hf_directory(path, place, dtype, family, weights)
     what = f"has no {RESOLVED} and no config.json" if path.is_dir() else "no such directory"
+    what = "is a file" if path.is_file() else what
     raise UserError(
         f"{path}: {what}; give a run directory, one of its checkpoints, a Hugging Face directory, or the hub id of "
         "a model in the local cache (hf download ID)"
