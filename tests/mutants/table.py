@@ -193,7 +193,7 @@ SPLIT = [
     Mutant(
         "ranks hold neighbouring chunks where the ring expects zigzag",
         "parallel/context.py",
-        ".reshape(2 * degree, -1)[list(_own_chunks(rank, degree))].ravel()",
+        ".reshape(2 * degree, -1)[list(own_chunks(rank, degree))].ravel()",
         ".reshape(2 * degree, -1)[[2 * rank, 2 * rank + 1]].ravel()",
         "ring",
         CORE,
