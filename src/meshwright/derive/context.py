@@ -66,8 +66,6 @@ def check_context(blocks: Blocks, documents_BS: torch.Tensor | None, logits: tor
     expected = gradients(logits, direction, dict(blocks.model.named_parameters()))
     try:
         parts = side_by_side(PARTS, lambda sharing: _compute(blocks, documents_BS, sharing))
-    except UnsplitError:
-        raise
     except _PartError as error:
         raise UnsplitError(" ".join(str(error).split())[:240]) from error
     places = [part.share.places(part.logits.shape[1], logits.device) for part in parts]
