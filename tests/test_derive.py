@@ -22,6 +22,7 @@ from meshwright.families.derived import derive
 from meshwright.models.foreign import ForeignDecoder
 from meshwright.prove.tolerance import derive_tolerance
 from meshwright.spec.batch import Batch
+from meshwright.spec.fit import find_misfits
 from meshwright.spec.foreign import ForeignContext, ForeignCuts, ForeignExperts, ForeignModel, ForeignSplit, SplitModule
 from meshwright.spec.layout import LayoutSpec
 from meshwright.spec.model import ModelFields
@@ -158,6 +159,18 @@ def test_a_proof_computes_in_float64_what_transformers_computes_in_float32(direc
     model.widen()
     assert not rounds_in_float32(lambda: model(batch))
     assert derive_tolerance(foreign_run(directories / name, LayoutSpec(tp=2))).relative < 1e-11
+
+
+def test_degrees_that_divide_the_heads_are_offered(directories: Path) -> None:
+    model = read_hf_directory(directories / "phi3", family="transformers")
+    assert model.foreign is not None
+    splits = tuple(ForeignSplit(tp=tp, problem="no") for tp in (3, 4))
+    model = model.model_copy(update={"foreign": model.foreign.model_copy(update={"others": splits})})
+    refused = "no module of this model can be split over ranks (no)"
+    (reason,) = find_misfits(LayoutSpec(tp=3), model, 16)
+    assert reason == f"layout.tp=3: {refused}; tp=2, tp=4 divide its 4 heads"
+    (reason,) = find_misfits(LayoutSpec(tp=4), model, 16)
+    assert reason == f"layout.tp=4: {refused}; the nearest legal layout is tp=1"
 
 
 def attention_of(directory: Path, parts: int = 2) -> tuple[torch.nn.Module, RecordedCall, SplitModule]:

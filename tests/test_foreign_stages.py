@@ -13,15 +13,17 @@ from meshwright.derive.probe import probe_blocks
 from meshwright.families import read_hf_directory
 from meshwright.families.derived import with_options
 from meshwright.families.described import describe_context, describe_cuts
+from meshwright.models.foreign import ForeignDecoder
 from meshwright.predict.recipe import plan_recipe
 from meshwright.spec.data import DataSpec
 from meshwright.spec.fit import find_misfits
 from meshwright.spec.foreign import ForeignCuts
 from meshwright.spec.layout import LayoutSpec
 from meshwright.spec.model import ModelFields
-from meshwright.spec.run import Run
-from meshwright.testing.equivalence import largest_difference, one_step
+from meshwright.spec.run import ResolvedRun, Run
+from meshwright.testing.equivalence import build_here, largest_difference, one_step
 from meshwright.testing.ranks import RankPool
+from meshwright.trainer.setup import check_foreign
 from test_derive import CONFIGS, LORA, TIGHT, directories, foreign_run
 from test_equivalence import assert_equal
 from test_finetune_run import trajectory
@@ -63,6 +65,19 @@ def test_pipeline_stages_equal_one_process(
     run = foreign_run(directories / name, PIPELINES[layout], finetune=finetune, recompute=recompute)
     found = ranks.run(run.run.layout.world_size, one_step, run)[0]
     assert_equal(found, _ALONE[key], dtype=torch.float64 if name in TIGHT else torch.float32)
+
+
+def checked(run: ResolvedRun) -> bool:
+    trainer = build_here(run)
+    assert isinstance(trainer.model, ForeignDecoder)
+    check_foreign(trainer.train_step.passes, trainer.model, documents=False, adapters=True)
+    return any("lora" in name for name in trainer.parameters)
+
+
+def test_a_stage_without_adapters_takes_part_in_the_check_of_adapters(ranks: RankPool, directories: Path) -> None:
+    """Else the others wait for it."""
+    last = LORA | {"targets": ["model.layers.3.self_attn.q_proj"]}
+    assert ranks.run(2, checked, foreign_run(directories / "smollm3", LayoutSpec(pp=2), finetune=last)) == [False, True]
 
 
 def test_stages_and_one_process_read_one_anothers_checkpoints(

@@ -265,8 +265,8 @@ def _table(recipe: Run, base_dir: Path) -> dict[str, Any]:
 def _whole_run_decays(training: TrainingSpec) -> list[str]:
     """A warning if a run is too short for its schedule's decay, as with fewer steps than a preset's."""
     schedule, steps = training.lr_schedule, training.steps
-    room = steps - schedule.warmup_steps(steps)
-    if schedule.name != "wsd" or schedule.decay_steps(steps) <= room:
+    room = max(0, steps - schedule.warmup_steps(steps))
+    if schedule.name != "wsd" or schedule.decay <= room:
         return []
     return [
         f"training.lr_schedule.decay={schedule.decay} is longer than the {room} steps after the warm-up, so the "

@@ -168,15 +168,13 @@ class ForeignDecoder(Decoder):
     @torch.no_grad()
     def skipped_adapters(self, logits: Callable[[Batch], torch.Tensor | None]) -> str:
         """The error if transformers reads the weight of a layer with an adapter without calling the layer, as Mamba's
-        `dt_proj`: the adapter would have no effect. `logits` as for `acausal`. Experts are left out: tokens choose
-        which are called."""
+        `dt_proj`: the adapter would have no effect. Collective, also for a rank without adapters; `logits` as for
+        `acausal`. Experts are left out: tokens choose which are called."""
         waiting = {
             name: module
             for name, module in self.named_modules()
             if isinstance(module, Layer) and module.find(Lora) is not None and ".experts." not in name
         }
-        if not waiting:
-            return ""
         names: dict[nn.Module, str] = {module: name for name, module in waiting.items()}
 
         def called(module: nn.Module, _: object) -> None:

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from itertools import product
-from math import lcm
+from math import gcd, lcm
 from typing import assert_never
 
 from meshwright.spec.asynchronous import model_misfits
@@ -31,7 +31,7 @@ def find_misfits(layout: LayoutSpec, model: ModelSpec, sequence_length: int) -> 
     if model.foreign is not None:
         stages = () if layout.pp == 1 else _stage_misfits(layout, model)
         rows = () if layout.cp == 1 else _shared_row_misfits(layout, model, model.foreign, sequence_length)
-        return [*_foreign_misfits(layout, model.foreign, model.num_heads), *rows, *stages]
+        return [*_derived_misfits(layout, model.foreign, model.num_heads), *rows, *stages]
     reasons = _reasons(layout, model, sequence_length)
     advice = _advice(layout, model, sequence_length) if reasons else ""
     return [
@@ -85,19 +85,18 @@ def _nearest_degrees(layout: LayoutSpec, model: ModelSpec, sequence_length: int)
     raise AssertionError("a degree of 1 always works")
 
 
-def _foreign_misfits(layout: LayoutSpec, foreign: ForeignModel, heads: int) -> Iterator[str]:
+def _derived_misfits(layout: LayoutSpec, foreign: ForeignModel, heads: int) -> Iterator[str]:
+    """The reasons that follow from what is derived about a model that transformers computes."""
     yield from _shared_expert_misfits(layout, foreign) if layout.ep > 1 else ()
     split = foreign.split_over(layout.tp)
     if layout.tp > 1 and split is None:
         yield f"layout.tp={layout.tp}: the split over {layout.tp} ranks was not derived; set layout.tp in the recipe"
     elif layout.tp > 1 and split is not None and not split.modules:
         reasons = split.problem or "; ".join(sorted({reason for _, reason in split.whole}))
-        degrees = [str(tp) for tp in range(2, heads + 1) if heads % tp == 0 != tp - layout.tp][:4]
-        advice = f"try tp={' or '.join(degrees)}, which divide its {heads} heads, or" if heads % layout.tp else ""
-        yield (
-            f"layout.tp={layout.tp}: no module of this model can be split over ranks ({reasons}); "
-            f"{f'{advice} use tp=1' if advice and degrees else f'{NEAREST} tp=1'}"
-        )
+        divisors = [f"tp={tp}" for tp in range(2, heads + 1) if heads % tp == 0][:4]
+        uneven = heads % layout.tp and divisors
+        advice = f"{', '.join(divisors)} divide its {heads} heads" if uneven else f"{NEAREST} tp=1"
+        yield f"layout.tp={layout.tp}: no module of this model can be split over ranks ({reasons}); {advice}"
     if layout.pp > 1 and foreign.cuts is None:
         yield f"layout.pp={layout.pp}: the cuts of the model were not derived; set layout.pp in the recipe"
     elif layout.pp > 1 and foreign.cuts is not None and foreign.cuts.problem:
@@ -120,13 +119,18 @@ def _shared_expert_misfits(layout: LayoutSpec, foreign: ForeignModel) -> Iterato
         yield f"{where} with layout.tp={layout.tp}: transformers' experts are shared only without tp; {NEAREST} tp=1"
     else:
         shapes, shards = dict(foreign.tensors), layout.expert_shard
+        sharers = layout.dp_shard * layout.cp
         for one in experts.modules:
             stacks = [shapes[f"{foreign.blocks}.{one.layers[0]}.{one.name}.{name}"] for name in one.parameters]
             if one.count % layout.ep:
-                yield f"{where}: {one.count} experts cannot be split evenly over {layout.ep} ranks; {NEAREST} ep=1"
+                nearest = f"{NEAREST} ep={gcd(one.count, sharers)}"
+                yield f"{where}: {one.count} experts cannot be split evenly over {layout.ep} ranks; {nearest}"
                 return
             if any(rows % shards and columns % shards for _, rows, columns in stacks):
-                yield f"{where}: {shards} ranks share the state of the same experts, and divide no dim of theirs"
+                yield (
+                    f"{where}: {shards} ranks share the state of the same experts, and divide neither the rows nor the "
+                    "columns of their matrices; use another dp_shard, or zero=0"
+                )
                 return
 
 

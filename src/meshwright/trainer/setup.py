@@ -184,20 +184,21 @@ def build_trainer(resolved: ResolvedRun, place: RankContext, weights: RowSource 
     passes = build_parallel_model(resolved, place.meshes)
     trainer = give_state(passes, resolved, place, weights or run_weights(resolved))
     if isinstance(passes.model, ForeignDecoder):
-        _check_foreign(passes, passes.model, resolved.run.data.separate_documents or passes.objective.needs_pairs)
+        documents = resolved.run.data.separate_documents or passes.objective.needs_pairs
+        check_foreign(passes, passes.model, documents=documents, adapters=resolved.run.finetune is not None)
         release_gathered(passes.model)
     return trainer
 
 
-def _check_foreign(passes: Passes, model: ForeignDecoder, documents: bool) -> None:
+def check_foreign(passes: Passes, model: ForeignDecoder, *, documents: bool, adapters: bool) -> None:
     """Raise `UserError` on every rank if a model that transformers computes cannot be trained. Collective."""
 
     def logits(batch: TensorBatch) -> torch.Tensor | None:
         with model.whole_rows():
             return next(iter(list(passes.read([batch], lambda logits_BTV, *_: logits_BTV))), None)
 
-    checks = (model.skipped_adapters, model.acausal)
-    for check in (*checks, model.mixes_documents) if documents else checks:
+    checks = [model.acausal, *[model.skipped_adapters] * adapters, *[model.mixes_documents] * documents]
+    for check in checks:
         error = check(logits)
         errors = [error] if passes.stages is None else gather_everywhere(error, passes.stages)
         if error := next(filter(None, errors), ""):
