@@ -25,17 +25,17 @@ import torch
 import torch.nn.functional as F
 
 from meshwright.derive.derive import rounds_in_float32
-from meshwright.derive.probe import derived_context, derived_cuts, derived_experts, derived_split, draw
+from meshwright.derive.probe import draw
 from meshwright.families import read_hf_directory
 from meshwright.models.foreign import ForeignDecoder
 from meshwright.predict.stages import balanced_stages, layer_costs
 from meshwright.spec.data import DataSpec
 from meshwright.spec.errors import UserError
 from meshwright.spec.fit import find_misfits, foreign_misfits
-from meshwright.spec.foreign import ForeignContext, ForeignCuts, ForeignExperts, ForeignModel, ForeignSplit
 from meshwright.spec.layout import LayoutSpec
 from meshwright.spec.model import ModelFields
 from meshwright.spec.run import ResolvedRun, Run
+from meshwright.testing.derived import derived_here
 from meshwright.testing.equivalence import Outcome, build_here, largest_difference, loader_for, one_step
 from meshwright.testing.ranks import RankPool
 
@@ -119,22 +119,7 @@ def resolved_run(directory: Path, layout: LayoutSpec, finetune: dict[str, Any] |
     data = {"sequence_length": LENGTH, "cache_dir": str(directory.parent / "cache")}
     values = {"model": fields, "data": DataSpec(**data), "training": training, "finetune": finetune, "layout": layout}
     run = Run.model_validate({**values, "device": "cpu"})
-    model = read_hf_directory(directory, family="transformers")
-    if layout.tp > 1 and model.foreign is not None:
-        split = split_over(directory, model.foreign, layout.tp)
-        model = model.model_copy(update={"foreign": model.foreign.model_copy(update={"split": split})})
-    if layout.pp > 1 and model.foreign is not None:
-        if directory not in _CUTS:
-            _CUTS[directory] = derived_cuts(model.foreign)
-        model = model.model_copy(update={"foreign": model.foreign.model_copy(update={"cuts": _CUTS[directory]})})
-    if layout.ep > 1 and model.foreign is not None:
-        if directory not in _EXPERTS:
-            _EXPERTS[directory] = derived_experts(model.foreign)
-        model = model.model_copy(update={"foreign": model.foreign.model_copy(update={"experts": _EXPERTS[directory]})})
-    if layout.cp > 1 and model.foreign is not None:
-        if directory not in _CONTEXTS:
-            _CONTEXTS[directory] = derived_context(model.foreign)
-        model = model.model_copy(update={"foreign": model.foreign.model_copy(update={"context": _CONTEXTS[directory]})})
+    model = derived_here(read_hf_directory(directory, family="transformers"), layout)
     assert model.foreign is not None
     if misfits := find_misfits(layout, model, LENGTH) or foreign_misfits(run, layout, model.foreign):
         raise UserError(misfits[0])
@@ -150,19 +135,6 @@ def resolved_run(directory: Path, layout: LayoutSpec, finetune: dict[str, Any] |
         stage_layers=stages,
         reasons={},
     )
-
-
-_SPLITS: dict[tuple[Path, int], ForeignSplit] = {}
-_CUTS: dict[Path, ForeignCuts] = {}
-_CONTEXTS: dict[Path, ForeignContext] = {}
-_EXPERTS: dict[Path, ForeignExperts] = {}
-
-
-def split_over(directory: Path, foreign: ForeignModel, ranks: int) -> ForeignSplit:
-    """The derived split of the model in a directory."""
-    if (directory, ranks) not in _SPLITS:
-        _SPLITS[directory, ranks] = derived_split(foreign, ranks)
-    return _SPLITS[directory, ranks]
 
 
 def differs(ours: Outcome, expected: Outcome, tolerance: float) -> str:

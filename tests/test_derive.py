@@ -14,7 +14,7 @@ from meshwright import families
 from meshwright.derive.__main__ import answers_to
 from meshwright.derive.calls import RecordedCall, UnsplitError, record, rounds_in_float32
 from meshwright.derive.derive import derive_split, split_module
-from meshwright.derive.probe import derived_context, derived_cuts, derived_experts, derived_split, probe_blocks
+from meshwright.derive.probe import derived_split, probe_blocks
 from meshwright.derive.slice_test import passes
 from meshwright.derive.whole_model import check_whole
 from meshwright.families import read_hf_directory, resolve_model
@@ -23,10 +23,11 @@ from meshwright.models.foreign import ForeignDecoder
 from meshwright.prove.tolerance import derive_tolerance
 from meshwright.spec.batch import Batch
 from meshwright.spec.fit import find_misfits
-from meshwright.spec.foreign import ForeignContext, ForeignCuts, ForeignExperts, ForeignModel, ForeignSplit, SplitModule
+from meshwright.spec.foreign import ForeignModel, ForeignSplit, SplitModule
 from meshwright.spec.layout import LayoutSpec
 from meshwright.spec.model import ModelFields
 from meshwright.spec.run import ResolvedRun
+from meshwright.testing.derived import derived_here
 from meshwright.testing.equivalence import build_here, one_step
 from meshwright.testing.ranks import RankPool
 from test_equivalence import assert_equal
@@ -79,39 +80,10 @@ def directories(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-_SPLITS: dict[tuple[str, int], ForeignSplit] = {}
-_CUTS: dict[str, ForeignCuts] = {}
-_CONTEXTS: dict[str, ForeignContext] = {}
-_EXPERTS: dict[str, ForeignExperts] = {}
-
-
 def foreign_run(directory: Path, layout: LayoutSpec, **options: Any) -> ResolvedRun:
-    model = read_hf_directory(directory, family="transformers")
-    assert model.foreign is not None
-    if layout.tp > 1:
-        key = str(directory), layout.tp
-        if key not in _SPLITS:
-            _SPLITS[key] = derived_split(model.foreign, layout.tp)
-        model = model.model_copy(update={"foreign": model.foreign.model_copy(update={"split": _SPLITS[key]})})
+    model = derived_here(read_hf_directory(directory, family="transformers"), layout)
     resolved = tiny_run(layout, num_layers=model.num_layers, **options)
-    if layout.pp > 1:
-        assert model.foreign is not None
-        key = str(directory)
-        _CUTS[key] = _CUTS.get(key) or derived_cuts(model.foreign)
-        assert not _CUTS[key].problem
-        model = model.model_copy(update={"foreign": model.foreign.model_copy(update={"cuts": _CUTS[key]})})
-    if layout.cp > 1:
-        assert model.foreign is not None
-        key = str(directory)
-        _CONTEXTS[key] = _CONTEXTS.get(key) or derived_context(model.foreign)
-        assert not _CONTEXTS[key].problem
-        model = model.model_copy(update={"foreign": model.foreign.model_copy(update={"context": _CONTEXTS[key]})})
-    if layout.ep > 1:
-        assert model.foreign is not None
-        key = str(directory)
-        _EXPERTS[key] = _EXPERTS.get(key) or derived_experts(model.foreign)
-        assert not _EXPERTS[key].problem
-        model = model.model_copy(update={"foreign": model.foreign.model_copy(update={"experts": _EXPERTS[key]})})
+    assert not find_misfits(layout, model, 16)
     fields = ModelFields(name=str(directory), weights="pretrained", family="transformers")
     return resolved.model_copy(update={"run": resolved.run.model_copy(update={"model": fields}), "model": model})
 
