@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -70,9 +70,13 @@ CONFIGS: dict[str, Any] = {
 @pytest.fixture(scope="session")
 def directories(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A Hugging Face directory for each architecture, with random weights."""
-    folder = tmp_path_factory.mktemp("derive")
+    return saved_models(tmp_path_factory.mktemp("derive"), CONFIGS)
+
+
+def saved_models(folder: Path, configs: Mapping[str, Any]) -> Path:
+    """A Hugging Face directory in `folder` for each configuration, with random weights."""
     generator = torch.Generator().manual_seed(0)
-    for name, config in CONFIGS.items():
+    for name, config in configs.items():
         model = transformers.AutoModelForCausalLM.from_config(config)
         for parameter in model.parameters():
             parameter.data.normal_(std=0.2, generator=generator)
@@ -105,7 +109,18 @@ CASES = [
     ("phi3", "tp", LORA | {"dora": True, "dropout": 0.2}, "full"),
     ("gpt_oss", "tp-zero-3", None, "none"),
 ]
-_ALONE: dict[str, Any] = {}
+_ALONE: dict[tuple[Path, str, bool], Any] = {}
+
+
+def assert_equals_one_process(
+    ranks: RankPool, directory: Path, layout: LayoutSpec, *, documents: bool = False, exact: bool, **options: Any
+) -> None:
+    """A step under a layout; `exact`: to float64's tolerance."""
+    key = directory, str(options.get("finetune")), documents
+    if key not in _ALONE:
+        _ALONE[key] = one_step(foreign_run(directory, LayoutSpec(), finetune=options.get("finetune")), documents)
+    result = ranks.run(layout.world_size, one_step, foreign_run(directory, layout, **options), documents)[0]
+    assert_equal(result, _ALONE[key], dtype=torch.float64 if exact else torch.float32)
 
 
 @pytest.mark.every(3)
@@ -113,12 +128,8 @@ _ALONE: dict[str, Any] = {}
 def test_tensor_parallel_ranks_equal_one_process(
     ranks: RankPool, directories: Path, name: str, layout: str, finetune: dict[str, Any] | None, recompute: str
 ) -> None:
-    key = f"{name} {finetune}"
-    if key not in _ALONE:
-        _ALONE[key] = one_step(foreign_run(directories / name, LayoutSpec(), finetune=finetune))
-    run = foreign_run(directories / name, LAYOUTS[layout], finetune=finetune, recompute=recompute)
-    found = ranks.run(run.run.layout.world_size, one_step, run)[0]
-    assert_equal(found, _ALONE[key], dtype=torch.float64 if name in TIGHT else torch.float32)
+    options: dict[str, Any] = {"finetune": finetune, "recompute": recompute, "exact": name in TIGHT}
+    assert_equals_one_process(ranks, directories / name, LAYOUTS[layout], **options)
 
 
 @pytest.mark.parametrize("name", ["olmo3", "qwen3_next"])

@@ -20,10 +20,8 @@ from meshwright.spec.foreign import ForeignContext, ForeignSplit, SplitModule
 from meshwright.spec.layout import LayoutSpec
 from meshwright.spec.model import ModelFields, ModelSpec
 from meshwright.spec.run import Run
-from meshwright.testing.equivalence import one_step
 from meshwright.testing.ranks import RankPool
-from test_derive import LORA, TIGHT, directories, foreign_run
-from test_equivalence import assert_equal
+from test_derive import LORA, TIGHT, assert_equals_one_process, directories, foreign_run
 from test_finetune_run import trajectory
 
 __all__ = ["directories"]
@@ -47,7 +45,6 @@ CASES = [
     ("smollm3", "zbv-cp", None, "none", False),
     ("phi3", "cp-tp", LORA | {"dora": True}, "full", True),
 ]
-_ALONE: dict[str, Any] = {}
 
 
 @pytest.mark.every(3)
@@ -61,12 +58,8 @@ def test_context_parallel_ranks_equal_one_process(
     recompute: str,
     documents: bool,
 ) -> None:
-    key = f"{name} {finetune} {documents}"
-    if key not in _ALONE:
-        _ALONE[key] = one_step(foreign_run(directories / name, LayoutSpec(), finetune=finetune), documents)
-    run = foreign_run(directories / name, LAYOUTS[layout], finetune=finetune, recompute=recompute)
-    result = ranks.run(run.run.layout.world_size, one_step, run, documents)[0]
-    assert_equal(result, _ALONE[key], dtype=torch.float64 if name in TIGHT else torch.float32)
+    options: dict[str, Any] = {"finetune": finetune, "recompute": recompute, "exact": name in TIGHT}
+    assert_equals_one_process(ranks, directories / name, LAYOUTS[layout], documents=documents, **options)
 
 
 def test_parts_of_rows_and_one_process_read_one_anothers_checkpoints(

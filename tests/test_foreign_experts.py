@@ -19,10 +19,8 @@ from meshwright.spec.fit import find_misfits
 from meshwright.spec.foreign import ExpertModule, ForeignExperts
 from meshwright.spec.layout import LayoutSpec
 from meshwright.spec.model import ModelSpec
-from meshwright.testing.equivalence import one_step
 from meshwright.testing.ranks import RankPool
-from test_derive import LORA, SIZES, foreign_run
-from test_equivalence import assert_equal
+from test_derive import LORA, SIZES, assert_equals_one_process, foreign_run, saved_models
 from test_finetune_run import trajectory
 
 EXPERTS: dict[str, Any] = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
@@ -48,19 +46,11 @@ CASES = [
     ("qwen3_moe", "ep-cp-dp", None, "none"),
     ("qwen2_moe", "ep-ddp", LORA, "none"),
 ]
-_ALONE: dict[str, Any] = {}
 
 
 @pytest.fixture(scope="session")
 def directories(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("experts")
-    generator = torch.Generator().manual_seed(0)
-    for name, config in CONFIGS.items():
-        model = transformers.AutoModelForCausalLM.from_config(config)
-        for parameter in model.parameters():
-            parameter.data.normal_(std=0.2, generator=generator)
-        model.save_pretrained(folder / name)
-    return folder
+    return saved_models(tmp_path_factory.mktemp("experts"), CONFIGS)
 
 
 @pytest.mark.every(2)
@@ -69,12 +59,8 @@ def test_expert_parallel_ranks_equal_one_process(
     ranks: RankPool, directories: Path, name: str, layout: str, finetune: dict[str, Any] | None, recompute: str
 ) -> None:
     """Their routers compute in fp32 in any dtype of the model."""
-    key = f"{name} {finetune}"
-    if key not in _ALONE:
-        _ALONE[key] = one_step(foreign_run(directories / name, LayoutSpec(), finetune=finetune))
-    run = foreign_run(directories / name, LAYOUTS[layout], finetune=finetune, recompute=recompute)
-    result = ranks.run(run.run.layout.world_size, one_step, run)[0]
-    assert_equal(result, _ALONE[key], dtype=torch.float32)
+    options: dict[str, Any] = {"finetune": finetune, "recompute": recompute, "exact": False}
+    assert_equals_one_process(ranks, directories / name, LAYOUTS[layout], **options)
 
 
 def test_ranks_that_share_experts_and_one_process_read_one_anothers_checkpoints(

@@ -21,11 +21,10 @@ from meshwright.spec.foreign import ForeignCuts
 from meshwright.spec.layout import LayoutSpec
 from meshwright.spec.model import ModelFields
 from meshwright.spec.run import ResolvedRun, Run
-from meshwright.testing.equivalence import build_here, largest_difference, one_step
+from meshwright.testing.equivalence import build_here, largest_difference
 from meshwright.testing.ranks import RankPool
 from meshwright.trainer.setup import check_foreign
-from test_derive import CONFIGS, LORA, TIGHT, directories, foreign_run
-from test_equivalence import assert_equal
+from test_derive import CONFIGS, LORA, TIGHT, assert_equals_one_process, directories, foreign_run
 from test_finetune_run import trajectory
 from test_pipedream import STEPS, late, layout_of, trained
 
@@ -51,20 +50,13 @@ STAGED = [
 ]
 
 
-_ALONE: dict[str, Any] = {}
-
-
 @pytest.mark.every(3)
 @pytest.mark.parametrize(("name", "layout", "finetune", "recompute"), STAGED)
 def test_pipeline_stages_equal_one_process(
     ranks: RankPool, directories: Path, name: str, layout: str, finetune: dict[str, Any] | None, recompute: str
 ) -> None:
-    key = f"{name} {finetune}"
-    if key not in _ALONE:
-        _ALONE[key] = one_step(foreign_run(directories / name, LayoutSpec(), finetune=finetune))
-    run = foreign_run(directories / name, PIPELINES[layout], finetune=finetune, recompute=recompute)
-    found = ranks.run(run.run.layout.world_size, one_step, run)[0]
-    assert_equal(found, _ALONE[key], dtype=torch.float64 if name in TIGHT else torch.float32)
+    options: dict[str, Any] = {"finetune": finetune, "recompute": recompute, "exact": name in TIGHT}
+    assert_equals_one_process(ranks, directories / name, PIPELINES[layout], **options)
 
 
 def checked(run: ResolvedRun) -> bool:
